@@ -1,0 +1,196 @@
+"""What one engine tells the machines about itself, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, final
+
+from kv_scheduler_state._errors import InvalidConfig
+from kv_scheduler_state._hosts import HostPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MAX_GENERATION", "GroupConfig", "SchedulerConfig", "TicketLimits"]
+
+MAX_GENERATION = (1 << 63) - 1
+"""Largest generation that is ever granted; the top bit of a fence word marks a lease that has ended."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """One KV-cache group of the model.
+
+    Attributes:
+        kind: "full" keeps every block; "window" only the tail that the attention window can still see; "state" only
+            the block with the running state of a recurrent layer.
+        block_tokens: Tokens per scheduler block.
+        window_tokens: Attention window, for kind "window".
+        scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
+    """
+
+    kind: Literal["full", "window", "state"] = "full"
+    block_tokens: int = 16
+    window_tokens: int = 0
+    scratch_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in {"full", "window", "state"}:
+            raise InvalidConfig(f"group kind is {self.kind!r}; use 'full', 'window' or 'state'", kind=self.kind)
+        if self.block_tokens < 1:
+            raise InvalidConfig(f"block_tokens is {self.block_tokens}, must be at least 1")
+        if (self.kind == "window") != (self.window_tokens > 0):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has window_tokens {self.window_tokens}")
+        if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
+
+    @property
+    def window_blocks(self) -> int:
+        """Tail blocks that a window can touch: one more than fit, for a window that starts inside a block."""
+        return -(-self.window_tokens // self.block_tokens) + 1 if self.window_tokens else 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TicketLimits:
+    """Upper bounds for what a client may put into a ticket.
+
+    Attributes:
+        max_keys: Keys of the `kv_transfer_params` object.
+        max_text_chars: Characters of an id or a host.
+        max_blocks: Block ids over all groups.
+        max_block_id: Largest block id.
+        max_parallel: Largest tensor-, pipeline- or context-parallel size.
+        max_tokens: Largest token count.
+        max_lease_s: Longest lease that is believed.
+        max_fence_slot: Largest fence slot.
+    """
+
+    max_keys: int = 64
+    max_text_chars: int = 512
+    max_blocks: int = 1 << 20
+    max_block_id: int = (1 << 31) - 1
+    max_parallel: int = 1024
+    max_tokens: int = 1 << 31
+    max_lease_s: float = 86_400.0
+    max_fence_slot: int = (1 << 24) - 1
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise InvalidConfig(f"limit {name} is {value}, must be positive and finite", limit=name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Everything that the machines of one engine need to know about it.
+
+    Attributes:
+        engine_id: Name of this engine in tickets.
+        host: Address of this engine's side channel, as peers reach it.
+        port: Port of this engine's side channel.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dcp: Decode-context-parallel size.
+        groups: The model's KV-cache groups, in the engine's order.
+        state_backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None means 1 with a "state"
+            group and 0 without. An engine with a multi-token draft module sets its lookahead here.
+        lease_s: How long a producer keeps a finished prompt's blocks without hearing from a reader.
+        heartbeat_s: Time between two heartbeats to one peer engine; None means a sixth of the lease.
+        fence_slots: Words of the fence array; 0 hands over without fences.
+        fence_seed: Where the generations start; pass a random 63-bit number, so that a restarted engine repeats none.
+        uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
+        peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address.
+        peer_hosts: Host names that a ticket may name besides addresses in `peer_networks`.
+        load_failure_policy: What the engine does with a request whose read failed.
+        bidirectional: Whether a decode engine hands its blocks back for the next turn.
+        recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
+        readback_lease_s: How long a decode engine keeps its blocks for the next turn.
+        dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
+        generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
+        trace_length: Transitions that are remembered per request and machine.
+        limits: Upper bounds for tickets.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    groups: tuple[GroupConfig, ...] = (GroupConfig(),)
+    state_backoff_tokens: int | None = None
+    lease_s: float = 30.0
+    heartbeat_s: float | None = None
+    fence_slots: int = 0
+    fence_seed: int = 1
+    uses_host_buffer: bool = False
+    peer_networks: tuple[str, ...] = ()
+    peer_hosts: tuple[str, ...] = ()
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    bidirectional: bool = False
+    recompute_threshold_tokens: int = 64
+    readback_lease_s: float = 480.0
+    dialect: int | None = None
+    generation: int | None = None
+    trace_length: int = 16
+    limits: TicketLimits = field(default_factory=TicketLimits)
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
+        HostPolicy(self.peer_networks, self.peer_hosts)  # so that a bad network is refused here and not at a request
+
+    def _problems(self) -> Iterator[str]:
+        checks = (
+            (not self.engine_id or not self.host, "engine_id and host must not be empty"),
+            (not 1 <= self.port <= 65535, f"port is {self.port}, must be 1 to 65535"),
+            (
+                min(self.tp, self.pp, self.dcp) < 1,
+                f"parallel sizes are tp={self.tp} pp={self.pp} dcp={self.dcp}, all must be at least 1",
+            ),
+            (not self.groups, "groups is empty; a model has at least one KV-cache group"),
+            (
+                min(self.backoff_tokens, self.fence_slots, self.recompute_threshold_tokens) < 0,
+                "state_backoff_tokens, fence_slots and recompute_threshold_tokens must not be negative",
+            ),
+            (
+                not (0 < self.lease_s < math.inf and 0 < self.readback_lease_s < math.inf),
+                f"leases are {self.lease_s} s and {self.readback_lease_s} s, must be positive and finite",
+            ),
+            (
+                not 0 < self.heartbeat_period_s < self.lease_s,
+                f"heartbeat_s is {self.heartbeat_period_s}, must be above 0 and below lease_s {self.lease_s}",
+            ),
+            (
+                not 1 <= self.fence_seed <= MAX_GENERATION,
+                f"fence_seed is {self.fence_seed}, must be 1 to 2**63 - 1",
+            ),
+            (
+                self.load_failure_policy not in {"recompute", "fail"},
+                f"load_failure_policy is {self.load_failure_policy!r}, must be 'recompute' or 'fail'",
+            ),
+            (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
+        )
+        return (problem for is_broken, problem in checks if is_broken)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model keeps a recurrent state beside or instead of attention blocks."""
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def backoff_tokens(self) -> int:
+        """Trailing prompt tokens that the consumer recomputes itself (the N-1 rule)."""
+        if self.state_backoff_tokens is not None:
+            return self.state_backoff_tokens
+        return 1 if self.has_state else 0
+
+    @property
+    def heartbeat_period_s(self) -> float:
+        """Time between two heartbeats to one peer engine."""
+        return self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s

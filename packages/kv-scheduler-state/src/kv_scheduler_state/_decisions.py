@@ -1,0 +1,52 @@
+"""What the machines answer to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BYSTANDER", "NOT_KEPT", "Admission", "FinishDecision", "FinishReason", "Role"]
+
+Role = Literal["none", "producer", "consumer"]
+FinishReason = Literal["length", "stop", "abort", "error"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What becomes of a request that has just arrived.
+
+    Attributes:
+        role: "producer": its blocks will be handed over. "consumer": its prompt will be read. "none": it is the
+            engine's own business; the calls for it are accepted and change nothing. A prefill that also reads a
+            readback ticket is a "producer".
+        rejected_code: Why its ticket was refused (it is then computed here); empty otherwise.
+        rejected_message: The same for people.
+        truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
+    """
+
+    role: Role
+    rejected_code: str = ""
+    rejected_message: str = ""
+    truncate_tokens: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FinishDecision:
+    """What becomes of a finished request's blocks.
+
+    Attributes:
+        keep_blocks: Whether the engine keeps them until the workers report the request as sent.
+        params: `kv_transfer_params` of the response, or None for no hand-over.
+    """
+
+    keep_blocks: bool
+    params: Mapping[str, object] | None
+
+
+BYSTANDER: Final = Admission("none")
+NOT_KEPT: Final = FinishDecision(keep_blocks=False, params=None)

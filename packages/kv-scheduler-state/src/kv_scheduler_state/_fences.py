@@ -1,0 +1,57 @@
+"""Slots of the fence array and the generations written into them.
+
+A slot is taken when a prompt is allocated, so that the workers have written the new generation before anybody can
+hold the ticket, and returned when every worker has ended the lease. Returned slots go to the end of the line: a slot
+is reused as late as possible, and never with a generation that it carried before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, final
+
+from kv_scheduler_state._config import MAX_GENERATION
+
+__all__ = ["ENDED_BIT", "FencePool", "ended_generation"]
+
+ENDED_BIT: Final = 1 << 63
+"""Set in a fence word whose lease has ended; no granted generation has it."""
+
+
+def ended_generation(generation: int) -> int:
+    """Return the word that voids a granted generation; the same on every worker, and granted to nobody."""
+    return generation | ENDED_BIT
+
+
+@final
+class FencePool:
+    """Hands out (slot, generation) pairs.
+
+    Args:
+        slots: Words of the fence array.
+        seed: First generation, 1 to 2**63 - 1.
+    """
+
+    __slots__ = ("_free", "_next", "slots")
+
+    def __init__(self, slots: int, seed: int) -> None:
+        self.slots = slots
+        self._free = deque(range(slots))
+        self._next = seed
+
+    def take(self) -> tuple[int, int] | None:
+        """Return a free slot with a fresh generation, or None if every slot is in use."""
+        if not self._free:
+            return None
+        generation = self._next
+        self._next = generation + 1 if generation < MAX_GENERATION else 1
+        return self._free.popleft(), generation
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot whose last generation nobody may trust any more."""
+        self._free.append(slot)
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """Slots that are not in use, next one first."""
+        return tuple(self._free)

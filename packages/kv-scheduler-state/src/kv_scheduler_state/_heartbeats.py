@@ -1,0 +1,115 @@
+"""Which leases at which peer engines are to be renewed, and when.
+
+One heartbeat carries all requests of one peer engine. A peer is due once per period, whatever comes and goes
+meanwhile; a peer that is new is due at once, which also makes the workers' handshake with it early. Peers wait in a
+heap by due time, so that a step in which nobody is due costs one comparison, however many requests wait.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state._plan import HeartbeatOrder
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._ticket import HandoffTicket
+
+__all__ = ["HeartbeatBook", "HeartbeatPeer"]
+
+_PeerKey = tuple[str, str, int, int, int, int]
+
+
+@final
+class HeartbeatPeer:
+    """The leases held at one peer engine."""
+
+    __slots__ = ("counts", "key", "order")
+
+    def __init__(self, key: _PeerKey) -> None:
+        self.key = key
+        # Two local requests may hold the same ticket: the lease is renewed until the last of them is done.
+        self.counts: dict[str, int] = {}
+        self.order: HeartbeatOrder | None = None
+
+
+@final
+class HeartbeatBook:
+    """Collects leases by peer engine and orders their renewal.
+
+    Args:
+        period_s: Time between two heartbeats to one peer.
+    """
+
+    __slots__ = ("_due", "_peers", "_period_s", "_sequence")
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._peers: dict[_PeerKey, HeartbeatPeer] = {}
+        self._due: list[tuple[float, int, HeartbeatPeer]] = []
+        self._sequence = 0
+
+    def start(self, ticket: HandoffTicket, now_s: float) -> HeartbeatPeer:
+        """Renew a ticket's lease from now on, and return the peer to stop it with."""
+        key = (
+            ticket.peer_engine_id,
+            ticket.peer_host,
+            ticket.peer_port,
+            ticket.peer_tp,
+            ticket.peer_pp,
+            ticket.peer_dcp,
+        )
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = HeartbeatPeer(key)
+            self._push(now_s, peer)
+        counts = peer.counts
+        counts[ticket.peer_request_id] = counts.get(ticket.peer_request_id, 0) + 1
+        peer.order = None
+        return peer
+
+    def stop(self, peer: HeartbeatPeer, peer_request_id: str) -> None:
+        """Renew the lease no longer for one of its holders."""
+        left = peer.counts[peer_request_id] - 1
+        if left:
+            peer.counts[peer_request_id] = left
+        else:
+            del peer.counts[peer_request_id]
+            peer.order = None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether `take_due` has something to look at."""
+        return bool(self._due) and self._due[0][0] <= now_s
+
+    def take_due(self, now_s: float) -> tuple[HeartbeatOrder, ...]:
+        """Return one order per peer that is due, and forget peers that nobody waits for."""
+        orders: list[HeartbeatOrder] = []
+        due = self._due
+        while due and due[0][0] <= now_s:
+            peer = heappop(due)[2]
+            if not peer.counts:
+                # Kept until now, so that a request that comes and goes cannot make heartbeats denser than the period.
+                del self._peers[peer.key]
+                continue
+            if peer.order is None:
+                peer.order = HeartbeatOrder(*peer.key, tuple(peer.counts))
+            orders.append(peer.order)
+            self._push(now_s + self._period_s, peer)
+        return tuple(orders)
+
+    def holders(self) -> dict[tuple[str, str], int]:
+        """Return how many local requests hold each (peer engine, peer request)."""
+        return {
+            (key[0], request_id): count
+            for key, peer in self._peers.items()
+            for request_id, count in peer.counts.items()
+        }
+
+    @property
+    def peer_count(self) -> int:
+        """Peer engines that are known at the moment."""
+        return len(self._peers)
+
+    def _push(self, due_s: float, peer: HeartbeatPeer) -> None:
+        self._sequence += 1
+        heappush(self._due, (due_s, self._sequence, peer))

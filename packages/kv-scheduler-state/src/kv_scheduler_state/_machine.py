@@ -1,0 +1,109 @@
+"""State machines as data.
+
+A table lists every legal (state, event) pair once: the state it leads to, the effects that must follow and why.
+Nothing else decides what is legal. The code that owns a machine asks the table first, and acts on the row it gets;
+the documents' diagrams are drawn from the same rows, and the proofs mutate them one by one and demand to be told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from kv_scheduler_state._errors import IllegalTransition, InvalidConfig
+
+__all__ = ["GONE", "NEW", "Table", "TraceEntry", "Tracked", "Transition", "advance"]
+
+NEW = "new"
+"""State of a request that the machine has not met."""
+GONE = "gone"
+"""The one end of every machine; a request in it is forgotten."""
+
+TraceEntry = tuple[float, str, str]
+"""One step of a request: observed time, event, state afterwards."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One legal step.
+
+    Attributes:
+        state: State before.
+        event: What happened.
+        target: State afterwards.
+        effects: What must be done, by name.
+        why: One sentence for the reader of the documents.
+    """
+
+    state: str
+    event: str
+    target: str
+    effects: tuple[str, ...]
+    why: str
+
+
+@final
+class Table:
+    """The transitions of one machine.
+
+    Args:
+        name: Name of the machine in messages.
+        rows: Its transitions.
+
+    Raises:
+        InvalidConfig: `invalid-config`, if two rows share a state and an event, or a row leaves the end.
+    """
+
+    __slots__ = ("by_state", "name", "rows")
+
+    def __init__(self, name: str, rows: tuple[Transition, ...]) -> None:
+        self.name = name
+        self.rows = rows
+        self.by_state: dict[str, dict[str, Transition]] = {}
+        for row in rows:
+            events = self.by_state.setdefault(row.state, {})
+            if row.event in events or row.state == GONE:
+                raise InvalidConfig(f"{name}: '{row.state}' x '{row.event}' is listed twice or leaves the end")
+            events[row.event] = row
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Every state, in order of first mention."""
+        return tuple(dict.fromkeys(state for row in self.rows for state in (row.state, row.target)))
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """Every event, in order of first mention."""
+        return tuple(dict.fromkeys(row.event for row in self.rows))
+
+    def find(self, request_id: str, state: str, event: str) -> Transition:
+        """Return the row for an event.
+
+        Raises:
+            IllegalTransition: `illegal-transition`, if the table has none.
+        """
+        try:
+            return self.by_state[state][event]
+        except KeyError:
+            raise IllegalTransition(self.name, request_id, state, event) from None
+
+
+class Tracked(Protocol):
+    """What a machine remembers of a request, whatever else belongs to it."""
+
+    state: str
+    since_s: float
+    trace: list[TraceEntry]
+
+
+def advance(half: Tracked, row: Transition, now_s: float, trace_length: int) -> None:
+    """Move a request to a row's target and remember the step."""
+    target = row.target
+    if target != half.state:
+        half.state = target
+        half.since_s = now_s
+    trace = half.trace
+    trace.append((now_s, row.event, target))
+    if len(trace) > trace_length:
+        del trace[0]

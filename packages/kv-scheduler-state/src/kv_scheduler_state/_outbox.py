@@ -1,0 +1,61 @@
+"""Orders that wait for the next step plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._blocks import Blocks
+
+__all__ = ["Outbox"]
+
+
+@final
+class Outbox:
+    """Collects a step's orders; taking them is the only way to lose them."""
+
+    __slots__ = (
+        "cancels",
+        "expects",
+        "fences",
+        "grants",
+        "has_orders",
+        "reads",
+        "releases",
+        "revokes",
+        "saves",
+    )
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.has_orders = False
+        self.reads: dict[str, ReadOrder] = {}
+        self.expects: dict[str, FenceOrder | None] = {}
+        self.grants: list[GrantOrder] = []
+        self.releases: list[str] = []
+        self.revokes: list[str] = []
+        self.cancels: list[str] = []
+        self.saves: dict[str, list[Blocks]] = {}
+
+    def take(self, heartbeats: tuple[HeartbeatOrder, ...]) -> StepPlan:
+        """Return everything that waits, together with `heartbeats`, and start afresh."""
+        if not self.has_orders:
+            return StepPlan(heartbeats=heartbeats) if heartbeats else EMPTY_PLAN
+        expects = self.expects
+        plan = StepPlan(
+            tuple(self.reads.values()),
+            tuple([order for order in expects.values() if order is not None]) if expects else (),
+            tuple(self.grants),
+            tuple(self.releases),
+            tuple([(request_id, blocks) for request_id, chunks in self.saves.items() for blocks in chunks]),
+            heartbeats,
+            tuple(expects),
+            tuple(self.revokes),
+            tuple(self.cancels),
+        )
+        self._clear()
+        return plan

@@ -1,0 +1,178 @@
+"""The producer half of a request in the scheduler process: from arrival until the workers have ended its lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state._fences import FencePool
+from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
+from kv_scheduler_state._plan import FenceOrder, GrantOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state._blocks import BlockClipper, Blocks
+    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._outbox import Outbox
+
+__all__ = ["ProducerDesk", "ProducerHalf"]
+
+
+@final
+class ProducerHalf:
+    """What is remembered of a request whose blocks a peer is to read."""
+
+    __slots__ = ("fence", "is_readback", "saved_blocks", "since_s", "state", "trace")
+
+    def __init__(self, *, is_readback: bool, now_s: float) -> None:
+        self.state = NEW
+        self.since_s = now_s
+        self.trace: list[TraceEntry] = []
+        self.is_readback = is_readback
+        self.fence: tuple[int, int] | None = None
+        self.saved_blocks = 0
+
+
+@final
+class ProducerDesk:
+    """Applies events to producer halves and puts the resulting orders into the outbox.
+
+    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    """
+
+    __slots__ = ("_clipper", "_config", "_outbox", "_template", "fences", "table")
+
+    def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
+        self.table = table
+        self.fences = FencePool(config.fence_slots, config.fence_seed)
+        self._config = config
+        self._clipper = clipper
+        self._outbox = outbox
+        self._template = _params_template(config)
+
+    def arrive(self, request_id: str, *, is_readback: bool, now_s: float) -> ProducerHalf:
+        """Begin the life of a request that is to be handed over."""
+        half = ProducerHalf(is_readback=is_readback, now_s=now_s)
+        self._step(half, self.table.find(request_id, NEW, "arrive"), now_s)
+        return half
+
+    def allocate(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        """Announce the request to the workers, once, with a fence if a slot is free."""
+        self._step(half, row, now_s)
+        if "announce" in row.effects:
+            fence = half.fence = self.fences.take()
+            outbox = self._outbox
+            outbox.expects[request_id] = FenceOrder(request_id, *fence) if fence is not None else None
+            outbox.has_orders = True
+
+    def scheduled(self, request_id: str, half: ProducerHalf, row: Transition, blocks: Blocks, now_s: float) -> None:
+        """Order the host-buffer save of a chunk."""
+        self._step(half, row, now_s)
+        if "save" in row.effects and self._config.uses_host_buffer and any(blocks):
+            self._outbox.saves.setdefault(request_id, []).append(blocks)
+            self._outbox.has_orders = True
+            half.saved_blocks += sum(map(len, blocks))
+
+    def preempt(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        """Forget what was saved of blocks that are gone."""
+        self._step(half, row, now_s)
+        if "forget-saves" in row.effects:
+            self._outbox.saves.pop(request_id, None)
+            half.saved_blocks = 0
+
+    def finish(
+        self,
+        request_id: str,
+        half: ProducerHalf,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        now_s: float,
+    ) -> dict[str, object] | None:
+        """Grant the lease and return the ticket's params, or withdraw the request and return None."""
+        self._step(half, row, now_s)
+        effects = row.effects
+        if "grant" in effects:
+            lease_s = self._config.readback_lease_s if half.is_readback else self._config.lease_s
+            self._outbox.grants.append(GrantOrder(request_id, lease_s, half.fence))
+            self._outbox.has_orders = True
+            return self._params(request_id, half, block_ids, computed_tokens, lease_s)
+        if "withdraw" in effects:
+            self._withdraw(request_id, half)
+        return None
+
+    def revoke(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        """Order the early end of a lease."""
+        self._step(half, row, now_s)
+        if "order-revoke" in row.effects:
+            self._outbox.revokes.append(request_id)
+            self._outbox.has_orders = True
+
+    def sent(self, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        """Take back the fence slot of a lease that every worker has ended."""
+        self._step(half, row, now_s)
+        if "return-slot" in row.effects:
+            self._return_slot(half)
+
+    def _step(self, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        advance(half, row, now_s, self._config.trace_length)
+
+    def _withdraw(self, request_id: str, half: ProducerHalf) -> None:
+        outbox = self._outbox
+        outbox.saves.pop(request_id, None)
+        if request_id in outbox.expects:
+            del outbox.expects[request_id]  # no worker has heard of it yet, and none needs to
+        else:
+            outbox.releases.append(request_id)
+            outbox.has_orders = True
+        # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
+        # slot's next owner are applied after this one's.
+        self._return_slot(half)
+
+    def _return_slot(self, half: ProducerHalf) -> None:
+        if half.fence is not None:
+            self.fences.give_back(half.fence[0])
+            half.fence = None
+
+    def _params(
+        self,
+        request_id: str,
+        half: ProducerHalf,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        lease_s: float,
+    ) -> dict[str, object]:
+        params = self._template.copy()
+        params["do_remote_prefill"] = not half.is_readback
+        params["do_remote_decode"] = half.is_readback
+        params["remote_block_ids"] = [list(group) for group in self._clipper.clip(block_ids)]
+        params["remote_request_id"] = request_id
+        params["remote_num_tokens"] = computed_tokens
+        params["kv_lease_s"] = lease_s
+        if half.fence is not None:
+            params["kv_fence"] = list(half.fence)
+        return params
+
+
+def _params_template(config: SchedulerConfig) -> dict[str, object]:
+    params: dict[str, object] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": None,
+        "remote_engine_id": config.engine_id,
+        "remote_request_id": None,
+        "remote_host": config.host,
+        "remote_port": config.port,
+        "tp_size": config.tp,
+        "dcp_size": config.dcp,
+        "pp_size": config.pp,
+        "remote_num_tokens": 0,
+        # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+    }
+    if config.generation is not None:
+        params["kv_generation"] = config.generation
+    if config.dialect is not None:
+        params["kv_dialect"] = config.dialect
+    return params

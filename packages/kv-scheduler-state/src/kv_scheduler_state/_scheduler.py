@@ -1,0 +1,424 @@
+"""The facade of the scheduler process: the engine's hooks in, decisions and step plans out.
+
+Theory of operation. The engine calls, per request and in this order: `arrive`; `external_tokens` any number of times;
+`allocate` once or twice; `scheduled` for every chunk of a prefill; `preempt` perhaps; `finish` exactly once. Per step
+it calls `take_step_plan`, and after a step `transfer_results` with what its workers reported. Each call is turned
+into one event per half of the request (see `_tables`); rows for all halves are looked up before any of them is
+applied, so a call either happens or raises with nothing changed.
+
+Nothing is ever scanned: a call costs what its own request costs, and a step in which nothing happened costs two
+comparisons and returns one shared empty plan.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state._blocks import BlockClipper
+from kv_scheduler_state._clock import ObservedClock
+from kv_scheduler_state._consumer import ConsumerDesk
+from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason, Role
+from kv_scheduler_state._errors import (
+    DuplicateRequest,
+    InvalidEvent,
+    SchedulerStateError,
+    TicketError,
+    UnknownRequest,
+    quote,
+)
+from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state._introspection import describe, violations
+from kv_scheduler_state._live import Live
+from kv_scheduler_state._machine import GONE, Table
+from kv_scheduler_state._outbox import Outbox
+from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
+from kv_scheduler_state._producer import ProducerDesk
+from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
+from kv_scheduler_state._ticket_reader import TicketReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state._config import SchedulerConfig
+
+__all__ = ["SchedulerState"]
+
+_REASONS: Final = frozenset(("length", "stop", "abort", "error"))
+_HANDS_OVER: Final = frozenset(("length", "stop"))
+_PRODUCER: Final = Admission("producer")
+_CONSUMER: Final = Admission("consumer")
+
+
+@final
+class SchedulerState:
+    """Both halves of every request of one engine's scheduler process.
+
+    Not thread-safe: all calls come from the engine's scheduler thread.
+
+    Args:
+        config: The engine.
+        producer_table: The producer machine; another one only makes sense to a proof.
+        consumer_table: The consumer machine; another one only makes sense to a proof.
+    """
+
+    __slots__ = ("_clipper", "_clock", "_config", "_consumers", "_live", "_outbox", "_producers", "_tickets")
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        producer_table: Table = PRODUCER_TABLE,
+        consumer_table: Table = CONSUMER_TABLE,
+    ) -> None:
+        self._config = config
+        self._clock = ObservedClock()
+        self._clipper = BlockClipper(config.groups)
+        self._outbox = Outbox()
+        self._producers = ProducerDesk(config, producer_table, self._clipper, self._outbox)
+        self._consumers = ConsumerDesk(config, consumer_table, self._outbox)
+        self._live: dict[str, Live] = {}
+        self._tickets = TicketReader(
+            groups=len(config.groups),
+            limits=config.limits,
+            hosts=HostPolicy(config.peer_networks, config.peer_hosts),
+            reads_back=config.bidirectional,
+        )
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The engine that this state belongs to."""
+        return self._config
+
+    def arrive(self, request_id: str, params: object, *, prompt_tokens: int, now_s: float) -> Admission:
+        """Admit a request and return its role; a bad ticket is a value here, never an exception.
+
+        Args:
+            request_id: The engine's id of the request.
+            params: Its `kv_transfer_params` as the client sent them; never changed.
+            prompt_tokens: Length of its prompt.
+            now_s: The caller's monotonic clock.
+
+        Raises:
+            DuplicateRequest: `duplicate-request`, while a request of that id is live.
+            InvalidEvent: `invalid-event`, for an empty id, a negative length or a time that is none.
+        """
+        if type(request_id) is not str or not request_id:
+            raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
+        _require_count("prompt_tokens", prompt_tokens)
+        known = self._live.get(request_id)
+        if known is not None:
+            raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
+        at_s = self._clock.observe(now_s)
+        live = Live(prompt_tokens, at_s)
+        admission = BYSTANDER if params is None else self._admit(request_id, live, params, prompt_tokens, at_s)
+        self._live[request_id] = live
+        return admission
+
+    def _admit(self, request_id: str, live: Live, params: object, prompt_tokens: int, at_s: float) -> Admission:
+        role: Role = "none"
+        truncate_tokens = 0
+        try:
+            kind = self._tickets.classify(params)
+            if kind == "none":
+                return BYSTANDER
+            if kind != "handoff":
+                role = "producer"
+                backoff = self._config.backoff_tokens
+                truncate_tokens = backoff if prompt_tokens > backoff else 0
+                live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
+            if kind != "prefill":
+                ticket = self._tickets.read(params, kind)
+                live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens - truncate_tokens, at_s)
+                role = "producer" if kind == "readback" else "consumer"
+                if kind == "handoff" and self._config.bidirectional:
+                    live.producer = self._producers.arrive(request_id, is_readback=True, now_s=at_s)
+        except TicketError as error:
+            live.rejected_code = error.code
+            return Admission(role, error.code, str(error), truncate_tokens)
+        if truncate_tokens:
+            return Admission(role, "", "", truncate_tokens)
+        return _PRODUCER if role == "producer" else _CONSUMER
+
+    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int:
+        """Return the prompt tokens to read from the peer beyond the local prefix hit; changes nothing.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+            InvalidEvent: `invalid-event`, for a negative count.
+        """
+        live = self._find(request_id, "external-tokens")
+        _require_count("computed_tokens", computed_tokens)
+        return 0 if live.consumer is None else self._consumers.external_tokens(live.consumer, computed_tokens)
+
+    def allocate(
+        self,
+        request_id: str,
+        *,
+        block_ids: Sequence[Sequence[int]],
+        new_block_ids: Sequence[Sequence[int]],
+        external_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Note that the engine gave blocks to a request, and order its read or notification.
+
+        Args:
+            request_id: The request.
+            block_ids: All its blocks per group, in token order.
+            new_block_ids: Those that no prefix hit covers; the read fills them.
+            external_tokens: Tokens that the engine expects from the read; above 0 it parks the request.
+            now_s: The caller's monotonic clock.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+            IllegalTransition: `illegal-transition`, for instance on a second read.
+            InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
+        """
+        live = self._find(request_id, "allocate")
+        consumer, producer = live.consumer, live.producer
+        if consumer is None and producer is None:
+            return
+        _require_count("external_tokens", external_tokens)
+        consumer_row = producer_row = None
+        local_blocks: tuple[tuple[int, ...], ...] = ()
+        computed_blocks: tuple[int, ...] = ()
+        if consumer is not None:
+            if external_tokens > consumer.loadable_tokens:
+                raise InvalidEvent(
+                    f"request {quote(request_id)} expects {external_tokens} external tokens, "
+                    f"its peer has {consumer.loadable_tokens} for it",
+                    request_id=request_id,
+                )
+            consumer_row = self._consumers.table.find(request_id, consumer.state, "load" if external_tokens else "hit")
+            if external_tokens:
+                local_blocks = self._clipper.clip(new_block_ids)
+                computed_blocks = _covered(block_ids, new_block_ids)
+        if producer is not None:
+            producer_row = self._producers.table.find(request_id, producer.state, "allocate")
+        at_s = self._clock.observe(now_s)
+        if consumer is not None and consumer_row is not None:
+            self._consumers.allocate(
+                request_id, consumer, consumer_row, local_blocks, computed_blocks, external_tokens, at_s
+            )
+        if producer is not None and producer_row is not None:
+            self._producers.allocate(request_id, producer, producer_row, at_s)
+
+    def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
+        """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
+
+        Args:
+            request_id: The request; anything but a producer is accepted and changes nothing.
+            new_block_ids: Blocks per group that the chunk adds (a request's first chunk: all of them).
+            is_prompt_complete: Whether the prompt is computed once this step is done.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups.
+        """
+        producer = self._find(request_id, "scheduled").producer
+        if producer is None:
+            return
+        row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
+        blocks = self._clipper.clip(new_block_ids, is_partial=True)
+        self._producers.scheduled(request_id, producer, row, blocks, self._clock.observed_s)
+
+    def preempt(self, request_id: str, *, now_s: float) -> None:
+        """Note that the engine took a request's blocks away and will start it again.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+            IllegalTransition: `illegal-transition`, while a read is running.
+            InvalidEvent: `invalid-event`.
+        """
+        live = self._find(request_id, "preempt")
+        consumer, producer = live.consumer, live.producer
+        consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "preempt")
+        producer_row = producer and self._producers.table.find(request_id, producer.state, "preempt")
+        at_s = self._clock.observe(now_s)
+        if consumer is not None and consumer_row is not None:
+            self._consumers.settle(request_id, consumer, consumer_row, at_s)
+        if producer is not None and producer_row is not None:
+            self._producers.preempt(request_id, producer, producer_row, at_s)
+
+    def finish(
+        self,
+        request_id: str,
+        *,
+        reason: FinishReason,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        now_s: float,
+    ) -> FinishDecision:
+        """End a request and decide whether its blocks are handed over.
+
+        Args:
+            request_id: The request.
+            reason: "length" and "stop" hand over; "abort" and "error" do not.
+            block_ids: Its blocks per group, in token order.
+            computed_tokens: Tokens whose KV these blocks hold.
+            now_s: The caller's monotonic clock.
+
+        Raises:
+            UnknownRequest: `unknown-request`; among others for a second end.
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
+        """
+        live = self._find(request_id, "finish")
+        if reason not in _REASONS:
+            raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_REASONS)}")
+        _require_count("computed_tokens", computed_tokens)
+        consumer, producer = live.consumer, live.producer
+        hands_over = False
+        consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "finish")
+        producer_row = None
+        if producer is not None:
+            hands_over = reason in _HANDS_OVER and any(block_ids)
+            producer_row = self._producers.table.find(request_id, producer.state, "hand-over" if hands_over else "drop")
+            if hands_over and len(block_ids) != len(self._config.groups):
+                self._clipper.freeze(block_ids)
+        at_s = self._clock.observe(now_s)
+        live.is_finished = True
+        if consumer is not None and consumer_row is not None:
+            self._consumers.settle(request_id, consumer, consumer_row, at_s)
+        params = None
+        if producer is not None and producer_row is not None:
+            params = self._producers.finish(request_id, producer, producer_row, block_ids, computed_tokens, at_s)
+        self._forget_if_ended(request_id, live)
+        return NOT_KEPT if params is None else FinishDecision(keep_blocks=True, params=params)
+
+    def transfer_results(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+        """Note what the workers reported after a step.
+
+        Args:
+            sent: Producer requests whose lease has ended on every worker.
+            received: Consumer requests whose read has ended, well or not.
+            failed: Those of them whose read failed; an id here need not be in `received` too.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+            IllegalTransition: `illegal-transition`.
+
+            Either is raised only after every legal id has been applied, and then for the first that was not: a caller
+            who logs and goes on loses nothing.
+        """
+        events = [(request_id, "sent") for request_id in sent]
+        if failed:
+            failure = self._consumers.failure_event()
+            broken = set(failed)
+            events += [(request_id, failure) for request_id in failed]
+            events += [(request_id, "done") for request_id in received if request_id not in broken]
+        else:
+            events += [(request_id, "done") for request_id in received]
+        refusals = [refusal for refusal in [self._settle(*event) for event in events] if refusal is not None]
+        if refusals:
+            raise refusals[0]
+
+    def _settle(self, request_id: str, event: str) -> SchedulerStateError | None:
+        at_s = self._clock.observed_s
+        try:
+            live = self._find(request_id, event)
+            if event == "sent":
+                if live.producer is None:
+                    return UnknownRequest(request_id, event)
+                row = self._producers.table.find(request_id, live.producer.state, event)
+                self._producers.sent(live.producer, row, at_s)
+            else:
+                if live.consumer is None:
+                    return UnknownRequest(request_id, event)
+                row = self._consumers.table.find(request_id, live.consumer.state, event)
+                self._consumers.settle(request_id, live.consumer, row, at_s)
+        except SchedulerStateError as error:
+            return error
+        self._forget_if_ended(request_id, live)
+        return None
+
+    def take_step_plan(self, *, now_s: float) -> StepPlan:
+        """Return everything that the workers must be told since the last call.
+
+        Raises:
+            InvalidEvent: `invalid-event`; the orders stay for the next call.
+        """
+        at_s = self._clock.observe(now_s)
+        heartbeats = self._consumers.heartbeats
+        if heartbeats.is_due(at_s):
+            return self._outbox.take(heartbeats.take_due(at_s))
+        return self._outbox.take(()) if self._outbox.has_orders else EMPTY_PLAN
+
+    def has_work(self) -> bool:
+        """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""
+        return self._outbox.has_orders
+
+    @property
+    def live_count(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self._live)
+
+    def revocable_leases(self, limit: int = 16) -> tuple[str, ...]:
+        """Return up to `limit` requests whose lease could be taken back, youngest first.
+
+        The scheduler does not hear of single readers; a worker's lease table knows which of these are unread.
+        """
+        leased = [
+            (live.producer.since_s, order, request_id)
+            for order, (request_id, live) in enumerate(self._live.items())
+            if live.producer is not None and live.producer.state == "leased"
+        ]
+        leased.sort(reverse=True)
+        return tuple([request_id for _, _, request_id in leased[: max(0, limit)]])
+
+    def revoke(self, request_id: str, *, now_s: float) -> None:
+        """End a lease early; the blocks are free once the workers report the request as sent.
+
+        Raises:
+            UnknownRequest: `unknown-request`, also for a request that is no producer.
+            IllegalTransition: `illegal-transition`, for a request without a lease.
+            InvalidEvent: `invalid-event`.
+        """
+        producer = self._find(request_id, "revoke").producer
+        if producer is None:
+            raise UnknownRequest(request_id, "revoke")
+        row = self._producers.table.find(request_id, producer.state, "revoke")
+        self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
+
+    def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
+        """Return every live request with its age, its states, its traces and what it waits for, oldest first."""
+        at_s = self._clock.observe(now_s)
+        return tuple([describe(request_id, live, at_s) for request_id, live in self._live.items()])
+
+    def explain(self, request_id: str, *, now_s: float) -> dict[str, object]:
+        """Return one live request as `snapshot` does.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+        """
+        live = self._find(request_id, "explain")
+        return describe(request_id, live, self._clock.observe(now_s))
+
+    def check_invariants(self) -> tuple[str, ...]:
+        """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""
+        return tuple(violations(self._live, self._consumers, self._producers, self._outbox))
+
+    def _find(self, request_id: str, event: str) -> Live:
+        try:
+            return self._live[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, event) from None
+
+    def _forget_if_ended(self, request_id: str, live: Live) -> None:
+        if live.consumer is not None and live.consumer.state == GONE:
+            live.consumer = None
+        if live.producer is not None and live.producer.state == GONE:
+            live.producer = None
+        if live.is_finished and live.consumer is None and live.producer is None:
+            del self._live[request_id]
+
+
+def _require_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 0:
+        raise InvalidEvent(f"{name} is {quote(value)}, must be an integer of zero or more")
+
+
+def _covered(block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    if len(block_ids) != len(new_block_ids):
+        raise InvalidEvent(f"block_ids has {len(block_ids)} groups, new_block_ids has {len(new_block_ids)}")
+    return tuple([max(0, len(all_ids) - len(new)) for all_ids, new in zip(block_ids, new_block_ids, strict=True)])

@@ -1,0 +1,258 @@
+"""Reads a client's `kv_transfer_params` into a `HandoffTicket`, trusting nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
+
+from kv_scheduler_state._config import MAX_GENERATION, TicketLimits
+from kv_scheduler_state._errors import TicketError, quote
+from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, TicketKind
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._blocks import Blocks
+
+__all__ = ["ParamsKind", "TicketReader"]
+
+ParamsKind = Literal["none", "prefill", "handoff", "readback"]
+
+_MAX_CLOCK_S: Final = 1e15
+_INT_ONLY: Final = {int}
+_LISTS: Final = (list, tuple)
+_Params = Mapping[object, object]
+
+
+@final
+class TicketReader:
+    """Reads tickets under one engine's rules.
+
+    Args:
+        groups: KV-cache groups of the local model, which a ticket must match.
+        limits: Upper bounds for what a ticket may contain.
+        hosts: Where a ticket may point.
+        reads_back: Whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
+    """
+
+    __slots__ = ("_groups", "_hosts", "_limits", "_reads_back")
+
+    def __init__(
+        self,
+        *,
+        groups: int,
+        limits: TicketLimits | None = None,
+        hosts: HostPolicy | None = None,
+        reads_back: bool = False,
+    ) -> None:
+        self._groups = groups
+        self._limits = limits or TicketLimits()
+        self._hosts = hosts or HostPolicy()
+        self._reads_back = reads_back
+
+    def classify(self, params: object) -> ParamsKind:
+        """Return what a request's params ask for.
+
+        Raises:
+            TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-type` or `ticket-flags`.
+        """
+        if params is None:
+            return "none"
+        fields = self._mapping(params)
+        reads = _flag(fields, "do_remote_prefill")
+        serves = _flag(fields, "do_remote_decode")
+        if reads and serves:
+            raise TicketError("ticket-flags", "do_remote_prefill and do_remote_decode are both true; set one of them")
+        if reads:
+            return "handoff"
+        if not serves:
+            return "none"
+        return "readback" if self._reads_back and fields.get("remote_block_ids") else "prefill"
+
+    def read(self, params: object, kind: TicketKind) -> HandoffTicket:
+        """Return the validated ticket.
+
+        Args:
+            params: The object as the client sent it; never changed.
+            kind: What `classify` said.
+
+        Raises:
+            TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-missing`, `ticket-type`, `ticket-range`,
+                `ticket-text`, `ticket-host`, `ticket-blocks`, `ticket-groups`, `ticket-empty` or `ticket-mode`.
+        """
+        fields = self._mapping(params)
+        limits = self._limits
+        mode = fields.get("transfer_mode")
+        if mode is not None and mode != "pull":
+            raise TicketError(
+                "ticket-mode",
+                f"transfer_mode is {quote(mode)}: its producer serves no reads; pair this engine with a 'pull' one",
+                field="transfer_mode",
+            )
+        host = self._text(fields, "remote_host")
+        self._hosts.require(host)
+        generation = _integer(fields, "kv_generation", 0, MAX_GENERATION)
+        registration = _integer(fields, "remote_registration_generation", 0, MAX_GENERATION)
+        return HandoffTicket(
+            kind,
+            self._text(fields, "remote_engine_id"),
+            self._text(fields, "remote_request_id"),
+            host,
+            _required(fields, "remote_port", _integer(fields, "remote_port", 1, 65535)),
+            self._blocks(fields),
+            _integer(fields, "tp_size", 1, limits.max_parallel) or 1,
+            _integer(fields, "dcp_size", 1, limits.max_parallel) or 1,
+            _integer(fields, "pp_size", 1, limits.max_parallel) or 1,
+            _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
+            _seconds(fields, "kv_lease_s", limits.max_lease_s),
+            self._fence(fields),
+            generation,
+            registration,
+            _integer(fields, "kv_dialect", 0, 1 << 16),
+            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
+            "pull" if mode is not None else None,
+            self._extra(fields),
+        )
+
+    def _mapping(self, params: object) -> _Params:
+        # The dict test comes first because an ABC's instance check is slow and params are dicts.
+        if not isinstance(params, dict) and not isinstance(params, Mapping):
+            raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
+        fields = cast("_Params", params)
+        if len(fields) > self._limits.max_keys:
+            raise TicketError(
+                "ticket-too-large",
+                f"kv_transfer_params has {len(fields)} keys, at most {self._limits.max_keys} are allowed",
+                keys=len(fields),
+            )
+        return fields
+
+    def _text(self, fields: _Params, name: str) -> str:
+        value = fields.get(name)
+        if type(value) is not str:
+            _refuse_type(name, value, "a string")
+        if not 0 < len(value) <= self._limits.max_text_chars or not value.isprintable():
+            raise TicketError(
+                "ticket-text",
+                f"{name} is {quote(value)} of {len(value)} characters; it must have 1 to "
+                f"{self._limits.max_text_chars}, all printable",
+                field=name,
+            )
+        return value
+
+    def _blocks(self, fields: _Params) -> Blocks:
+        value = fields.get("remote_block_ids")
+        if not isinstance(value, _LISTS):
+            _refuse_type("remote_block_ids", value, "a list of lists of block ids")
+        groups = cast("list[object] | tuple[object, ...]", value)
+        if len(groups) != self._groups:
+            raise TicketError(
+                "ticket-groups",
+                f"remote_block_ids has {len(groups)} groups, this model has {self._groups} KV-cache groups",
+                field="remote_block_ids",
+                groups=len(groups),
+                expected=self._groups,
+            )
+        budget = self._limits.max_blocks
+        blocks: list[tuple[int, ...]] = []
+        for group in groups:
+            if not isinstance(group, _LISTS):
+                _refuse_type("remote_block_ids", group, "a list of lists of block ids")
+            budget -= len(cast("list[object]", group))
+            if budget < 0:
+                raise TicketError(
+                    "ticket-too-large",
+                    f"remote_block_ids has more than {self._limits.max_blocks} block ids",
+                    field="remote_block_ids",
+                )
+            blocks.append(self._group(cast("list[int]", group)))
+        if not any(blocks):
+            raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
+        return tuple(blocks)
+
+    def _group(self, group: list[int]) -> tuple[int, ...]:
+        # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else together.
+        if group and (set(map(type, group)) != _INT_ONLY or min(group) < 0 or max(group) > self._limits.max_block_id):
+            raise TicketError(
+                "ticket-blocks",
+                f"remote_block_ids must hold integers from 0 to {self._limits.max_block_id}",
+                field="remote_block_ids",
+            )
+        return tuple(group)
+
+    def _fence(self, fields: _Params) -> tuple[int, int] | None:
+        value = fields.get("kv_fence")
+        if value is None:
+            return None
+        pair = cast("list[object]", value)
+        if not isinstance(value, _LISTS) or len(pair) != 2:
+            _refuse_type("kv_fence", pair, "a pair [slot, generation]")
+        slot, generation = pair
+        if (
+            type(slot) is not int
+            or type(generation) is not int
+            or not 0 <= slot <= self._limits.max_fence_slot
+            or not 1 <= generation <= MAX_GENERATION
+        ):
+            raise TicketError(
+                "ticket-range",
+                f"kv_fence is [{quote(slot)}, {quote(generation)}]; the slot must be 0 to "
+                f"{self._limits.max_fence_slot} and the generation 1 to 2**63 - 1",
+                field="kv_fence",
+            )
+        return slot, generation
+
+    @staticmethod
+    def _extra(fields: _Params) -> Mapping[str, object]:
+        if KNOWN_KEYS.issuperset(fields):
+            return NO_EXTRA
+        extra: dict[str, object] = {}
+        for key, value in fields.items():
+            if not isinstance(key, str):
+                raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is no string")
+            if key not in KNOWN_KEYS:
+                extra[key] = value
+        return MappingProxyType(extra)
+
+
+def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
+    if value is None:
+        raise TicketError("ticket-missing", f"{name} is missing; it must be {wanted}", field=name)
+    raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be {wanted}", field=name)
+
+
+def _flag(fields: _Params, name: str) -> bool:
+    value = fields.get(name)
+    if value is None or value is False:
+        return False
+    if value is not True:
+        _refuse_type(name, value, "true, false or null")
+    return True
+
+
+def _required(fields: _Params, name: str, value: int | None) -> int:
+    if value is None:
+        _refuse_type(name, fields.get(name), "an integer")
+    return value
+
+
+def _integer(fields: _Params, name: str, least: int, most: int) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int:  # a bool is an int to isinstance
+        _refuse_type(name, value, "an integer")
+    if not least <= value <= most:
+        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be {least} to {most}", field=name)
+    return value
+
+
+def _seconds(fields: _Params, name: str, most: float) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not float and type(value) is not int:
+        _refuse_type(name, value, "a number of seconds")
+    if not 0 < value <= most:
+        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be above 0 and at most {most}", field=name)
+    return float(value)

@@ -1,0 +1,113 @@
+"""A request's life on both sides, as the engine's hooks tell it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
+
+from kv_scheduler_state import (
+    EMPTY_PLAN,
+    DuplicateRequest,
+    FenceOrder,
+    GrantOrder,
+    IllegalTransition,
+    LeaseTable,
+    SchedulerState,
+    StepPlan,
+    UnknownRequest,
+)
+
+
+def test_prefill_is_announced_granted_and_forgotten():
+    state = scheduler()
+    assert state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0).role == "producer"
+    assert state.take_step_plan(now_s=0.0) is EMPTY_PLAN
+    state.allocate("p1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=0, now_s=0.0)
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.expects == ("p1",)
+    assert plan.fences == (FenceOrder("p1", 0, 100),)
+    decision = state.finish("p1", reason="length", block_ids=[[1, 2, 3]], computed_tokens=48, now_s=1.0)
+    assert decision.keep_blocks
+    assert decision.params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": "prefill-0",
+        "remote_request_id": "p1",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 2,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 48,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "kv_lease_s": 30.0,
+        "kv_fence": [0, 100],
+    }
+    assert state.has_work()
+    assert state.take_step_plan(now_s=1.0).grants == (GrantOrder("p1", 30.0, (0, 100)),)
+    assert not state.has_work()
+    assert state.live_count == 1
+    state.transfer_results(sent=["p1"], received=[], failed=[])
+    assert state.live_count == 0
+    assert state.check_invariants() == ()
+
+
+def test_the_ticket_of_one_engine_is_read_by_the_other():
+    prefill = scheduler()
+    prefill.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    prefill.allocate("p1", block_ids=[[7, 8, 9]], new_block_ids=[[7, 8, 9]], external_tokens=0, now_s=0.0)
+    params = prefill.finish("p1", reason="stop", block_ids=[[7, 8, 9]], computed_tokens=48, now_s=0.0).params
+
+    decode = SchedulerState(config(engine_id="decode-0", host="10.0.0.2"))
+    assert decode.arrive("d1", params, prompt_tokens=48, now_s=0.0).role == "consumer"
+    assert decode.external_tokens("d1", computed_tokens=16) == 32
+    decode.allocate("d1", block_ids=[[4, 5, 6]], new_block_ids=[[5, 6]], external_tokens=32, now_s=0.0)
+    plan = decode.take_step_plan(now_s=0.0)
+    (order,) = plan.reads
+    assert order.is_reported
+    assert order.local_block_ids == ((5, 6),)
+    assert order.local_computed_blocks == (1,)
+    assert order.peer_block_ids == ((7, 8, 9),)
+    assert order.fence == (0, 100)
+    assert order.lease_s == 30.0
+    assert plan.heartbeats[0].peer_request_ids == ("p1",)
+    assert StepPlan.from_bytes(plan.to_bytes()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    decode.transfer_results(sent=[], received=["d1"], failed=[])
+    assert decode.external_tokens("d1", computed_tokens=0) == 0
+    decode.allocate("d1", block_ids=[[4, 5, 6, 10]], new_block_ids=[[10]], external_tokens=0, now_s=1.0)
+    assert decode.take_step_plan(now_s=60.0) is EMPTY_PLAN
+    assert not decode.finish("d1", reason="stop", block_ids=[[4]], computed_tokens=9, now_s=61.0).keep_blocks
+    assert decode.live_count == 0
+
+
+def test_leases_follow_the_plans():
+    state, table = scheduler(), LeaseTable()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    table.apply(state.take_step_plan(now_s=0.0), now_s=0.0)
+    state.finish("p1", reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0)
+    assert table.read_complete("p1", reader="r0", reader_count=2, now_s=0.5) == "counted"
+    table.apply(state.take_step_plan(now_s=1.0), now_s=1.0)
+    assert table.next_deadline_s == 31.0
+    assert table.read_complete("p1", reader="r0", reader_count=2, now_s=2.0) == "duplicate"
+    assert table.read_complete("p1", reader="r1", reader_count=1, now_s=2.0) == "bad-count"
+    assert table.read_complete("p1", reader="r1", reader_count=2, now_s=2.0) == "complete"
+    (end,) = table.take_ended(now_s=2.0)
+    assert (end.request_id, end.reason, end.fence, end.is_reported) == ("p1", "read", (0, 100 | 1 << 63), True)
+    assert table.take_ended(now_s=99.0) == ()
+
+
+def test_an_unknown_or_doubled_request_is_refused():
+    state = scheduler()
+    with_ticket(state)
+    with pytest.raises(DuplicateRequest):
+        state.arrive("d1", consumer_params(), prompt_tokens=1, now_s=0.0)
+    with pytest.raises(UnknownRequest):
+        state.external_tokens("d2", computed_tokens=0)
+    with pytest.raises(IllegalTransition, match=r"consumer request 'd1' in state 'queued'.* 'done'"):
+        state.transfer_results(sent=[], received=["d1"], failed=[])
