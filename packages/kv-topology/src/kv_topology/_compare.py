@@ -1,0 +1,54 @@
+"""Whether a field, a group or an engine of a peer can be paired with ours at all: every refusal names both numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_topology._errors import GeometryMismatch
+
+if TYPE_CHECKING:
+    from kv_topology._model import FieldLayout, Group
+
+__all__ = ["check_fields_match", "check_groups_match"]
+
+
+def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
+    return GeometryMismatch(
+        f"{what} of {where} is {local!r} here and {peer!r} at the peer; both engines must agree on it.",
+        code=code,
+        fault="peer",
+        context={"where": where, "local": local, "peer": peer},
+    )
+
+
+def check_groups_match(local: Group, peer: Group, layer: str) -> None:
+    """Raise `GeometryMismatch` unless the groups of a layer hold the same kind of blocks."""
+    where = f"the group of layer {layer!r}"
+    if local.kind != peer.kind:
+        raise _differ("group-kind-differs", "The kind", where, local.kind, peer.kind)
+    if local.window_tokens != peer.window_tokens:
+        raise _differ("window-differs", "The attention window", where, local.window_tokens, peer.window_tokens)
+
+
+def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> None:
+    """Raise `GeometryMismatch` unless two layouts show the same logical tensor.
+
+    Strides, offsets, held intervals and the size of the token axis may differ; everything else is the model's.
+    """
+    where = f"field {local.name!r} of layer {layer!r}"
+    if local.element_bytes != peer.element_bytes:
+        raise _differ("element-bytes-differ", "The element size", where, local.element_bytes, peer.element_bytes)
+    if local.packing != peer.packing:
+        raise _differ("packing-differs", "The kernel's own order", where, local.packing, peer.packing)
+    names, peer_names = [sorted(axis.name for axis in field.axes) for field in (local, peer)]
+    if names != peer_names:
+        raise _differ("axes-differ", "The list of axes", where, names, peer_names)
+    token = local.token_axis
+    for axis in local.axes:
+        other = peer.axis(axis.name)
+        if other is None or axis is token:
+            continue
+        if axis.size != other.size:
+            raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
+        if axis.split != other.split:
+            raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)

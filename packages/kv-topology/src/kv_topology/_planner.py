@@ -1,0 +1,43 @@
+"""Planning from geometry documents, for callers that must not know this package's types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_topology._document import from_document
+from kv_topology._errors import TopologyError
+from kv_topology._plan import plan_transfer
+from kv_topology._readers import target_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_topology._model import RankGeometry
+    from kv_topology._plan import TransferPlan
+
+__all__ = ["Planner"]
+
+
+@final
+class Planner:
+    """Makes plans from documents; errors of a peer's document carry `fault="peer"` and the rank."""
+
+    def target_ranks(
+        self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int = 1, peer_dcp: int = 1
+    ) -> Sequence[tuple[int, int]]:
+        """Return the (pp, tp) ranks whose metadata this rank needs before it can plan."""
+        return target_ranks(from_document(local), peer_tp=peer_tp, peer_pp=peer_pp, peer_dcp=peer_dcp)
+
+    def plan(
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
+    ) -> TransferPlan:
+        """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does."""
+        geometries = {rank: _peer_geometry(rank, document) for rank, document in peers.items()}
+        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp)
+
+
+def _peer_geometry(rank: tuple[int, int], document: Mapping[str, object]) -> RankGeometry:
+    try:
+        return from_document(document)
+    except TopologyError as error:
+        raise error.blamed_on("peer", rank=rank) from None

@@ -1,0 +1,110 @@
+"""Strided descriptor rows, and where each slice's descriptors are in the prepared list.
+
+Theory of operation. A row (address, length, device, stride, count) stands for `count` descriptors. A slice of a page
+with one unit is one row over all pages. With several units, pages whose units follow each other without a gap are still
+one row (the stride is the unit's); otherwise each unit position has its own row. In both cases the descriptor of (page,
+unit) is `first + page * page_step + unit * unit_step`, so block ids become indices by one outer sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from kv_topology._errors import UnsupportedTopology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_topology._arrays import Ints, Rows
+    from kv_topology._model import Region
+
+
+__all__ = ["MAX_DESCRIPTORS", "IndexRule", "build_rows", "expand_rows"]
+
+MAX_DESCRIPTORS = (1 << 31) - 1
+"""Descriptors in one prepared list: indices are int32."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IndexRule:
+    """Descriptor numbers of the slices of one pairing; all columns int64 (n,).
+
+    Attributes:
+        first: Index of the descriptor of (page 0, unit 0).
+        page_step: Index distance of neighbouring pages.
+        unit_step: Index distance of neighbouring units of a page.
+    """
+
+    first: Ints
+    page_step: Ints
+    unit_step: Ints
+
+
+def build_rows(
+    regions: Sequence[Region], region: Ints, offset: Ints, step: Ints, length: Ints, units: int, first_index: int
+) -> tuple[Rows, IndexRule, int]:
+    """Return the rows of one side's slices, their index rule, and the number of descriptors up to and with them.
+
+    Args:
+        regions: All regions of the side.
+        region: int64 (n,), region number of each slice.
+        offset: int64 (n,), byte offset of its first unit in a page.
+        step: int64 (n,), bytes between units of a page.
+        length: int64 (n,), bytes of a slice.
+        units: Units in a page.
+        first_index: Descriptors already in the list.
+
+    Returns:
+        uint64 (m, 5) rows with m between n and n * units, the rule, and the running total.
+
+    Raises:
+        UnsupportedTopology: `too-many-descriptors` beyond int32.
+    """
+    base = np.array([item.base_address for item in regions], dtype=np.uint64)[region]
+    stride = np.array([item.page_stride_bytes for item in regions], dtype=np.int64)[region]
+    pages = np.array([item.page_count for item in regions], dtype=np.int64)[region]
+    device = np.array([item.device for item in regions], dtype=np.uint64)[region]
+    is_dense = (step * units == stride) | (units == 1)
+    row_counts = np.where(is_dense, 1, units)
+    counts = pages * units
+    first = first_index + np.cumsum(counts) - counts
+    total = first_index + int(counts.sum())
+    if total > MAX_DESCRIPTORS:
+        raise UnsupportedTopology(
+            f"The plan needs {total} descriptors for one producer rank; indices end at {MAX_DESCRIPTORS}.",
+            code="too-many-descriptors",
+            context={"descriptors": total, "limit": MAX_DESCRIPTORS},
+        )
+    rule = IndexRule(first, np.where(is_dense, units, 1), np.where(is_dense, 1, pages))
+    owner = np.repeat(np.arange(len(length)), row_counts)
+    unit = np.arange(len(owner)) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
+    rows = np.empty((len(owner), 5), dtype=np.uint64)
+    rows[:, 0] = base[owner] + (offset[owner] + unit * step[owner]).astype(np.uint64)
+    rows[:, 1] = length[owner]
+    rows[:, 2] = device[owner]
+    rows[:, 3] = np.where(is_dense & (units > 1), step, stride)[owner]
+    rows[:, 4] = np.where(is_dense, counts, pages)[owner]
+    return rows, rule, total
+
+
+def expand_rows(rows: Rows) -> Rows:
+    """Return the (address, length, device) descriptor of every place of strided rows, in index order.
+
+    For NIXL before 1.5, which knows no strides. Costs memory per descriptor; the strided form does not.
+
+    Args:
+        rows: uint64 (n, 5), as `local_rows` and `peer_rows` return them.
+
+    Returns:
+        uint64 (sum of counts, 3).
+    """
+    counts = rows[:, 4].astype(np.int64)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    place = np.arange(len(owner), dtype=np.uint64) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.uint64)
+    out: Rows = np.ascontiguousarray(rows[owner, :3])
+    out[:, 0] += place * rows[owner, 3]
+    return out

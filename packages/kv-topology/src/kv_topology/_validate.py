@@ -1,0 +1,340 @@
+"""Checks that a geometry agrees with itself. Everything here may come from a peer: coded errors, bounded work."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_topology._errors import InvalidGeometry
+from kv_topology._runs import box_runs, run_count
+from kv_topology._shards import even_interval
+
+if TYPE_CHECKING:
+    from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
+
+__all__ = ["LIMITS", "check_geometry"]
+
+LIMITS = {
+    "ranks": 1 << 16,
+    "regions": 1 << 16,
+    "members": 1 << 18,
+    "axes": 8,
+    "axis_size": 1 << 31,
+    "page_bytes": 1 << 40,
+    "page_count": 1 << 31,
+    "page_runs": 1 << 20,
+    "address": 1 << 64,
+}
+"""Sizes beyond which a geometry is refused as absurd."""
+
+
+def _fail(code: str, message: str, **context: object) -> InvalidGeometry:
+    return InvalidGeometry(message, code=code, context=context)
+
+
+def _in_range(what: str, value: int, low: int, high: int, where: str) -> None:
+    if not low <= value <= high:
+        raise _fail(
+            "size-out-of-range",
+            f"{what} of {where} is {value}; it must lie in {low}..{high}.",
+            value=value,
+            low=low,
+            high=high,
+        )
+
+
+def _check_axis(axis: Axis, where: str) -> None:
+    _in_range(f"axis {axis.name!r} size", axis.size, 1, LIMITS["axis_size"], where)
+    if not 0 <= axis.start < axis.stop <= axis.size:
+        raise _fail(
+            "interval-out-of-range",
+            f"Axis {axis.name!r} of {where} holds [{axis.start}, {axis.stop}) of {axis.size} parts; "
+            "the interval must be non-empty and inside the axis.",
+            start=axis.start,
+            stop=axis.stop,
+            size=axis.size,
+        )
+    if axis.split not in {"whole", "tp"}:
+        raise _fail("bad-split", f"Axis {axis.name!r} of {where} is split {axis.split!r}; known: whole, tp.")
+    if axis.split == "whole" and axis.count != axis.size:
+        raise _fail(
+            "whole-axis-partial",
+            f"Axis {axis.name!r} of {where} is not split, but holds only {axis.count} of {axis.size} parts.",
+            count=axis.count,
+            size=axis.size,
+        )
+    _in_range(f"axis {axis.name!r} stride_bytes", axis.stride_bytes, 1, LIMITS["page_bytes"], where)
+
+
+def _check_field(field: FieldLayout, where: str) -> None:
+    _in_range("element_bytes", field.element_bytes, 1, LIMITS["page_bytes"], where)
+    _in_range("offset_bytes", field.offset_bytes, 0, LIMITS["page_bytes"], where)
+    _in_range("number of axes", len(field.axes), 0, LIMITS["axes"], where)
+    for axis in field.axes:
+        _check_axis(axis, where)
+    names = [axis.name for axis in field.axes]
+    if len(set(names)) != len(names):
+        raise _fail("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", names=names)
+    if sum(axis.split == "tp" for axis in field.axes) > 1:
+        raise _fail("two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", names=names)
+    extent = field.element_bytes
+    for axis in sorted((axis for axis in field.axes if axis.count > 1), key=lambda axis: axis.stride_bytes):
+        if axis.stride_bytes < extent:
+            raise _fail(
+                "strides-overlap",
+                f"Axis {axis.name!r} of {where} steps {axis.stride_bytes} bytes over cells of {extent} bytes; "
+                "neighbours would share memory.",
+                stride_bytes=axis.stride_bytes,
+                extent_bytes=extent,
+            )
+        extent += (axis.count - 1) * axis.stride_bytes
+    token = field.token_axis
+    if token is not None and token.split != "whole":
+        raise _fail("token-axis-split", f"The token axis of {where} is split {token.split!r}; it must be whole.")
+    if field.packing and token is not None:
+        raise _fail("packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens.")
+
+
+def _field_runs(field: FieldLayout, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return sorted (start, stop) of the field's bytes; int64 (n,) each."""
+    axes = [(axis.count, axis.stride_bytes, axis.stride_bytes) for axis in field.axes]
+    if run_count(axes, field.element_bytes) > LIMITS["page_runs"]:
+        raise _fail("layout-too-fine", f"Field {field.name!r} has more than {LIMITS['page_runs']} runs in a page.")
+    runs = box_runs(axes, field.element_bytes, offset)
+    return runs.here, runs.here + runs.length
+
+
+def _check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str) -> None:
+    """Raise unless the fields, each with its offset, keep to different bytes of a page."""
+    ranges = sorted((offset, offset + field.extent_bytes) for _, field, offset in fields)
+    if all(one[1] <= two[0] for one, two in pairwise(ranges)):
+        return
+    parts = [_field_runs(field, offset) for _, field, offset in fields]
+    starts = np.concatenate([part[0] for part in parts])
+    stops = np.concatenate([part[1] for part in parts])
+    order = np.argsort(starts, kind="stable")
+    overlap = np.flatnonzero(starts[order][1:] < stops[order][:-1])
+    if len(overlap):
+        owner = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])[order]
+        one, two = fields[int(owner[overlap[0]])], fields[int(owner[overlap[0] + 1])]
+        byte = int(starts[order][overlap[0] + 1])
+        raise _fail(
+            "fields-overlap",
+            f"{one[0]} and {two[0]} share byte {byte} of the pages of {where}.",
+            first=one[0],
+            second=two[0],
+            offset_bytes=byte,
+        )
+
+
+def _check_layout(layout: Layout, where: str) -> None:
+    if not layout.fields:
+        raise _fail("layout-empty", f"The layout of {where} has no fields.")
+    for field in layout.fields:
+        _check_field(field, f"field {field.name!r} of {where}")
+    _check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where)
+
+
+def _check_region(region: Region, number: int, group_count: int) -> None:
+    where = f"region {number}"
+    _in_range("page_count", region.page_count, 1, LIMITS["page_count"], where)
+    _in_range("page_bytes", region.page_bytes, 1, LIMITS["page_bytes"], where)
+    _in_range("page_stride_bytes", region.page_stride_bytes, region.page_bytes, LIMITS["page_bytes"], where)
+    _in_range("base_address", region.base_address, 0, LIMITS["address"] - 1, where)
+    end = region.base_address + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
+    _in_range("end address", end, 0, LIMITS["address"], where)
+    _in_range("device", region.device, 0, LIMITS["ranks"], where)
+    if region.memory_kind not in {"DRAM", "VRAM"}:
+        raise _fail("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
+    by_group: dict[int, list[Member]] = {}
+    for member in region.members:
+        _in_range(f"group of layer {member.layer!r}", member.group, 0, group_count - 1, where)
+        _in_range("offset_bytes", member.offset_bytes, 0, LIMITS["page_bytes"], f"{member.layer!r} in {where}")
+        stop = member.offset_bytes + member.layout.extent_bytes
+        if stop > region.page_bytes:
+            raise _fail(
+                "field-outside-page",
+                f"Layer {member.layer!r} needs {stop} bytes of the pages of {where}, which have {region.page_bytes}.",
+                needed_bytes=stop,
+                page_bytes=region.page_bytes,
+            )
+        by_group.setdefault(member.group, []).append(member)
+    for members in by_group.values():
+        if len(members) > 1:
+            fields = [
+                (f"{field.name!r} of layer {member.layer!r}", field, member.offset_bytes + field.offset_bytes)
+                for member in members
+                for field in member.layout.fields
+            ]
+            _check_disjoint(fields, where)
+
+
+def _check_group(group: Group, number: int) -> None:
+    where = f"group {number}"
+    if group.kind not in {"attention", "sliding-window", "latent", "state"}:
+        raise _fail("bad-group-kind", f"{where} is of kind {group.kind!r}.", kind=group.kind)
+    _in_range("pages_per_block", group.pages_per_block, 1, LIMITS["axis_size"], where)
+    low, high = (0, 0) if group.is_state else (1, LIMITS["axis_size"])
+    _in_range("block_tokens", group.block_tokens, low, high, where)
+    _in_range("window_tokens", group.window_tokens, 0, LIMITS["axis_size"], where)
+    if group.block_tokens % group.pages_per_block:
+        raise _fail(
+            "block-not-whole-pages",
+            f"Blocks of {group.block_tokens} tokens ({where}) do not divide into {group.pages_per_block} pages.",
+            block_tokens=group.block_tokens,
+            pages_per_block=group.pages_per_block,
+        )
+    deal = group.deal
+    _in_range("context size", deal.size, 1, LIMITS["ranks"], where)
+    _in_range("context rank", deal.rank, 0, deal.size - 1, where)
+    _in_range("interleave_tokens", deal.interleave_tokens, 1, LIMITS["axis_size"], where)
+    if deal.size > 1 and (group.is_state or group.block_tokens % deal.interleave_tokens):
+        raise _fail(
+            "deal-not-block-aligned",
+            f"{where} deals out turns of {deal.interleave_tokens} tokens, "
+            f"which do not divide its blocks of {group.block_tokens} tokens.",
+            interleave_tokens=deal.interleave_tokens,
+            block_tokens=group.block_tokens,
+        )
+
+
+def _check_member_group(member: Member, group: Group, where: str) -> None:
+    for field in member.layout.fields:
+        token = field.token_axis
+        if group.is_state and token is not None:
+            raise _fail("state-has-tokens", f"Layer {member.layer!r} is in a state group, but {where} counts tokens.")
+        if token is not None and token.size != group.page_tokens:
+            raise _fail(
+                "page-tokens-differ",
+                f"Field {field.name!r} of layer {member.layer!r} has {token.size} tokens in a page; "
+                f"its group has {group.page_tokens}.",
+                field_tokens=token.size,
+                page_tokens=group.page_tokens,
+            )
+
+
+def _check_shards(geometry: RankGeometry) -> None:
+    """Check that the parts of every field make up the interval that the even rule gives to this rank."""
+    for layer, placed in geometry.placements.items():
+        groups = {member.group for _, member in placed}
+        if len(groups) > 1:
+            raise _fail("layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", groups=sorted(groups))
+        if len(placed) == 1:
+            parts = [[field] for field in placed[0][1].layout.fields]
+        else:
+            by_name: dict[str, list[FieldLayout]] = {}
+            for _, member in placed:
+                for field in member.layout.fields:
+                    by_name.setdefault(field.name, []).append(field)
+            parts = list(by_name.values())
+        for fields in parts:
+            _check_parts(layer, fields, geometry.tp_size, geometry.tp_rank)
+
+
+def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: int) -> None:
+    name = fields[0].name
+    axes = [field.split_axis for field in fields]
+    intervals = sorted((axis.start, axis.stop) for axis in axes if axis is not None)
+    if len(fields) > 1 and len(intervals) != len(fields):
+        raise _fail("field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis.")
+    if not intervals:
+        return
+    for one, two in pairwise(intervals):
+        if one[1] != two[0]:
+            code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
+            raise _fail(
+                code,
+                f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of field {name!r} of layer {layer!r} "
+                "neither meet nor follow each other.",
+                first=one,
+                second=two,
+            )
+    size = {axis.size for axis in axes if axis is not None}
+    held = (intervals[0][0], intervals[-1][1])
+    expected = even_interval(min(size), tp_size, tp_rank)
+    if held != expected or len(size) != 1:
+        raise _fail(
+            "shard-irregular",
+            f"Rank {tp_rank} of {tp_size} holds [{held[0]}, {held[1]}) of field {name!r} of layer {layer!r}; "
+            f"its even share of {min(size)} parts is [{expected[0]}, {expected[1]}).",
+            held=held,
+            expected=expected,
+        )
+
+
+def _check_aliases(geometry: RankGeometry) -> None:
+    """Raise if two regions of one group share bytes. Overlap is fine between groups: a page belongs to one of them."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for number, region in enumerate(geometry.regions):
+        for group in {member.group for member in region.members}:
+            seen.setdefault(group, []).append((region.base_address, number))
+    for group, entries in seen.items():
+        entries.sort()
+        cluster: list[int] = []
+        cluster_end = 0
+        for base, number in entries:
+            region = geometry.regions[number]
+            end = base + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
+            if base >= cluster_end:
+                _check_cluster(geometry, cluster, group)
+                cluster = []
+            cluster.append(number)
+            cluster_end = max(cluster_end, end)
+        _check_cluster(geometry, cluster, group)
+
+
+def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> None:
+    """Raise unless regions whose extents overlap are interleaved rows of one page stride."""
+    if len(numbers) < 2:
+        return
+    regions = [geometry.regions[number] for number in numbers]
+    stride = regions[0].page_stride_bytes
+    origin = regions[0].base_address
+    rows = sorted((((region.base_address - origin) % stride), region.page_bytes) for region in regions)
+    rows.append((rows[0][0] + stride, 0))
+    is_disjoint = all(one[0] + one[1] <= two[0] for one, two in pairwise(rows))
+    if not is_disjoint or any(region.page_stride_bytes != stride for region in regions):
+        raise _fail(
+            "regions-overlap",
+            f"Regions {numbers} of group {group} share memory; a byte must have one place in a group.",
+            regions=numbers,
+            group=group,
+        )
+
+
+def check_geometry(geometry: RankGeometry) -> None:
+    """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
+    where = "the geometry"
+    for size, rank, what in (
+        (geometry.tp_size, geometry.tp_rank, "tp"),
+        (geometry.pp_size, geometry.pp_rank, "pp"),
+    ):
+        _in_range(f"{what}_size", size, 1, LIMITS["ranks"], where)
+        _in_range(f"{what}_rank", rank, 0, size - 1, where)
+    _in_range("number of groups", len(geometry.groups), 1, LIMITS["ranks"], where)
+    _in_range("number of regions", len(geometry.regions), 1, LIMITS["regions"], where)
+    _in_range("number of members", sum(len(r.members) for r in geometry.regions), 1, LIMITS["members"], where)
+    if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
+        raise _fail(
+            "stage-layers-count",
+            f"stage_layers names {len(geometry.stage_layers)} stages of {geometry.pp_size}.",
+            stages=len(geometry.stage_layers),
+            pp_size=geometry.pp_size,
+        )
+    for number, group in enumerate(geometry.groups):
+        _check_group(group, number)
+    checked: set[tuple[int, int]] = set()
+    for number, region in enumerate(geometry.regions):
+        for member in region.members:
+            if (id(member.layout), -1) not in checked:
+                _check_layout(member.layout, f"layer {member.layer!r}")
+                checked.add((id(member.layout), -1))
+        _check_region(region, number, len(geometry.groups))
+        for member in region.members:
+            if (id(member.layout), member.group) not in checked:
+                _check_member_group(member, geometry.groups[member.group], f"region {number}")
+                checked.add((id(member.layout), member.group))
+    _check_shards(geometry)
+    _check_aliases(geometry)

@@ -1,0 +1,353 @@
+"""Proofs for geometries and plans, free of any test framework: a byte oracle, and checks for any planner.
+
+Theory of operation. One global tensor is imagined in which every byte is a tag of its layer, field, token and position.
+Each producer rank's memory is filled with the tags of what it should hold; the consumer's memory is filled with a
+sentinel. Then every plan is *executed*: its rows and indices are turned into plain copies. At the end each consumer
+byte must be its tag or the sentinel, and must have been written exactly once or never. The oracle shares no code with
+the planner beyond the description of the geometry: it places tags by strided views, never by slices.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, cast, final
+
+import numpy as np
+
+from kv_topology._arrays import flat_outer_sum, grid, outer_sum
+from kv_topology._rows import expand_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from kv_topology._model import FieldLayout, Group, Member, RankGeometry, Region
+
+    Rank = tuple[int, int]
+    Bytes = npt.NDArray[np.uint8]
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["MemoryOfRank", "OracleFailure", "Proof", "Request", "ReadPlan", "check_plan", "execute", "prove"]
+
+SENTINEL = 0xEE
+MARGIN = 4096
+"""Guard bytes around a rank's registered memory, to catch reads and writes outside of it."""
+
+
+class OracleFailure(AssertionError):  # noqa: N818 - the name says what happened
+    """A plan moved wrong bytes, left some out, or touched memory that it must not touch."""
+
+
+class ReadPlan(Protocol):
+    """What the oracle needs of a plan; `TransferPlan` is one."""
+
+    @property
+    def producer_ranks(self) -> Sequence[Rank]:
+        """(pp, tp) ranks to read from."""
+        ...
+
+    def local_rows(self, producer_rank: Rank, /) -> npt.NDArray[np.uint64]:
+        """Strided rows of local memory."""
+        ...
+
+    def peer_rows(self, producer_rank: Rank, /) -> npt.NDArray[np.uint64]:
+        """Strided rows of the producer's memory."""
+        ...
+
+    def indices(
+        self,
+        producer_rank: Rank,
+        local_blocks: Sequence[Sequence[int]],
+        peer_blocks: Sequence[Sequence[int]],
+        *,
+        tokens: int | None,
+        local_first: Sequence[int] | None,
+        peer_first: Sequence[int] | None,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Descriptor indices of one request."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """One request: its block lists on both sides, and where they begin.
+
+    Attributes:
+        local_blocks: Scheduler block ids per consumer group.
+        peer_blocks: Scheduler block ids per producer group.
+        local_first: Place in the sequence of each local list's first block.
+        peer_first: The same at the producer.
+        tokens: Passed on to the plan.
+        is_told: Whether the plan is told the two firsts; otherwise the counts and `tokens` must do.
+    """
+
+    local_blocks: Sequence[Sequence[int]]
+    peer_blocks: Sequence[Sequence[int]]
+    local_first: Sequence[int] = ()
+    peer_first: Sequence[int] = ()
+    tokens: int | None = None
+    is_told: bool = False
+
+    def first(self, group: int, *, is_local: bool) -> int:
+        """Return the place of a list's first block."""
+        firsts = self.local_first if is_local else self.peer_first
+        return firsts[group] if group < len(firsts) else 0
+
+
+@final
+@dataclass
+class Proof:
+    """What a successful proof covered.
+
+    Attributes:
+        bytes_proved: Consumer bytes that were compared with their tag.
+        copies: Descriptors that were moved.
+        plans: Consumer ranks whose plan was executed.
+    """
+
+    bytes_proved: int = 0
+    copies: int = 0
+    plans: int = 0
+
+    def add(self, other: Proof) -> None:
+        """Add another proof's counts."""
+        self.bytes_proved += other.bytes_proved
+        self.copies += other.copies
+        self.plans += other.plans
+
+
+@final
+@dataclass
+class MemoryOfRank:
+    """A rank's registered memory as one array, with guard bytes on both ends."""
+
+    geometry: RankGeometry
+    start: int = field(init=False)
+    data: Bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        regions = self.geometry.regions
+        self.start = min(region.base_address for region in regions) - MARGIN
+        stop = max(r.base_address + (r.page_count - 1) * r.page_stride_bytes + r.page_bytes for r in regions) + MARGIN
+        self.data = np.full(stop - self.start, SENTINEL, dtype=np.uint8)
+
+    def view(self, region: Region, member: Member, part: FieldLayout) -> npt.NDArray[np.uint8]:
+        """Return the field as uint8 (pages, *axes, element bytes), a view into the memory."""
+        at = region.base_address + member.offset_bytes + part.offset_bytes - self.start
+        shape = (region.page_count, *(axis.count for axis in part.axes), part.element_bytes)
+        strides = (region.page_stride_bytes, *(axis.stride_bytes for axis in part.axes), 1)
+        return np.lib.stride_tricks.as_strided(self.data[at:], shape, strides)
+
+    def place_tags(
+        self,
+        blocks: Sequence[Sequence[int]],
+        request: Request,
+        limits: Sequence[tuple[int, int] | None],
+        *,
+        is_local: bool,
+    ) -> int:
+        """Write the tags of all cells of the given blocks; returns the number of bytes written.
+
+        Args:
+            blocks: Scheduler block ids per group.
+            request: Where the lists begin.
+            limits: Per group the interval of tokens to write, or None for all.
+            is_local: Which side of the request this rank is on.
+        """
+        written = 0
+        for region in self.geometry.regions:
+            for member in region.members:
+                group = self.geometry.groups[member.group]
+                ids = np.asarray(blocks[member.group], dtype=np.int64)
+                first = request.first(member.group, is_local=is_local)
+                pages, tokens = _pages_and_tokens(group, ids, first)
+                for part in member.layout.fields:
+                    if len(pages):
+                        limit = limits[member.group]
+                        written += _write_tags(
+                            self.view(region, member, part), member.layer, part, pages, tokens, limit
+                        )
+        return written
+
+
+def _pages_and_tokens(group: Group, ids: Ints, first: int) -> tuple[Ints, Ints]:
+    """Return the pages of blocks, and the global token numbers in them, int64 (pages, page tokens)."""
+    inside = np.arange(group.pages_per_block, dtype=np.int64)
+    pages = flat_outer_sum(ids * group.pages_per_block, inside)
+    if group.is_state:
+        return pages, np.empty((len(pages), 0), dtype=np.int64)
+    count = len(ids) * group.block_tokens
+    held = first * group.block_tokens + np.arange(count, dtype=np.int64)
+    deal = group.deal
+    turn, place = held // deal.interleave_tokens, held % deal.interleave_tokens
+    tokens = (turn * deal.size + deal.rank) * deal.interleave_tokens + place if deal.size > 1 else held
+    return pages, grid(tokens, len(pages), group.page_tokens)
+
+
+def _write_tags(
+    view: Bytes, layer: str, part: FieldLayout, pages: Ints, tokens: Ints, limit: tuple[int, int] | None
+) -> int:
+    """Write the tags of some pages of a field, only for tokens inside `limit`; returns the bytes written."""
+    shape = view.shape[1:]
+    code = np.full((len(pages), *shape), zlib.crc32(f"{layer}/{part.name}".encode()), dtype=np.uint64)
+    keep = np.ones((len(pages), *shape), dtype=np.bool_)
+    for number, axis in enumerate(part.axes):
+        if part.token_axis is axis:
+            place = _spread(tokens, len(pages), number, len(shape))
+            if limit is not None:
+                keep &= (place >= limit[0]) & (place < limit[1])
+        else:
+            place = _spread(np.arange(axis.start, axis.stop, dtype=np.int64), 1, number, len(shape))
+        code = _mix(code, place)
+    if part.token_axis is None and tokens.shape[1]:
+        # A block in a kernel's own order: its first token stands for it.
+        place = _spread(tokens[:, :1], len(pages), 0, len(shape))
+        code = _mix(code, place)
+        if limit is not None:
+            keep &= (place >= limit[0]) & (place < limit[1])
+    code = _mix(code, np.arange(shape[-1], dtype=np.int64))
+    tags = (code >> np.uint64(33)).astype(np.uint8)
+    chosen = view[pages]
+    view[pages] = np.where(keep, tags, chosen)
+    return int(keep.sum())
+
+
+def _spread(values: Ints, pages: int, number: int, depth: int) -> Ints:
+    """Return values shaped to broadcast along one axis of a field, and along pages if there are as many."""
+    shape = (pages, *(1 for _ in range(number)), -1, *(1 for _ in range(depth - number - 1)))
+    return cast("Ints", np.reshape(values, shape))
+
+
+def _mix(code: npt.NDArray[np.uint64], place: Ints) -> npt.NDArray[np.uint64]:
+    """Fold one coordinate into a hash (an odd multiplier and a shift: cheap, and enough to tell neighbours apart)."""
+    mixed: npt.NDArray[np.uint64] = (code ^ place.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return cast("npt.NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(29)))
+
+
+def execute(
+    plan: ReadPlan, request: Request, memory: MemoryOfRank, producers: Mapping[Rank, MemoryOfRank], writes: Bytes
+) -> int:
+    """Carry out a plan as plain copies and count the writes per byte; returns the number of copies.
+
+    Raises:
+        OracleFailure: A descriptor leaves the registered memory, or pairs have different lengths.
+    """
+    copies = 0
+    told = request if request.is_told else None
+    for rank in plan.producer_ranks:
+        local, peer = plan.indices(
+            rank,
+            request.local_blocks,
+            request.peer_blocks,
+            tokens=request.tokens,
+            local_first=told.local_first if told else None,
+            peer_first=told.peer_first if told else None,
+        )
+        here = expand_rows(plan.local_rows(rank))[local]
+        there = expand_rows(plan.peer_rows(rank))[peer]
+        if not np.array_equal(here[:, 1], there[:, 1]):
+            raise OracleFailure(f"rank {rank}: paired descriptors have different lengths")
+        source = producers[rank]
+        for length in np.unique(here[:, 1]):
+            chosen = here[:, 1] == length
+            steps = np.arange(int(length), dtype=np.int64)
+            target = outer_sum(here[chosen, 0].astype(np.int64) - memory.start, steps)
+            origin = outer_sum(there[chosen, 0].astype(np.int64) - source.start, steps)
+            _check_inside(target, memory, rank)
+            _check_inside(origin, source, rank)
+            memory.data[target] = source.data[origin]
+            np.add.at(writes, target.ravel(), 1)
+        copies += len(local)
+    return copies
+
+
+def _check_inside(places: Ints, memory: MemoryOfRank, rank: Rank) -> None:
+    if places.size and (places.min() < MARGIN or places.max() >= len(memory.data) - MARGIN):
+        raise OracleFailure(f"a descriptor of producer rank {rank} leaves registered memory")
+
+
+def check_plan(
+    plan: ReadPlan,
+    local: RankGeometry,
+    producers: Mapping[Rank, MemoryOfRank],
+    request: Request,
+    limits: Sequence[tuple[int, int] | None],
+) -> Proof:
+    """Prove one consumer rank's plan for one request.
+
+    Args:
+        plan: The plan under test.
+        local: The consumer rank's geometry.
+        producers: Filled memory of the producer's ranks.
+        request: Block lists.
+        limits: Per local group the interval of tokens that must arrive, None for all of the blocks.
+
+    Raises:
+        OracleFailure: With the first wrong byte.
+    """
+    memory, expected = MemoryOfRank(local), MemoryOfRank(local)
+    writes = np.zeros(len(memory.data), dtype=np.uint8)
+    copies = execute(plan, request, memory, producers, writes)
+    proved = expected.place_tags(request.local_blocks, request, limits, is_local=True)
+    wrong = np.flatnonzero(memory.data != expected.data)
+    if len(wrong):
+        at = int(wrong[0])
+        raise OracleFailure(
+            f"byte {at - MARGIN} of rank {(local.pp_rank, local.tp_rank)} is {memory.data[at]:#x}, "
+            f"must be {expected.data[at]:#x}; {len(wrong)} bytes are wrong"
+        )
+    if int(writes.max(initial=0)) > 1 or int((writes > 0).sum()) != proved:
+        raise OracleFailure(
+            f"{int((writes > 0).sum())} bytes were written, at most {writes.max()} times; {proved} expected"
+        )
+    return Proof(proved, copies, 1)
+
+
+def prove(
+    consumers: Mapping[Rank, RankGeometry],
+    producers: Mapping[Rank, RankGeometry],
+    request: Request,
+    make_plan: Callable[[RankGeometry, Mapping[Rank, RankGeometry]], ReadPlan],
+    *,
+    window_tokens: Sequence[tuple[int, int] | None] | None = None,
+) -> Proof:
+    """Prove all consumer ranks of an engine against all producer ranks for one request.
+
+    Args:
+        consumers: Geometry of the consumer's ranks by (pp, tp).
+        producers: Geometry of the producer's ranks by (pp, tp).
+        request: Block lists; the same for all ranks of an engine.
+        make_plan: `plan_transfer`, or anything that takes (local, peers) and returns a `ReadPlan`.
+        window_tokens: Per local group the interval of tokens that must arrive; by default what both lists cover.
+
+    Raises:
+        OracleFailure: A byte is wrong, missing, written twice, or outside.
+    """
+    memories = {rank: MemoryOfRank(geometry) for rank, geometry in producers.items()}
+    for memory in memories.values():
+        everything = [None] * len(memory.geometry.groups)
+        memory.place_tags(request.peer_blocks, request, everything, is_local=False)
+    total = Proof()
+    for local in consumers.values():
+        limits = window_tokens if window_tokens is not None else _covered(local, producers, request)
+        total.add(check_plan(make_plan(local, producers), local, memories, request, limits))
+    return total
+
+
+def _covered(
+    local: RankGeometry, producers: Mapping[Rank, RankGeometry], request: Request
+) -> list[tuple[int, int] | None]:
+    """Return per local group the tokens that the producer's list of the same layers covers."""
+    limits: list[tuple[int, int] | None] = [None] * len(local.groups)
+    for producer in producers.values():
+        for layer, placed in producer.placements.items():
+            group = placed[0][1].group
+            if layer in local.placements and not producer.groups[group].is_state:
+                span = producer.groups[group].span_tokens
+                first = request.first(group, is_local=False)
+                stop = first + len(request.peer_blocks[group])
+                limits[local.placements[layer][0][1].group] = (first * span, stop * span)
+    return limits
