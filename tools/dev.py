@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Every verb of this repository: `python3 tools/dev.py VERB`, on a machine that has nothing but Python."""
+
 import os
 import sys
 

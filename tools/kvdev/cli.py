@@ -45,11 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    demo = verbs.add_parser("demo", help="two real vLLM engines hand a prompt over, beside one engine that does it alone")
+    demo = verbs.add_parser(
+        "demo", help="two real vLLM engines hand a prompt over, beside one engine that does it alone"
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     demo.add_argument("--keep", action="store_true", help="leave the engines and the router up and print curl lines")
     demo.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version to run (default %(default)s)")
-    demo.add_argument("--corrupt", action="store_true", help="control: flip one byte of one received page; texts must differ")
+    demo.add_argument(
+        "--corrupt", action="store_true", help="control: flip one byte of one received page; texts must differ"
+    )
     demo.add_argument("--family", default="dense", help="model family (default %(default)s)")
     demo.set_defaults(run=_demo)
 
@@ -69,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     lock = verbs.add_parser("lock", help="renew uv.lock and keep it index-neutral")
-    lock.add_argument("--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes")
+    lock.add_argument(
+        "--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes"
+    )
     lock.add_argument("--upgrade", action="store_true", help="take the newest versions that the requirements allow")
     lock.set_defaults(run=_lock)
 
@@ -80,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(run=_env)
 
     router = verbs.add_parser("router", help="run the router alone, in front of engines that are already up")
-    router.add_argument("--prefill", action="append", required=True, metavar="URL", help="a prefill engine (repeatable)")
+    router.add_argument(
+        "--prefill", action="append", required=True, metavar="URL", help="a prefill engine (repeatable)"
+    )
     router.add_argument("--decode", action="append", required=True, metavar="URL", help="a decode engine (repeatable)")
     router.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     router.add_argument("--port", type=int, default=8000, help="port to listen on (default %(default)s)")

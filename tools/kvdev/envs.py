@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["DEFAULT_VLLM", "NIXL_VERSION", "describe", "host_environment", "package_environment", "workspace_environment"]
+__all__ = [
+    "DEFAULT_VLLM",
+    "NIXL_VERSION",
+    "describe",
+    "host_environment",
+    "package_environment",
+    "workspace_environment",
+]
 
 DEFAULT_VLLM = "0.32.0"
 NIXL_VERSION = "1.5.1"

@@ -45,7 +45,9 @@ def check_lock(uv: Path) -> int:
     changed = _differences(bindings(committed), bindings(resolved))
     if changed:
         fail("a re-resolution differs from uv.lock; run `python3 tools/dev.py lock`:\n" + "\n".join(changed))
-    print(f"uv.lock: {len(bindings(committed))} packages, the same versions and hashes after a re-resolution; addresses neutral")
+    print(
+        f"uv.lock: {len(bindings(committed))} packages, the same versions and hashes after a re-resolution; addresses neutral"
+    )
     return 0
 
 

@@ -1,3 +1,24 @@
-"""Plugs the KV-transfer packages into an unmodified vLLM."""
+"""Plugs the KV-transfer packages into an unmodified vLLM.
+
+Importing this package does not import vLLM: the connector classes are loaded when vLLM asks for them by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_adapter.connector import KVTransferConnector as KVTransferConnector
+    from vllm_adapter.connector import NixlConnector as NixlConnector
 
 __version__ = "0.1.0"
+
+__all__ = ["KVTransferConnector", "NixlConnector", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in {"NixlConnector", "KVTransferConnector"}:
+        from vllm_adapter import connector
+
+        return getattr(connector, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

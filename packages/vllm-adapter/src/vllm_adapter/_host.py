@@ -1,0 +1,302 @@
+"""The one seam to vLLM: everything that this package imports from its host, and what differs between host versions.
+
+What changed when (public interface that this package stands on):
+
+| vLLM | change |
+|------|--------|
+| 0.30 | `KVConnectorTransferResults` and `get_transfer_results`: failures are reported per request |
+| 0.31 | `wait_for_save` is called every step; `get_mem_pool_context` |
+| 0.32 | `CacheHitSource`: a connector names the tier of its hits; `get_loaded_kv_cache_group_ids` |
+| 0.33 | sleep mode: `unregister_kv_caches`, `restore_kv_caches`; `remote_registration_generation` in tickets |
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import vllm
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import RequestStatus
+
+from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
+
+__all__ = [
+    "CONNECTOR_VERSIONS",
+    "P2P_HITS",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "SupportsHMA",
+    "check_host",
+    "create_metric_per_engine",
+    "drop_prompt_tail",
+    "end_reason",
+    "engine_facts",
+    "extra_config",
+    "init_logger",
+    "layer_caches",
+    "select_groups",
+]
+
+_SUPPORTED = ((0, 30), (0, 33))
+CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
+"""vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    P2P_HITS: object = CacheHitSource.P2P
+except ImportError:  # before 0.32 hits have no source
+    P2P_HITS = None
+
+_logger = init_logger("vllm.vllm_adapter")
+
+
+def check_host() -> tuple[int, int]:
+    """Return the host's (major, minor) version; warn about an unknown one.
+
+    Raises:
+        UnsupportedHost: `unsupported-vllm`, naming the supported range.
+    """
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    first, last = _SUPPORTED
+    if found is None:
+        _logger.warning_once("vllm-adapter: cannot read vLLM's version %r; assuming %d.%d", vllm.__version__, *last)
+        return last
+    version = (int(found[1]), int(found[2]))
+    if version < first:
+        raise UnsupportedHost(
+            f"vllm-adapter supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, found {vllm.__version__}; "
+            "upgrade vLLM or use its own NixlConnector",
+            code="unsupported-vllm",
+            fault="environment",
+            context={"found": vllm.__version__},
+        )
+    if version > last:
+        _logger.warning_once(
+            "vllm-adapter was made for vLLM %d.%d to %d.%d; %s is untried", *first, *last, vllm.__version__
+        )
+    return version
+
+
+def extra_config(config: VllmConfig) -> dict[str, object]:
+    """Return `kv_connector_extra_config` as given."""
+    transfer = config.kv_transfer_config
+    return dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+
+
+def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
+    """Read off the engine's configuration what the adapter works with."""
+    model, parallel = config.model_config, config.parallel_config
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.engine_id is None:
+        raise UnsupportedHost("vLLM gave no kv_transfer_config with an engine id", code="no-engine-id")
+    groups = tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in _transfer_groups(cache))
+    version = check_host()
+    backend = _attention_backend(config) if is_worker else ""
+    tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
+    return EngineFacts(
+        engine_id=transfer.engine_id,
+        host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
+        tp=parallel.tensor_parallel_size,
+        tp_rank=tp_rank,
+        pp=parallel.pipeline_parallel_size,
+        pp_rank=pp_rank,
+        dcp=parallel.decode_context_parallel_size,
+        total_kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        block_count=cache.num_blocks,
+        layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
+        kernel_order=_kernel_order(config, cache, backend),
+        attention_backend=backend,
+        connector_version=CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values())),
+        is_mla=bool(model.use_mla),
+        groups=groups,
+        group_ids=_transfer_group_ids(cache),
+        factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
+        extra_factors={
+            "groups": [[group.kind, group.block_tokens, group.window_tokens] for group in groups],
+            "revision": str(model.revision),
+            "layers": sorted(layer for group in groups for layer in group.layers),
+        },
+    )
+
+
+def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[LayerCache]:
+    """Describe the tensors that the engine allocated, layer by layer, skipping layers that only share another's cache."""
+    specs, group_of = _layer_specs(cache)
+    found: list[LayerCache] = []
+    for layer, tensor in caches.items():
+        spec = specs.get(layer)
+        if spec is None:
+            continue
+        element_bytes = tensor.element_size()
+        found.append(
+            LayerCache(
+                layer=layer,
+                group=group_of[layer],
+                address=tensor.data_ptr(),
+                shape=tuple(tensor.shape),
+                stride_bytes=tuple(step * element_bytes for step in tensor.stride()),
+                element_bytes=element_bytes,
+                memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
+                device=max(tensor.get_device(), 0),
+                page_bytes=spec.page_size_bytes,
+                state_shapes=tuple(tuple(shape) for shape in spec.shapes) if isinstance(spec, MambaSpec) else (),
+                state_element_bytes=(
+                    tuple(kind.itemsize for kind in spec.dtypes) if isinstance(spec, MambaSpec) else ()
+                ),
+            )
+        )
+    return found
+
+
+def select_groups(facts: EngineFacts, block_ids: object) -> tuple[list[int], ...]:
+    """Keep the transferable groups of the scheduler's per-group block ids."""
+    groups: Any = block_ids
+    return tuple(list(groups[group_id]) for group_id in facts.group_ids)
+
+
+def end_reason(request: Request) -> Literal["length", "stop", "abort", "error"]:
+    """Translate the status of a finished request."""
+    status = request.status
+    if status == RequestStatus.FINISHED_LENGTH_CAPPED:
+        return "length"
+    if status == RequestStatus.FINISHED_STOPPED:
+        return "stop"
+    if status == RequestStatus.FINISHED_ABORTED:
+        return "abort"
+    return "error"
+
+
+def drop_prompt_tail(request: Request, tokens: int) -> bool:
+    """Take `tokens` off the end of a producer's prompt, which the consumer recomputes; tell whether it was possible."""
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    else:
+        return False
+    del request._all_token_ids[-tokens:]  # noqa: SLF001  (the host keeps the prompt twice)
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
+    return True
+
+
+def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
+    groups: Any = getattr(cache, "transfer_groups", None)
+    return tuple(cache.kv_cache_groups if groups is None else groups)
+
+
+def _transfer_group_ids(cache: KVCacheConfig) -> tuple[int, ...]:
+    ids: Any = getattr(cache, "transfer_group_ids", None)
+    return tuple(range(len(cache.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
+    first: Any = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    kind: Literal["attention", "sliding-window", "latent", "state"] = "attention"
+    window_tokens, scratch_blocks = 0, 0
+    if isinstance(first, MambaSpec):
+        kind, scratch_blocks = "state", first.num_speculative_blocks
+    elif isinstance(first, SlidingWindowSpec):
+        kind, window_tokens = "sliding-window", first.sliding_window
+    elif isinstance(first, MLAAttentionSpec):
+        kind = "latent"
+    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers))
+
+
+def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:
+    specs: dict[str, KVCacheSpec] = {}
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(_transfer_groups(cache)):
+        spec = group.kv_cache_spec
+        for layer in group.layer_names:
+            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            group_of[layer] = index
+    return specs, group_of
+
+
+def _attention_backend(config: VllmConfig) -> str:
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    return str(get_current_attn_backends(config)[0].get_name())
+
+
+def _kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
+    """Name the order inside a page where the attention kernel has one of its own: vLLM's CPU kernels do."""
+    if backend != "CPU_ATTN":
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = config.model_config
+    sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]
+    isa = _get_attn_isa(model.dtype, min(sizes, default=0), model.get_head_size())
+    return f"vllm-cpu:{isa}:{model.dtype}"
+
+
+def _ranks() -> tuple[int, int]:
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+
+
+def _vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> dict[str, object]:
+    """Inputs of vLLM's compatibility hash, by its names, so that both connectors compute the same digest."""
+    model, cache = config.model_config, config.cache_config
+    return {
+        "vllm_version": vllm.__version__,
+        "nixl_connector_version": connector_version,
+        "model": model.model,
+        "dtype": str(model.dtype),
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "num_hidden_layers": model.get_total_num_hidden_layers(),
+        "attn_backend_name": backend,
+        "cache_dtype": str(cache.cache_dtype),
+        "is_hma_enabled": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "speculative_config": _speculative_factors(config),
+        "transfer_mode": "pull",
+    }
+
+
+def _speculative_factors(config: VllmConfig) -> dict[str, object] | None:
+    speculative = config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return None
+    draft: Any = speculative.draft_model_config
+    layers: Any = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    return {
+        "method": speculative.method,
+        "model": draft.model,
+        "revision": draft.revision,
+        "code_revision": draft.code_revision,
+        "parallel_drafting": speculative.parallel_drafting,
+        "kv_cache_dtype": str(speculative.kv_cache_dtype or config.cache_config.cache_dtype),
+        "auxiliary_layer_ids": tuple(layers) if layers is not None else None,
+    }

@@ -1,0 +1,191 @@
+"""Every key of `kv_connector_extra_config`, with its default, range and meaning, and the check that is made at start.
+
+A wrong key or value stops the engine at start with a message that names the nearest right one: a misspelt key that is
+silently ignored is found weeks later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_adapter.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["OBSOLETE_KEYS", "Settings", "describe_keys", "load_settings"]
+
+OBSOLETE_KEYS: Mapping[str, str] = {
+    "enable_cross_layers_blocks": "the layout is taken from the tensors that the engine allocates",
+    "push_registration_timeout": "this connector pulls",
+}
+"""Keys of older connectors that are accepted with a note, and why they are not needed."""
+
+
+def _key(
+    default: object, doc: str, *, least: float | None = None, most: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:  # noqa: ANN401  (dataclass field)
+    metadata = {"doc": doc, "least": least, "most": most, "choices": choices}
+    if isinstance(default, tuple):
+        return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The connector's configuration, checked. Field names are the configuration's keys."""
+
+    backends: tuple[str, ...] = _key(("UCX",), "NIXL back ends to create, in order.")
+    num_threads: int = _key(4, "Worker threads of the UCX back end.", least=0, most=64)
+    enforce_handshake_compat: bool = _key(True, "Refuse a peer whose compatibility hash differs from ours.")
+    compatibility_policy: str = _key(
+        "exact",
+        "How peers are compared: by vLLM's exact hash, or factor by factor.",
+        choices=("exact", "negotiated"),
+    )
+    kv_lease_duration: float = _key(
+        30.0, "Seconds that a producer keeps a finished prompt's blocks without a heartbeat.", least=1, most=86400
+    )
+    engine_ttl: float = _key(
+        3600.0, "Seconds after which an unused peer engine is forgotten (never while a read runs).", least=1, most=1e7
+    )
+    kv_recompute_threshold: int = _key(
+        64, "Fewer external tokens than this are recomputed on a later turn's prefill.", least=0, most=1e9
+    )
+    bidirectional_kv_xfer: bool = _key(False, "Let a later turn's prefill read from the decode engine.")
+    decoder_kv_blocks_ttl: float = _key(
+        480.0, "Seconds that a decode engine keeps blocks for a later turn.", least=1, most=86400
+    )
+    handshake_timeout_s: float = _key(5.0, "Seconds for one handshake attempt.", least=0.05, most=600)
+    handshake_attempts: int = _key(2, "Attempts per handshake before its requests fail.", least=1, most=10)
+    read_timeout_s: float = _key(
+        60.0, "Seconds after which a read in progress is given up and its pages quarantined.", least=0.1, most=3600
+    )
+    fence_slots: int = _key(
+        4096, "Words of the fence array: hand-offs that can be fenced at once.", least=0, most=1 << 20
+    )
+    max_inflight_bytes: int = _key(
+        0, "Bytes of reads in flight per rank before further ones wait; 0 for no limit.", least=0, most=1 << 50
+    )
+    remote_hosts: tuple[str, ...] = _key(
+        (), "Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then refused."
+    )
+    ticket_dialect: int = _key(
+        0, "Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.", least=0, most=15
+    )
+
+
+def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
+    """Check the configuration and return (settings, notes to log).
+
+    Raises:
+        ConfigurationError: `unknown-key`, `wrong-type` or `out-of-range`, naming the key, the value and what is right.
+    """
+    known = {f.name: f for f in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, value in extra.items():
+        if key in OBSOLETE_KEYS:
+            notes.append(f"kv_connector_extra_config: '{key}' is no longer needed ({OBSOLETE_KEYS[key]})")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; the keys are {', '.join(sorted(known))}"
+            raise ConfigurationError(
+                f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
+            )
+        else:
+            values[key] = _checked(known[key], value)
+    settings = Settings(**values)
+    _check_networks(settings.remote_hosts)
+    return settings, tuple(notes)
+
+
+def describe_keys() -> list[dict[str, object]]:
+    """Return one mapping per key: name, type, default, range or choices, doc."""
+    return [
+        {
+            "key": f.name,
+            "type": str(f.type),
+            "default": f.default,
+            "least": f.metadata["least"],
+            "most": f.metadata["most"],
+            "choices": f.metadata["choices"],
+            "doc": f.metadata["doc"],
+        }
+        for f in dataclasses.fields(Settings)
+    ]
+
+
+def _checked(key: dataclasses.Field[Any], value: object) -> object:
+    default = key.default
+    converted: object | None = None
+    if isinstance(default, bool):
+        converted = _as_bool(value)
+    elif isinstance(default, int):
+        converted = value if isinstance(value, int) and not isinstance(value, bool) else None
+    elif isinstance(default, float):
+        converted = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    elif isinstance(default, tuple):
+        converted = _as_words(value)
+    elif isinstance(value, str):
+        converted = value
+    if converted is None:
+        raise ConfigurationError(
+            f"kv_connector_extra_config: '{key.name}' must be {key.type}, got {value!r}. {key.metadata['doc']}",
+            code="wrong-type",
+            context={"key": key.name, "value": repr(value)},
+        )
+    _check_range(key, converted)
+    return converted
+
+
+def _check_range(key: dataclasses.Field[Any], value: object) -> None:
+    least, most, choices = key.metadata["least"], key.metadata["most"], key.metadata["choices"]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if (least is not None and value < least) or (most is not None and value > most) or value != value:  # noqa: PLR0124
+            raise ConfigurationError(
+                f"kv_connector_extra_config: '{key.name}' must be between {least} and {most}, got {value}. "
+                f"{key.metadata['doc']}",
+                code="out-of-range",
+                context={"key": key.name, "value": value},
+            )
+    elif choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        raise ConfigurationError(
+            f"kv_connector_extra_config: '{key.name}' must be one of {', '.join(choices)}, got {value!r}"
+            + (f"; did you mean '{near[0]}'?" if near else ""),
+            code="out-of-range",
+            context={"key": key.name, "value": repr(value)},
+        )
+
+
+def _as_bool(value: object) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    # vLLM's own connector takes some booleans as words.
+    if isinstance(value, str) and value.lower() in {"true", "false"}:
+        return value.lower() == "true"
+    return None
+
+
+def _as_words(value: object) -> tuple[str, ...] | None:
+    if not isinstance(value, list | tuple):
+        return None
+    words = [item for item in value if isinstance(item, str)]  # pyright: ignore[reportUnknownVariableType]
+    return tuple(words) if len(words) == len(value) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _check_networks(networks: tuple[str, ...]) -> None:
+    for text in networks:
+        try:
+            ipaddress.ip_network(text, strict=False)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"kv_connector_extra_config: 'remote_hosts' holds {text!r}, which is no network: {error}",
+                code="out-of-range",
+                context={"key": "remote_hosts", "value": text},
+            ) from error

@@ -1,0 +1,44 @@
+"""The adapter's coded errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["AdapterError", "ConfigurationError", "UnsupportedHost"]
+
+
+class AdapterError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        code: Stable, kebab-case.
+        fault: `"local"`, `"peer"` or `"environment"`.
+        is_retry_safe: Whether the same call may succeed later; None if unknown.
+        context: Plain values that the message was made from.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        fault: Literal["local", "peer", "environment"] = "local",
+        is_retry_safe: bool | None = False,
+        context: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.fault: Literal["local", "peer", "environment"] = fault
+        self.is_retry_safe = is_retry_safe
+        self.context: Mapping[str, object] = dict(context or {})
+
+
+class ConfigurationError(AdapterError):
+    """A key or value of the configuration is wrong."""
+
+
+class UnsupportedHost(AdapterError):  # noqa: N818  (a state of the host, named as operators read it)
+    """The installed vLLM cannot carry this adapter."""

@@ -1,0 +1,102 @@
+"""What the adapter knows about its own engine, as plain frozen values (no vLLM object goes further than the host seam)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
+
+GroupKind = Literal["attention", "sliding-window", "latent", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One transferable KV-cache group of the scheduler.
+
+    Attributes:
+        kind: What its pages hold.
+        block_tokens: Tokens per logical block.
+        window_tokens: Attention window; 0 for none.
+        scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
+        layers: Names of its layers.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int
+    scratch_blocks: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache as the engine gave it to this rank.
+
+    Attributes:
+        layer: Name of the layer.
+        group: Index of its transferable group.
+        address: First byte of the tensor's block 0.
+        shape: Elements per dimension; the first is the kernel block unless `state_shapes` is set.
+        stride_bytes: Bytes per step of each dimension.
+        element_bytes: Size of an element.
+        memory_kind: `"DRAM"` or `"VRAM"`.
+        device: Device number, 0 for DRAM.
+        page_bytes: Bytes of one logical block of this layer (from the engine's cache spec, padding included).
+        state_shapes: Shapes of the state tensors in a page, for state layers.
+        state_element_bytes: Their element sizes.
+    """
+
+    layer: str
+    group: int
+    address: int
+    shape: tuple[int, ...]
+    stride_bytes: tuple[int, ...]
+    element_bytes: int
+    memory_kind: Literal["DRAM", "VRAM"]
+    device: int
+    page_bytes: int
+    state_shapes: tuple[tuple[int, ...], ...] = ()
+    state_element_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """This engine and this rank.
+
+    Attributes:
+        factors: Inputs of vLLM's compatibility hash, by vLLM's names.
+        extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
+        kernel_order: Name of the attention kernel's own order inside a page; empty for plainly strided pages.
+        groups: Transferable groups in the scheduler's order.
+        group_ids: Their numbers among all of the scheduler's groups.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    dcp: int
+    total_kv_heads: int
+    head_size: int
+    block_count: int
+    layout: str
+    kernel_order: str
+    attention_backend: str
+    connector_version: int
+    is_mla: bool
+    groups: tuple[CacheGroup, ...]
+    group_ids: tuple[int, ...]
+    factors: Mapping[str, object] = field(default_factory=dict[str, object])
+    extra_factors: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some layers keep a recurrent state instead of a cache of tokens."""
+        return any(group.kind == "state" for group in self.groups)

@@ -1,0 +1,28 @@
+"""What travels between the scheduler's and the workers' processes of one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm_adapter.ports import StepPlan
+
+__all__ = ["RankEnvelope", "StepMetadata"]
+
+
+@final
+class StepMetadata(KVConnectorMetadata):
+    """One step's plan, scheduler to workers; vLLM pickles it."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+@final
+class RankEnvelope(KVConnectorHandshakeMetadata):
+    """One rank's side-channel envelope, worker to scheduler, where the listener serves it."""
+
+    def __init__(self, envelope: bytes) -> None:
+        self.envelope = envelope

@@ -1,0 +1,157 @@
+"""What the adapter needs from kv-handshake: every byte that crosses between engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+__all__ = ["PeerMetadata", "HandshakeOutcome", "HandshakeClient", "HandshakeListener", "NotificationView", "WireCodec"]
+
+
+class PeerMetadata(Protocol):
+    """One peer rank's metadata as it came over the side channel, validated."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def agent_metadata(self) -> bytes:
+        """NIXL's own blob for this rank's agent."""
+        ...
+
+    @property
+    def kv_caches_base_addr(self) -> Sequence[int]: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_lens(self) -> Sequence[int]: ...
+    @property
+    def block_strides(self) -> Sequence[int] | None: ...
+    @property
+    def kv_cache_layout(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def ssm_sizes(self) -> Sequence[int]: ...
+    @property
+    def attn_backend_name(self) -> str: ...
+    @property
+    def physical_blocks_per_logical_kv_block(self) -> int: ...
+    @property
+    def region_names(self) -> Sequence[str] | None: ...
+    @property
+    def region_group_ids(self) -> Sequence[int] | None: ...
+    @property
+    def region_num_blocks(self) -> Sequence[int] | None: ...
+    @property
+    def region_mem_types(self) -> Sequence[str] | None: ...
+
+    # Extension keys that only our own peers send; None or empty from vLLM's connector.
+    @property
+    def generation(self) -> int | None:
+        """Bumped whenever the peer's registration changes."""
+        ...
+
+    @property
+    def factors(self) -> Mapping[str, object]:
+        """The inputs of the compatibility hash, so that a mismatch can be named."""
+        ...
+
+    @property
+    def fence(self) -> tuple[int, int, int] | None:
+        """(address, device, word count) of the peer rank's fence array."""
+        ...
+
+    @property
+    def geometry(self) -> bytes | None:
+        """Geometry document of the rank (kv-topology's format), opaque here."""
+        ...
+
+
+class HandshakeOutcome(Protocol):
+    """End of one handshake with one engine: all asked ranks, or a reason."""
+
+    @property
+    def is_ok(self) -> bool: ...
+    @property
+    def peers(self) -> Mapping[tuple[int, int], PeerMetadata]:
+        """By (pp rank, tp rank); empty unless ok."""
+        ...
+
+    @property
+    def code(self) -> str:
+        """Stable reason, empty when ok."""
+        ...
+
+    @property
+    def message(self) -> str: ...
+    @property
+    def elapsed_s(self) -> float: ...
+
+
+class HandshakeClient(Protocol):
+    """Talks to many peers at once from one thread of its own."""
+
+    def request(
+        self,
+        *,
+        host: str,
+        port: int,
+        ranks: Sequence[tuple[int, int]],
+        engine_id: str,
+        dialect: int,
+        on_done: Callable[[HandshakeOutcome], None],
+    ) -> None:
+        """Start a handshake and return at once; `on_done` runs on the client's thread exactly once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HandshakeListener(Protocol):
+    """Serves this engine's metadata, supervised."""
+
+    @property
+    def port(self) -> int: ...
+    def start(self) -> None:
+        """Bind and serve; a bind failure raises here, at once."""
+        ...
+
+    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        """Serve these envelopes by (pp rank, tp rank) from now on."""
+        ...
+
+    def statistics(self) -> Mapping[str, int]: ...
+    def close(self) -> None: ...
+
+
+class NotificationView(Protocol):
+    """A parsed notification of a peer."""
+
+    @property
+    def kind(self) -> Literal["read-complete", "heartbeat", "unknown"]: ...
+    @property
+    def request_ids(self) -> Sequence[str]: ...
+    @property
+    def reader_count(self) -> int:
+        """Consumers that will report this request to this producer rank (0 for a heartbeat)."""
+        ...
+
+
+class WireCodec(Protocol):
+    """Bytes that the adapter sends or receives outside the side channel's own loop."""
+
+    def encode_envelope(self, metadata: Mapping[str, object], factors: Mapping[str, object], *, dialect: int) -> bytes:
+        """Envelope of one rank for the listener; `metadata` by `PeerMetadata` names."""
+        ...
+
+    def compatibility_hash(self, factors: Mapping[str, object]) -> str: ...
+    def read_complete(self, request_id: str, reader_count: int) -> bytes: ...
+    def heartbeats(self, request_ids: Sequence[str]) -> Sequence[bytes]: ...
+    def parse_notification(self, payload: bytes) -> NotificationView:
+        """Never raises."""
+        ...

@@ -1,0 +1,59 @@
+"""What the adapter needs from kv-topology: which bytes of which peer rank land where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_adapter.ports.values import BlockIds, Indices, Rows
+
+__all__ = ["PeerPlan", "Planner"]
+
+
+class PeerPlan(Protocol):
+    """What one local consumer rank reads from one producer engine."""
+
+    @property
+    def producer_ranks(self) -> Sequence[tuple[int, int]]:
+        """(pp, tp) ranks to read from, in order."""
+        ...
+
+    @property
+    def notify_only_ranks(self) -> Sequence[tuple[int, int]]:
+        """Ranks that hold replicas, are not read, and still wait for a notification."""
+        ...
+
+    @property
+    def is_staged(self) -> bool: ...
+    @property
+    def bytes_per_token(self) -> float: ...
+    def reader_count(self, producer_rank: tuple[int, int]) -> int:
+        """Consumer ranks that report to this producer rank."""
+        ...
+
+    def local_rows(self, producer_rank: tuple[int, int]) -> Rows:
+        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; same n as `peer_rows`."""
+        ...
+
+    def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
+    def indices(
+        self, producer_rank: tuple[int, int], local_blocks: BlockIds, peer_blocks: BlockIds
+    ) -> tuple[Indices, Indices]:
+        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad ids."""
+        ...
+
+
+class Planner(Protocol):
+    """Plans from geometry documents, the plain form in which geometry travels."""
+
+    def target_ranks(
+        self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int, peer_dcp: int
+    ) -> Sequence[tuple[int, int]]:
+        """(pp, tp) ranks whose metadata this rank needs before it can plan."""
+        ...
+
+    def plan(
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
+    ) -> PeerPlan: ...

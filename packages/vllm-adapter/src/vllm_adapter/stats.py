@@ -1,0 +1,192 @@
+"""Transfer statistics under vLLM's names, so that its log line and dashboards keep working, and ours beside them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from typing import TYPE_CHECKING, Any, final
+
+from vllm_adapter._host import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prometheus_client import Counter, Histogram
+    from vllm.config import VllmConfig
+
+    from vllm_adapter.ports import TransferResult
+
+__all__ = ["PromMetrics", "StatsBuffer", "TransferStats"]
+
+_SERIES = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
+_HOST_COUNTERS = (
+    "num_failed_transfers",
+    "num_failed_notifications",
+    "num_failed_handshakes",
+    "num_kv_expired_reqs",
+    "num_notifications_after_expiry",
+)
+_OUR_SERIES = ("queue_duration", "fence_duration", "handshake_duration")
+_OUR_COUNTERS = ("num_fence_rejections", "num_quarantined_reads", "num_refused_notifications", "num_lease_renewals")
+_ALL = _SERIES + _HOST_COUNTERS + _OUR_SERIES + _OUR_COUNTERS
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "transfer_duration": ("vllm:nixl_xfer_time_seconds", "Seconds on the wire per read.", _SECONDS),
+    "post_duration": ("vllm:nixl_post_time_seconds", "Seconds to post a read.", (0.001, *_SECONDS)),
+    "bytes_transferred": (
+        "vllm:nixl_bytes_transferred",
+        "Bytes per read.",
+        tuple(float(2**n) for n in range(11, 34, 2)),
+    ),
+    "num_descriptors": (
+        "vllm:nixl_num_descriptors",
+        "Descriptors per read, after merging.",
+        (10, 20, 30, 50, 75, 100, 200, 400, 1e3, 2e3, 4e3, 1e4, 2e4, 5e4),
+    ),
+    "queue_duration": ("vllm:kv_transfer_queue_seconds", "Seconds that a read waited before it was posted.", _SECONDS),
+    "fence_duration": (
+        "vllm:kv_transfer_fence_seconds",
+        "Seconds to verify the fence after a read.",
+        (0.0001, *_SECONDS),
+    ),
+    "handshake_duration": ("vllm:kv_transfer_handshake_seconds", "Seconds per handshake with an engine.", _SECONDS),
+}
+"""Key of the data -> (Prometheus name, help, bucket bounds). Source of the `vllm:nixl_*` bounds: vLLM's dashboards."""
+
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "num_failed_transfers": ("vllm:nixl_num_failed_transfers", "Reads that failed."),
+    "num_failed_notifications": ("vllm:nixl_num_failed_notifications", "Notifications that could not be sent."),
+    "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Requests whose lease ended unread."),
+    "num_notifications_after_expiry": (
+        "vllm:nixl_num_notifications_after_expiry",
+        "Completions that came after their lease had ended.",
+    ),
+    "num_failed_handshakes": ("vllm:kv_transfer_num_failed_handshakes", "Handshakes that failed or were refused."),
+    "num_fence_rejections": ("vllm:kv_transfer_num_fence_rejections", "Reads voided because the lease had ended."),
+    "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),
+    "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
+    "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),
+}
+
+
+@final
+class TransferStats(KVConnectorStats):
+    """Observations of one interval: lists of numbers by key; counters are lists of ones, as vLLM's are."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, Any] = {key: [] for key in _ALL}
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing was observed."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another interval's or rank's observations to these."""
+        for key, values in other.data.items():
+            self.data.setdefault(key, []).extend(values)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the figures of vLLM's log line."""
+        times, posts, sizes = (self.data[key] for key in _SERIES[:3])
+        failed = sum(len(self.data[key]) for key in _HOST_COUNTERS[:3])
+        failures: dict[str, int | float] = {
+            "Num failed transfers": failed,
+            "Num KV expired requests": len(self.data["num_kv_expired_reqs"]),
+            "Num fence rejections": len(self.data["num_fence_rejections"]),
+        }
+        if not times:
+            return {"Num successful transfers": 0, **failures}
+        total_mb = sum(sizes) / 2**20
+        return {
+            "Num successful transfers": len(times),
+            "Avg xfer time (ms)": round(1e3 * statistics.fmean(times), 3),
+            "P90 xfer time (ms)": round(1e3 * _percentile_90(times), 3),
+            "Avg post time (ms)": round(1e3 * statistics.fmean(posts), 3),
+            "P90 post time (ms)": round(1e3 * _percentile_90(posts), 3),
+            "Avg MB per transfer": round(total_mb / len(times), 3),
+            "Throughput (MB/s)": round(total_mb / max(sum(times), 1e-9), 3),
+            "Avg number of descriptors": round(statistics.fmean(self.data["num_descriptors"]), 1),
+            **failures,
+        }
+
+
+@final
+class StatsBuffer:
+    """Collects observations on the transfer thread; the engine thread takes them once per step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+
+    def transfer(self, result: TransferResult) -> None:
+        """Note a read that was done."""
+        with self._lock:
+            data = self._stats.data
+            data["transfer_duration"].append(result.wire_s)
+            data["post_duration"].append(result.post_s)
+            data["bytes_transferred"].append(result.bytes_moved)
+            data["num_descriptors"].append(result.descriptor_count)
+            data["queue_duration"].append(result.queue_s)
+            if result.fence_s > 0:
+                data["fence_duration"].append(result.fence_s)
+
+    def count(self, key: str, times: int = 1) -> None:
+        """Count an event."""
+        with self._lock:
+            self._stats.data[key].extend([1] * times)
+
+    def observe(self, key: str, value: float) -> None:
+        """Note one value of a series."""
+        with self._lock:
+            self._stats.data[key].append(value)
+
+    def take(self) -> TransferStats | None:
+        """Return what was collected since the last call, None for nothing."""
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            taken, self._stats = self._stats, TransferStats()
+            return taken
+
+
+@final
+class PromMetrics(KVConnectorPromMetrics):
+    """The Prometheus side: histograms and counters, per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        self._histograms: dict[str, dict[int, Histogram]] = {}
+        self._counters: dict[str, dict[int, Counter]] = {}
+        for key, (name, doc, buckets) in _HISTOGRAMS.items():
+            metric = self._histogram_cls(name=name, documentation=doc, buckets=buckets, labelnames=labelnames)
+            self._histograms[key] = create_metric_per_engine(metric, per_engine_labelvalues)
+        for key, (name, doc) in _COUNTERS.items():
+            metric = self._counter_cls(name=name, documentation=doc, labelnames=labelnames)
+            self._counters[key] = create_metric_per_engine(metric, per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one interval's observations."""
+        for key, histogram in self._histograms.items():
+            for value in transfer_stats_data.get(key, ()):
+                histogram[engine_idx].observe(value)
+        for key, counter in self._counters.items():
+            values = transfer_stats_data.get(key, ())
+            if values:
+                counter[engine_idx].inc(sum(values))
+
+
+def _percentile_90(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.9 * len(values)))]

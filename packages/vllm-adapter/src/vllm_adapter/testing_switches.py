@@ -1,0 +1,47 @@
+"""Switches for controls in tests: off unless an environment variable is set, and loud when it is."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from vllm_adapter._host import init_logger
+
+if TYPE_CHECKING:
+    from vllm_adapter.reads import ReadEnd
+
+__all__ = ["CORRUPT_VARIABLE", "PageCorrupter", "page_corrupter"]
+
+CORRUPT_VARIABLE = "KV_TRANSFER_TEST_CORRUPT_PAGE"
+_logger = init_logger("vllm.vllm_adapter")
+
+
+def page_corrupter() -> PageCorrupter | None:
+    """Return a corrupter if the test switch is set, else None."""
+    return PageCorrupter() if os.environ.get(CORRUPT_VARIABLE) == "1" else None
+
+
+@final
+class PageCorrupter:
+    """Flips one byte of the first page that each hand-over brought: the control of every comparison of texts."""
+
+    def __init__(self) -> None:
+        self._cache: torch.Tensor | None = None
+        _logger.warning("%s is set: one byte of every hand-over will be WRONG. For tests only.", CORRUPT_VARIABLE)
+
+    def attach(self, caches: dict[str, torch.Tensor]) -> None:
+        """Choose the first layer's cache."""
+        self._cache = next(iter(caches.values()))
+
+    def __call__(self, end: ReadEnd) -> None:
+        """Flip the most significant byte of one element in the request's first received block."""
+        blocks = next((group for group in end.order.local_block_ids if group), None)
+        if self._cache is None or blocks is None:
+            return
+        page = self._cache[blocks[0]]
+        middle = tuple(length // 2 for length in page.shape)
+        element = page[middle].view(1)
+        raw = element.view(torch.uint8)
+        raw[-1] ^= 0x7F

@@ -1,0 +1,177 @@
+"""The connector in a worker's process: the engine thread's half.
+
+The engine thread only hands immutable orders over and takes finished results away; everything that touches NIXL, a peer or
+the network happens on the transfer thread (`reads.py`, `holds.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter._host import KVConnectorTransferResults, init_logger
+from vllm_adapter.geometry import local_document, registration_ranges
+from vllm_adapter.holds import HoldCoordinator, HoldObserver
+from vllm_adapter.metadata import RankEnvelope
+from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
+from vllm_adapter.stats import StatsBuffer, TransferStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_adapter.config import Settings
+    from vllm_adapter.facts import EngineFacts, LayerCache
+    from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
+    from vllm_adapter.wiring import WorkerParts
+
+__all__ = ["WorkerSide"]
+
+_logger = init_logger("vllm.vllm_adapter")
+_TICK_S = 0.05
+_EVICT_S = 10.0
+
+
+@final
+class WorkerSide:
+    """One rank: registers its cache, starts reads, keeps leases, reports ends."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: Settings,
+        parts: WorkerParts,
+        *,
+        read_ended: Callable[[ReadEnd], None] | None = None,
+    ) -> None:
+        self._facts = facts
+        self._settings = settings
+        self._parts = parts
+        self._read_ended = read_ended
+        self._stats = StatsBuffer()
+        self._ends: deque[ReadEnd] = deque()
+        self._sent: deque[str] = deque()
+        self._agent: TransferThread | None = None
+        self._handshakes: HandshakeClient | None = None
+        self._reads: ReadCoordinator | None = None
+        self._holds: HoldCoordinator | None = None
+        self._envelope: RankEnvelope | None = None
+        self._is_death_reported = False
+
+    # ---------------------------------------------------------------------------------------------- start and stop
+
+    def register(self, caches: Sequence[LayerCache]) -> None:
+        """Register the cache, start the transfer thread and make this rank's side-channel envelope."""
+        facts, settings, parts = self._facts, self._settings, self._parts
+        document = local_document(facts, caches)
+        self._reads = ReadCoordinator(
+            document,
+            parts.peer_geometry,
+            parts.planner,
+            parts.codec,
+            ReadObserver(self._ends.append, self._stats.transfer, self._stats.count, self._stats.observe, _logger.info),
+            ReadLimits(
+                read_timeout_s=settings.read_timeout_s,
+                lease_s=settings.kv_lease_duration,
+                engine_ttl_s=settings.engine_ttl,
+                dialect=settings.ticket_dialect or facts.connector_version,
+            ),
+            now_s=time.monotonic,
+        )
+        self._holds = HoldCoordinator(
+            parts.make_lease_table(),
+            parts.codec,
+            HoldObserver(self._sent.append, self._stats.count, _logger.info),
+            now_s=time.monotonic,
+        )
+        agent = parts.make_transfer_thread(
+            registration_ranges(caches), self._reads.transfer_ended, self._holds.notified
+        )
+        self._agent = agent
+        self._handshakes = parts.make_handshake_client(facts)
+        self._reads.attach(agent, self._handshakes)
+        self._holds.attach(agent)
+        agent.start()
+        agent.call_every(_TICK_S, self._holds.tick)
+        agent.call_every(_EVICT_S, self._reads.evict_unused)
+        self._envelope = RankEnvelope(parts.encode_envelope(facts, caches, document, agent))
+        _logger.info(
+            "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
+            facts.engine_id,
+            facts.tp_rank,
+            len(caches),
+            agent.fence[2],
+        )
+
+    def close(self) -> None:
+        """Stop both threads and give registrations back; idempotent."""
+        handshakes, self._handshakes = self._handshakes, None
+        agent, self._agent = self._agent, None
+        if handshakes is not None:
+            handshakes.close()
+        if agent is not None:
+            agent.close()
+
+    @property
+    def envelope(self) -> RankEnvelope | None:
+        """What the side channel serves for this rank; None before registration."""
+        return self._envelope
+
+    # ---------------------------------------------------------------------------------------------- every step
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Hand a step's orders to the transfer thread and return at once."""
+        agent = self._agent
+        if agent is None or plan.is_empty:
+            return
+        agent.call_soon(lambda: self._perform(plan))
+
+    def _perform(self, plan: StepPlan) -> None:
+        reads, holds = self._reads, self._holds
+        if reads is None or holds is None:
+            return
+        holds.apply(plan)
+        for order in plan.reads:
+            reads.read(order)
+        for request_id in plan.cancels:
+            reads.cancel(request_id)
+        for heartbeat in plan.heartbeats:
+            reads.heartbeat(heartbeat)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Return what ended since the last step: sent, received, and which of those failed."""
+        results = KVConnectorTransferResults()
+        while self._sent:
+            results.finished_sending.add(self._sent.popleft())
+        while self._ends:
+            end = self._ends.popleft()
+            if not end.is_ok:
+                _logger.error(
+                    "request %s: its KV was not taken over from request %s of engine %s at %s:%d: %s (%s)%s",
+                    end.order.request_id,
+                    end.order.peer_request_id,
+                    end.order.peer_engine_id,
+                    end.order.peer_host,
+                    end.order.peer_port,
+                    end.message,
+                    end.code,
+                    "; kv_load_failure_policy decides what becomes of it" if end.order.is_reported else "",
+                )
+            if end.order.is_reported:
+                if end.is_ok and self._read_ended is not None:
+                    self._read_ended(end)
+                results.finished_recving.add(end.order.request_id)
+                if not end.is_ok:
+                    results.failed_recving.add(end.order.request_id)
+        self._check_alive()
+        return results
+
+    def _check_alive(self) -> None:
+        agent = self._agent
+        if agent is not None and not agent.is_alive and not self._is_death_reported:
+            self._is_death_reported = True
+            _logger.error("the transfer thread of engine %s has died; restart this engine", self._facts.engine_id)
+
+    def take_stats(self) -> TransferStats | None:
+        """Return the statistics of the last interval, None for none."""
+        return self._stats.take()

@@ -1,0 +1,220 @@
+"""`dev.py demo`: a prefill and a decode engine with our connector, beside one engine that does the whole job alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, start_all
+from kvdev.paths import ROOT
+from kvdev.steps import fail, note
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["connector_config", "run_demo", "running_router"]
+
+PROMPTS = (
+    "Tell me a story about a lighthouse keeper who counts ships. " * 4,
+    "In 1854 the first cable crossed the channel; explain how a signal travels through it. " * 7,
+    "List the planets, their moons, and what each was named after, slowly and with care. " * 12,
+    "One, two, three, four, five, six, seven, eight, nine, ten, and then back down again. " * 3,
+)
+_ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    prompt_tokens: int
+    text: str
+    first_token_ms: float
+
+
+def connector_config(role: str, **extra: object) -> dict[str, object]:
+    """Return the one-line `--kv-transfer-config` of an engine with our connector."""
+    config: dict[str, object] = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "vllm_adapter",
+        "kv_role": role,
+    }
+    if extra:
+        config["kv_connector_extra_config"] = extra
+    return config
+
+
+def run_demo(uv: Path, options: argparse.Namespace) -> int:
+    """Run the demo; exit code 0 when the texts agree (with --corrupt: when they differ)."""
+    python, model = local_model(uv, options.family, options.vllm)
+    decode_environment = {"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"} if options.corrupt else {}
+    specs = [
+        EngineSpec("prefill", model, "0", connector_config("kv_producer")),
+        EngineSpec("decode", model, "1", connector_config("kv_consumer"), environment=decode_environment),
+        EngineSpec("alone", model, "1"),
+    ]
+    note("starting three engines: prefill, decode, and one that does the whole job alone")
+    with (
+        start_all(specs, python) as (prefill, decode, alone),
+        running_router([prefill.url], [decode.url]) as router_url,
+    ):
+        warm_up = "a first request, to warm both paths up"
+        asyncio.run(_ask_all(router_url, [warm_up]))
+        asyncio.run(_ask_all(alone.url, [warm_up]))
+        before = decode.metrics()
+        handed_over = asyncio.run(_ask_all(router_url, PROMPTS))
+        after = decode.metrics()
+        by_itself = asyncio.run(_ask_all(alone.url, PROMPTS))
+        report = _report(options.vllm, model, before, after, handed_over, by_itself)
+        _print_table(handed_over, by_itself, report)
+        if options.json:
+            print(json.dumps(report))
+        if options.keep:
+            _keep(router_url, (prefill, decode, alone))
+    return 0 if report["identical"] != options.corrupt else 1
+
+
+@contextlib.contextmanager
+def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
+    """Run the router as its own process on a free port; yield its base URL."""
+    port = free_port()
+    ends = [
+        word for flag, urls in (("--prefill", prefill), ("--decode", decode)) for url in urls for word in (flag, url)
+    ]
+    command = [sys.executable, str(ROOT / "tools" / "kvdev" / "router.py"), "--port", str(port), *ends]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT / "tools")
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        if not line.startswith("router on "):
+            fail(f"the router did not start: {line.strip() or 'no output'}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+async def _ask_all(url: str, prompts: Sequence[str]) -> list[_Answer]:
+    async with aiohttp.ClientSession() as session:
+        return [await _ask(session, url, prompt) for prompt in prompts]
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, prompt: str) -> _Answer:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = time.perf_counter()
+    first_token_ms = math.nan
+    text, prompt_tokens = "", 0
+    async with session.post(url + "/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            fail(f"{url} answered HTTP {reply.status}: {(await reply.text())[:500]}")
+        async for raw in reply.content:
+            line = raw.decode().strip()
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event: dict[str, Any] = json.loads(line[6:])
+            if "error" in event:
+                fail(f"{url} ended the stream with an error: {event['error']}")
+            for choice in event.get("choices", []):
+                if math.isnan(first_token_ms):
+                    first_token_ms = 1e3 * (time.perf_counter() - started)
+                text += choice["text"]
+            prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+    return _Answer(prompt_tokens, text, first_token_ms)
+
+
+def _report(
+    vllm: str, model: Path, before: str, after: str, handed_over: list[_Answer], by_itself: list[_Answer]
+) -> dict[str, Any]:
+    def grew(name: str, **labels: str) -> int:
+        return round(metric_sum(after, name, **labels) - metric_sum(before, name, **labels))
+
+    connector = "vllm_adapter.NixlConnector"
+    return {
+        "vllm": vllm,
+        "connector": connector,
+        "requests": len(handed_over),
+        "identical": [a.text for a in handed_over] == [a.text for a in by_itself],
+        "kv_bytes": grew("vllm:nixl_bytes_transferred_sum"),
+        "kv_bytes_expected": _expected_bytes(model, after, [a.prompt_tokens for a in handed_over]),
+        "transfers": grew("vllm:nixl_xfer_time_seconds_count"),
+        "failed_transfers": grew("vllm:nixl_num_failed_transfers_total"),
+        "recomputed_prompt_tokens": grew("vllm:prompt_tokens_by_source_total", source="local_compute"),
+        "ttft_ms": {
+            "handed_over": round(statistics.median(a.first_token_ms for a in handed_over), 1),
+            "alone": round(statistics.median(a.first_token_ms for a in by_itself), 1),
+        },
+    }
+
+
+def _expected_bytes(model: Path, metrics_page: str, prompt_tokens: Sequence[int]) -> int:
+    """Bytes that the model's geometry demands: whole blocks, K and V, every layer, float32."""
+    config = json.loads((model / "config.json").read_text())
+    block_tokens = _block_tokens(metrics_page)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = 2 * config["num_key_value_heads"] * head_dim * 4 * config["num_hidden_layers"]
+    return sum(math.ceil(tokens / block_tokens) * block_tokens * token_bytes for tokens in prompt_tokens)
+
+
+def _block_tokens(metrics_page: str) -> int:
+    for line in metrics_page.splitlines():
+        if line.startswith("vllm:cache_config_info{"):
+            return int(line.split('block_size="', 1)[1].split('"', 1)[0])
+    return fail("the engine's metrics do not tell its block size (vllm:cache_config_info)")
+
+
+def _print_table(handed_over: list[_Answer], by_itself: list[_Answer], report: dict[str, Any]) -> None:
+    table = Table(title="One prompt, two ways", show_lines=True)
+    for heading in ("prompt", "tokens", "prefill -> decode", "alone", "same", "first token, ms"):
+        table.add_column(heading, overflow="fold")
+    for prompt, ours, theirs in zip(PROMPTS, handed_over, by_itself, strict=True):
+        table.add_row(
+            prompt[:32] + "...",
+            str(ours.prompt_tokens),
+            repr(ours.text)[:36],
+            repr(theirs.text)[:36],
+            "yes" if ours.text == theirs.text else "NO",
+            f"{ours.first_token_ms:.0f} | {theirs.first_token_ms:.0f}",
+        )
+    console = Console(stderr=True, width=120)
+    console.print(table)
+    console.print(
+        f"{report['transfers']} transfers, {report['kv_bytes']:,} bytes of KV (the geometry demands "
+        f"{report['kv_bytes_expected']:,}), {report['recomputed_prompt_tokens']} prompt tokens recomputed by the decode "
+        f"engine, texts {'identical' if report['identical'] else 'DIFFERENT'}"
+    )
+
+
+def _keep(router_url: str, engines: Sequence[Engine]) -> None:
+    body = json.dumps({"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0})
+    print(f"\nrouter {router_url}; " + "; ".join(f"{e.spec.name} {e.url} (log {e.log})" for e in engines))
+    print(f"curl {router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+    print(f"curl {engines[1].url}/metrics | grep nixl")
+    print("Ctrl-C ends them.", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while all(engine.is_running for engine in engines):
+            time.sleep(1)

@@ -1,0 +1,214 @@
+"""Start, watch and end real vLLM engines on this machine's loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvdev.envs import host_environment
+from kvdev.paths import ROOT, STATE
+from kvdev.steps import DevError, note, run_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Engine", "EngineSpec", "free_port", "local_model", "metric_sum", "start_all"]
+
+_HEALTHY_WITHIN_S = 300.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What one engine is started with."""
+
+    name: str
+    model: Path
+    cpus: str
+    """Cores of its OpenMP threads: `0`, or `0|1` for two tensor-parallel ranks."""
+    kv_transfer: Mapping[str, object] | None = None
+    """`--kv-transfer-config`, None for an engine without a connector."""
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """One vLLM API server in a process group of its own, on free ports."""
+
+    def __init__(self, spec: EngineSpec, python: Path) -> None:
+        self.spec = spec
+        self.port = free_port()
+        self.side_channel_port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        folder = STATE / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"engine-{spec.name}.log"
+        self._process = subprocess.Popen(
+            self._command(python),
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
+        )
+
+    def _command(self, python: Path) -> list[str]:
+        command = [
+            str(python), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self.spec.model), "--served-model-name", "tiny",
+            "--host", "127.0.0.1", "--port", str(self.port),
+            "--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", "268435456", "--dtype", "float32",
+            "--generation-config", "vllm",
+        ]  # fmt: skip
+        if self.spec.kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(dict(self.spec.kv_transfer))]
+        return [*command, *self.spec.arguments]
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "UCX_", "NIXL_", "KVDEV_"))}
+        return {
+            **inherited,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": self.spec.cpus,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
+            **self.spec.environment,
+        }
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server process still lives."""
+        return self._process.poll() is None
+
+    def is_healthy(self) -> bool:
+        """Whether the engine answers its health check."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def complete(
+        self, body: Mapping[str, object], *, path: str = "/v1/completions", timeout_s: float = 120
+    ) -> dict[str, object]:
+        """Post one request and return the JSON answer."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(dict(body)).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return dict(json.load(answer))
+
+    def metrics(self) -> str:
+        """Return the engine's Prometheus page."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Return the last lines of its log, indented."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join("    " + line for line in text[-lines:])
+
+    def stop(self) -> None:
+        """End the engine and all its processes."""
+        for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=patience_s)
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to the engine's whole process group (tests of dying and stopped peers)."""
+        os.killpg(self._process.pid, number)
+
+
+@contextlib.contextmanager
+def start_all(specs: Sequence[EngineSpec], python: Path, *, quiet: bool = False) -> Iterator[list[Engine]]:
+    """Start engines together, wait until all are healthy, and end them whatever happens."""
+    engines: list[Engine] = []
+    try:
+        for spec in specs:
+            engines.append(Engine(spec, python))  # noqa: PERF401  (those already started are stopped if one cannot be)
+        _wait_healthy(engines, quiet=quiet)
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
+    started = time.monotonic()
+    waiting = list(engines)
+    next_line = started + 15
+    while waiting:
+        for engine in list(waiting):
+            if not engine.is_running:
+                message = f"engine '{engine.spec.name}' ended while starting\n  log: {engine.log}\n  its last lines:\n"
+                raise DevError(message + engine.log_tail())
+            if engine.is_healthy():
+                waiting.remove(engine)
+                if not quiet:
+                    note(f"  ok  engine '{engine.spec.name}' is healthy ({time.monotonic() - started:.0f} s)")
+        elapsed_s = time.monotonic() - started
+        if waiting and elapsed_s > _HEALTHY_WITHIN_S:
+            names = ", ".join(f"'{e.spec.name}' (log: {e.log})" for e in waiting)
+            raise DevError(f"not healthy within {_HEALTHY_WITHIN_S:.0f} s: {names}\n" + waiting[0].log_tail())
+        if waiting and not quiet and time.monotonic() >= next_line:
+            next_line += 15
+            note(f"  ... waiting for {', '.join(e.spec.name for e in waiting)}, {elapsed_s:.0f} s")
+        time.sleep(0.3)
+
+
+def free_port() -> int:
+    """Return a loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:
+    """Return (host python, model directory), making the model on the first call."""
+    python = host_environment(uv, vllm)
+    folder = STATE / "models" / family
+    if not (folder / "made.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+            run_step(f"make model {family}", [python, ROOT / "tools/kvdev/make_model.py", family, folder], env=env)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return python, folder
+
+
+def metric_sum(page: str, name: str, **labels: str) -> float:
+    """Add up the samples of one metric on a Prometheus page; 0 when it has none."""
+    total = 0.0
+    for line in page.splitlines():
+        head, _, value = line.rpartition(" ")
+        metric = head.split("{", 1)[0]
+        if metric == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            total += float(value)
+    return total
+
+
+def _die_with_parent() -> None:
+    """Make the kernel end this process when dev.py dies without cleaning up (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

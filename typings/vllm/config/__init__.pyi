@@ -1,0 +1,46 @@
+from typing import Any
+
+import torch
+
+class KVTransferConfig:
+    engine_id: str | None
+    kv_role: str | None
+    kv_connector_extra_config: dict[str, object] | None
+    kv_load_failure_policy: str
+    kv_buffer_device: str
+
+class ModelConfig:
+    model: str
+    revision: str | None
+    dtype: torch.dtype
+    use_mla: bool
+    def get_total_num_kv_heads(self) -> int: ...
+    def get_head_size(self) -> int: ...
+    def get_total_num_hidden_layers(self) -> int: ...
+
+class ParallelConfig:
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    decode_context_parallel_size: int
+    data_parallel_index: int
+
+class CacheConfig:
+    cache_dtype: str
+
+class SchedulerConfig:
+    disable_hybrid_kv_cache_manager: bool
+
+class SpeculativeConfig:
+    method: str
+    draft_model_config: Any
+    kv_cache_dtype: str | None
+    parallel_drafting: bool
+    def use_eagle(self) -> bool: ...
+
+class VllmConfig:
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    kv_transfer_config: KVTransferConfig | None
+    speculative_config: SpeculativeConfig | None

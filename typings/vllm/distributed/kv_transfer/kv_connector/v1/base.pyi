@@ -1,0 +1,26 @@
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+class SupportsHMA: ...
+
+class KVConnectorRole(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+class KVConnectorHandshakeMetadata: ...
+class KVConnectorMetadata: ...
+
+class KVConnectorBase_V1:
+    _cache_hit_source: Any
+    _connector_metadata: KVConnectorMetadata | None
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None: ...

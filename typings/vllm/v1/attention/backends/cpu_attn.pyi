@@ -1,0 +1,3 @@
+import torch
+
+def _get_attn_isa(dtype: torch.dtype, block_size: int, head_size: int | None = None) -> str: ...

@@ -1,0 +1,2 @@
+class SchedulerOutput:
+    preempted_req_ids: set[str] | None

@@ -1,0 +1,28 @@
+import torch
+
+class KVCacheSpec:
+    block_size: int
+    @property
+    def page_size_bytes(self) -> int: ...
+
+class AttentionSpec(KVCacheSpec): ...
+class MLAAttentionSpec(AttentionSpec): ...
+
+class SlidingWindowSpec(AttentionSpec):
+    sliding_window: int
+
+class MambaSpec(KVCacheSpec):
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_speculative_blocks: int
+
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    kv_cache_specs: dict[str, KVCacheSpec]
+
+class KVCacheGroupSpec:
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+
+class KVCacheConfig:
+    num_blocks: int
+    kv_cache_groups: list[KVCacheGroupSpec]

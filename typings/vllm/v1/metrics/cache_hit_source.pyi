@@ -1,0 +1,4 @@
+import enum
+
+class CacheHitSource(enum.Enum):
+    P2P = "p2p"

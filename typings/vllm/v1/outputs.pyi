@@ -1,0 +1,4 @@
+class KVConnectorOutput:
+    finished_sending: set[str] | None
+    finished_recving: set[str] | None
+    failed_recving: set[str] | None

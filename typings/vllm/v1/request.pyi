@@ -1,0 +1,20 @@
+import enum
+from typing import Any
+
+import torch
+
+class RequestStatus(enum.IntEnum):
+    FINISHED_STOPPED = ...
+    FINISHED_LENGTH_CAPPED = ...
+    FINISHED_ABORTED = ...
+
+class Request:
+    request_id: str
+    status: RequestStatus
+    kv_transfer_params: Any
+    prompt_token_ids: list[int] | None
+    prompt_embeds: torch.Tensor | None
+    _all_token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    max_tokens: int
