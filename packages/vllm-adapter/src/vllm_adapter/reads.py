@@ -135,13 +135,17 @@ class ReadCoordinator:
     def read(self, order: ReadOrder) -> None:
         """Start a request's read, or let it wait for its engine."""
         engine = self._engines.get(order.peer_engine_id)
-        if engine is None:
-            engine = self._meet(order)
-        elif engine.phase == "ready" and _is_other_generation(engine.generation, order.peer_generation):
+        if (
+            engine is not None
+            and engine.phase == "ready"
+            and _is_other_generation(engine.generation, order.peer_generation)
+        ):
             self._drain(engine, f"its registration changed (generation {engine.generation} -> {order.peer_generation})")
-            engine = self._engines.get(order.peer_engine_id) or self._meet(order)
-        engine.last_used_s = self._now_s()
-        if engine.phase == "ready":
+            engine = self._engines.get(order.peer_engine_id)
+        if engine is None:
+            self._meet(order, [order])
+        elif engine.phase == "ready":
+            engine.last_used_s = self._now_s()
             self._post(order, engine)
         else:
             engine.waiting.append(order)
@@ -161,7 +165,7 @@ class ReadCoordinator:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
         engine = self._engines.get(order.peer_engine_id)
         if engine is None:
-            self._meet(order)
+            self._meet(order, [])
             return
         if engine.phase != "ready" or engine.plan is None:
             return
@@ -178,19 +182,18 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- meeting engines
 
-    def _meet(self, order: ReadOrder | HeartbeatOrder) -> _Engine:
-        engine = _Engine(order.peer_engine_id, last_used_s=self._now_s())
-        self._engines[engine.engine_id] = engine
+    def _meet(self, order: ReadOrder | HeartbeatOrder, waiting: list[ReadOrder]) -> None:
         agent, handshakes = self._agent, self._handshakes
         assert agent is not None and handshakes is not None, "attach() comes before the first order"  # noqa: S101, PT018
+        engine = _Engine(order.peer_engine_id, waiting=waiting, last_used_s=self._now_s())
+        self._engines[engine.engine_id] = engine
         try:
             ranks = self._planner.target_ranks(
                 self._geometry, peer_tp=order.peer_tp, peer_pp=order.peer_pp, peer_dcp=order.peer_dcp
             )
-        except Exception:  # noqa: BLE001  (any refusal of a peer's numbers ends its requests, never this thread)
-            code, message = _code_of(error), str(error)
-            agent.call_soon(lambda: self._fail_engine(engine, code, message))
-            return engine
+        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
+            self._fail_engine(engine, _code_of(error), str(error))
+            return
         handshakes.request(
             host=order.peer_host,
             port=order.peer_port,
@@ -199,7 +202,6 @@ class ReadCoordinator:
             dialect=getattr(order, "dialect", None) or self._limits.dialect,
             on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
         )
-        return engine
 
     def _handshake_ended(self, engine: _Engine, order: ReadOrder | HeartbeatOrder, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.engine_id) is not engine:

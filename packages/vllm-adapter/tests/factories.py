@@ -1,0 +1,54 @@
+"""Values that the tests of this package share: an engine's facts and caches without an engine."""
+
+from __future__ import annotations
+
+from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+
+ELEMENT_BYTES = 4
+HEAD_SIZE = 64
+TOKENS = 128
+
+
+def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **changes: object) -> EngineFacts:
+    values: dict[str, object] = {
+        "engine_id": "engine",
+        "host": "127.0.0.1",
+        "port": 5600,
+        "tp": tp,
+        "tp_rank": rank,
+        "pp": 1,
+        "pp_rank": 0,
+        "dcp": 1,
+        "total_kv_heads": heads,
+        "head_size": HEAD_SIZE,
+        "block_count": blocks,
+        "layout": "LBHNC",
+        "kernel_order": "",
+        "attention_backend": "FLASH_ATTN",
+        "connector_version": 14,
+        "is_mla": False,
+        "groups": (CacheGroup("attention", TOKENS, 0, 0, ("layers.0", "layers.1")),),
+        "group_ids": (0,),
+        "factors": {"model": "tiny"},
+    }
+    return EngineFacts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def attention_cache(
+    layer: str, *, address: int, heads: int = 4, blocks: int = 64, tokens: int = TOKENS, group: int = 0
+) -> LayerCache:
+    """A layer's cache of shape (block, head, token, key|value), head-major and dense."""
+    content = 2 * HEAD_SIZE
+    shape = (blocks, heads, tokens, content)
+    strides = (heads * tokens * content, tokens * content, content, 1)
+    return LayerCache(
+        layer=layer,
+        group=group,
+        address=address,
+        shape=shape,
+        stride_bytes=tuple(step * ELEMENT_BYTES for step in strides),
+        element_bytes=ELEMENT_BYTES,
+        memory_kind="DRAM",
+        device=0,
+        page_bytes=heads * tokens * content * ELEMENT_BYTES,
+    )

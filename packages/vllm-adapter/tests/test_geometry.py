@@ -1,0 +1,116 @@
+"""Geometry documents: what the planner makes of them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from factories import attention_cache, facts
+from kv_topology import Planner, from_document
+
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.facts import CacheGroup, LayerCache
+from vllm_adapter.geometry import local_document, registration_ranges
+
+PAGE = 4 * 128 * 128 * 4
+
+
+def _caches(heads: int = 4, blocks: int = 64) -> list[LayerCache]:
+    size = heads * 128 * 128 * 4 * blocks
+    return [attention_cache(f"layers.{n}", address=0x10000 + n * size, heads=heads, blocks=blocks) for n in range(2)]
+
+
+def test_a_dense_rank_reads_whole_pages_of_an_equal_rank() -> None:
+    document = local_document(facts(), _caches())
+    plan = Planner().plan(document, {(0, 0): document}, peer_tp=1)
+    local, peer = plan.indices((0, 0), [[3, 4]], [[7, 9]])
+    assert len(local) == len(peer) == 4  # two layers x two blocks, key and value merged into one page
+    assert plan.local_rows((0, 0))[:, 1].tolist() == [PAGE, PAGE]
+    assert plan.expected_bytes([[3, 4]], [[7, 9]]) == 4 * PAGE
+
+
+def test_two_consumers_split_the_heads_of_one_producer() -> None:
+    producer = local_document(facts(), _caches())
+    consumer = local_document(facts(tp=2, rank=1), _caches(heads=2))
+    plan = Planner().plan(consumer, {(0, 0): producer}, peer_tp=1)
+    assert plan.reader_count((0, 0)) == 2
+    assert plan.peer_rows((0, 0))[0, 0] == 0x10000 + PAGE // 2  # the upper two heads of page 0
+    assert plan.expected_bytes([[1]], [[1]]) == PAGE
+
+
+def test_kernel_blocks_are_counted_from_the_tensor() -> None:
+    caches = [attention_cache(f"layers.{n}", address=0x1000 * (n + 1) << 20, blocks=256, tokens=32) for n in range(2)]
+    geometry = from_document(local_document(facts(), caches))
+    assert geometry.groups[0].pages_per_block == 4
+    assert geometry.groups[0].page_tokens == 32
+    assert geometry.regions[0].page_count == 256
+
+
+def test_a_kernels_own_order_only_matches_itself() -> None:
+    ours = local_document(facts(kernel_order="vllm-cpu:vec:float32"), _caches())
+    theirs = local_document(facts(kernel_order="vllm-cpu:amx:bfloat16"), _caches())
+    assert Planner().plan(ours, {(0, 0): ours}, peer_tp=1).producer_ranks == ((0, 0),)
+    with pytest.raises(Exception, match="vllm-cpu") as caught:
+        Planner().plan(ours, {(0, 0): theirs}, peer_tp=1)
+    assert isinstance(getattr(caught.value, "code", None), str)
+
+
+def test_layers_side_by_side_in_one_allocation_are_registered_once() -> None:
+    stride = 2 * PAGE
+    caches = [
+        dataclasses.replace(
+            attention_cache(f"layers.{n}", address=0x10000 + n * PAGE),
+            stride_bytes=(stride, *attention_cache("x", address=0).stride_bytes[1:]),
+        )
+        for n in range(2)
+    ]
+    assert registration_ranges(caches) == ((0x10000, 64 * stride, 0, "DRAM"),)
+    geometry = from_document(local_document(facts(), caches))
+    assert [region.page_stride_bytes for region in geometry.regions] == [stride, stride]
+
+
+def test_separate_allocations_are_registered_apart() -> None:
+    caches = [attention_cache(f"layers.{n}", address=(n + 1) << 40) for n in range(2)]
+    assert [length for _, length, _, _ in registration_ranges(caches)] == [64 * PAGE, 64 * PAGE]
+
+
+def test_mamba_state_pages_split_by_head_and_group() -> None:
+    groups = (CacheGroup("state", 128, 0, 0, ("mixer",)),)
+    heads, head_dim, state, rows, conv_groups = 8, 32, 16, 3, 2
+
+    def document(tp: int, rank: int) -> dict[str, object]:
+        channels = (heads * head_dim + 2 * conv_groups * state) // tp
+        content = channels * rows * 4 + heads // tp * head_dim * state * 4
+        cache = LayerCache(
+            layer="mixer",
+            group=0,
+            address=1 << 30,
+            shape=(64 * (content + 64),),
+            stride_bytes=(1,),
+            element_bytes=1,
+            memory_kind="DRAM",
+            device=0,
+            page_bytes=content + 64,
+            state_shapes=((channels, rows), (heads // tp, head_dim, state)),
+            state_element_bytes=(4, 4),
+        )
+        return local_document(facts(tp=tp, rank=rank, groups=groups), [cache])
+
+    plan = Planner().plan(document(1, 0), {(0, 0): document(2, 0), (0, 1): document(2, 1)}, peer_tp=2)
+    whole = (heads * head_dim + 2 * conv_groups * state) * rows * 4 + heads * head_dim * state * 4
+    assert plan.expected_bytes([[5]], [[9]]) == whole
+
+
+@pytest.mark.parametrize("shape", [(64, 4, 128), (64, 4, 128, 128, 2), (64, 3, 128, 128)])
+def test_an_unknown_shape_is_refused_with_its_numbers(shape: tuple[int, ...]) -> None:
+    cache = dataclasses.replace(_caches()[0], shape=shape, stride_bytes=tuple(4 for _ in shape))
+    with pytest.raises(AdapterError, match=r"layers\.0") as caught:
+        local_document(facts(), [cache])
+    assert caught.value.code == "unknown-cache-shape"
+    assert caught.value.context["shape"] == shape
+
+
+def test_an_engine_without_a_cache_is_refused() -> None:
+    with pytest.raises(AdapterError) as caught:
+        local_document(facts(), [])
+    assert caught.value.code == "no-cache-layers"

@@ -1,0 +1,314 @@
+"""The consumer's coordinator: meeting engines, posting, and exactly one end per request whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from fakes import (
+    CodedFailure,
+    FakeAgent,
+    FakeCodec,
+    FakeHandshakes,
+    FakePlanner,
+    Heartbeat,
+    Metadata,
+    Order,
+    Outcome,
+    Plan,
+    Result,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_adapter.peer_geometry import PeerGeometry
+from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
+
+
+class Bench:
+    """A coordinator between recording fakes, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
+        self.ends: list[ReadEnd] = []
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] = []
+        observer = ReadObserver(
+            ended=self.ends.append,
+            transferred=lambda _: self.counts.update(["done"]),
+            count=lambda key: self.counts.update([key]),
+            observe=lambda _key, _value: None,
+            log=self.log.append,
+        )
+        self.reads = ReadCoordinator(
+            {},
+            PeerGeometry(lambda _local, _facts: {}),
+            self.planner,
+            FakeCodec(),  # type: ignore[arg-type]
+            observer,
+            ReadLimits(read_timeout_s=60, lease_s=30, engine_ttl_s=3600, dialect=14),
+            now_s=lambda: self.now_s,
+        )
+        self.reads.attach(self.agent, self.handshakes)  # type: ignore[arg-type]
+
+    def finish(self, transfer_id: str = "r1/0.0", **facts: Any) -> None:
+        self.reads.transfer_ended(Result(transfer_id, **facts))
+
+    def codes(self) -> dict[str, str]:
+        return {end.order.request_id: end.code for end in self.ends}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_first_read_meets_the_engine_then_posts_and_ends_once(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    assert bench.agent.posts == {}
+    assert bench.handshakes.asked[0]["ranks"] == [(0, 0)]
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts["r1/0.0"]["remote"] == [7, 8]
+    assert bench.agent.posts["r1/0.0"]["fence"] == (3, 99)
+    assert bench.ends == []
+    bench.finish()
+    bench.finish()
+    assert bench.codes() == {"r1": ""}
+    assert len(bench.ends) == 1
+
+
+def test_a_second_read_needs_no_second_handshake(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 1
+    assert set(bench.agent.posts) == {"r1/0.0", "r2/0.0"}
+
+
+def test_a_failed_handshake_fails_what_waited_and_the_next_read_tries_again(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="peer-silent", message="no answer"))
+    assert bench.codes() == {"r1": "peer-silent", "r2": "peer-silent"}
+    bench.reads.read(Order(request_id="r3"))  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 2
+
+
+def test_a_dead_engine_does_not_delay_another(bench: Bench) -> None:
+    bench.reads.read(Order(peer_engine_id="dead"))  # type: ignore[arg-type]
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(), 1)
+    assert set(bench.agent.posts) == {"r2/0.0"}
+
+
+def test_an_incompatible_geometry_fails_the_request_and_leaves_nothing_behind(bench: Bench) -> None:
+    bench.planner.refusal = CodedFailure("heads-differ")
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "heads-differ"}
+    assert bench.agent.peers == {}
+    assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
+
+
+def test_hostile_parallel_sizes_fail_the_request(bench: Bench) -> None:
+    bench.reads.read(Order(peer_tp=10**9))  # type: ignore[arg-type]
+    assert bench.handshakes.asked == []
+    assert bench.codes() == {"r1": "too-many-ranks"}
+    assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
+
+
+def test_block_ids_out_of_range_fail_before_anything_is_posted(bench: Bench) -> None:
+    bench.reads.read(Order(peer_block_ids=((7, 5000),)))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts == {}
+    assert bench.codes() == {"r1": "block-out-of-range"}
+    assert bench.agent.notified == [("P/0.0", b"p-r1:1")]  # the producer can give its blocks back
+
+
+def test_nothing_to_read_only_notifies_and_is_not_reported(bench: Bench) -> None:
+    bench.planner.made = Plan(((0, 0),), ((0, 1),))
+    bench.reads.read(Order(local_block_ids=((),), is_reported=False))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    assert [peer for peer, _ in bench.agent.notified] == ["P/0.0", "P/0.1"]
+    assert bench.ends == []
+
+
+def test_replica_ranks_hear_of_the_end_of_the_read_only(bench: Bench) -> None:
+    bench.planner.made = Plan(((0, 0),), ((0, 1),))
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    assert bench.agent.notified == []
+    bench.finish()
+    assert bench.agent.notified == [("P/0.1", b"p-r1:1")]
+
+
+def test_a_request_over_two_ranks_ends_with_the_last_and_fails_with_the_first(bench: Bench) -> None:
+    bench.planner.made = Plan(((0, 0), (0, 1)))
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    bench.finish("r1/0.0", outcome="failed", code="peer-lost")
+    assert bench.ends == []  # the other rank may still write into the pages
+    bench.finish("r1/0.1")
+    assert bench.codes() == {"r1": "peer-lost"}
+
+
+def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.finish(outcome="timed-out", code="transfer-timed-out", is_memory_quiet=False)
+    assert bench.ends == []
+    assert bench.counts["num_quarantined_reads"] == 1
+    bench.finish(outcome="timed-out", code="transfer-timed-out", is_memory_quiet=True)
+    assert bench.codes() == {"r1": "transfer-timed-out"}
+
+
+def test_a_fence_that_moved_voids_the_read_but_not_the_engine(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.finish(outcome="fence-rejected", code="fence-moved")
+    assert bench.codes() == {"r1": "fence-moved"}
+    assert bench.counts["num_fence_rejections"] == 1
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    assert "r2/0.0" in bench.agent.posts
+
+
+def test_without_a_fence_a_read_after_the_lease_is_void_unless_it_was_renewed(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
+    assert bench.agent.posts["r1/0.0"]["fence"] is None
+    bench.reads.read(Order(request_id="r2", peer_request_id="p-r2"))  # type: ignore[arg-type]
+    bench.now_s += 25
+    bench.reads.heartbeat(Heartbeat(peer_request_ids=("p-r2",)))  # type: ignore[arg-type]
+    bench.now_s += 10
+    bench.finish("r1/0.0")
+    bench.finish("r2/0.0")
+    assert bench.codes() == {"r1": "read-after-expiry", "r2": ""}
+
+
+def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    bench.finish("r1/0.0", outcome="failed", code="peer-lost")
+    bench.reads.read(Order(request_id="r3"))  # type: ignore[arg-type]
+    assert "r3/0.0" not in bench.agent.posts
+    assert bench.agent.has_peer("P/0.0")
+    bench.finish("r2/0.0", outcome="failed", code="peer-lost")
+    assert not bench.agent.has_peer("P/0.0")
+    assert len(bench.handshakes.asked) == 2
+    bench.handshakes.answer(Outcome())
+    assert "r3/0.0" in bench.agent.posts
+
+
+def test_a_changed_generation_makes_the_engine_be_met_anew(bench: Bench) -> None:
+    bench.reads.read(Order(peer_generation=1))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.finish()
+    bench.reads.read(Order(request_id="r2", peer_generation=2))  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 2
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(generation=2)}))
+    assert "r2/0.0" in bench.agent.posts
+
+
+def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.now_s += 4000
+    bench.reads.evict_unused()
+    assert bench.agent.has_peer("P/0.0")
+    bench.finish()
+    bench.reads.evict_unused()
+    assert not bench.agent.has_peer("P/0.0")
+
+
+def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
+    bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 1
+    bench.handshakes.answer(Outcome())
+    bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
+    assert bench.agent.notified == [("P/0.0", b"HB:p-r1")]
+
+
+def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.reads.cancel("r1")
+    assert bench.codes() == {"r1": "cancelled"}
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts == {}
+
+
+def test_an_abort_in_flight_cancels_and_ends_when_the_pages_are_quiet(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.cancel("r1")
+    assert bench.agent.cancelled == ["r1/0.0"]
+    bench.finish(outcome="cancelled", code="cancelled")
+    assert bench.codes() == {"r1": "cancelled"}
+
+
+def test_a_refused_post_fails_the_request(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.agent.refuse_post = True
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "post-refused"}
+
+
+EVENTS = st.lists(
+    st.sampled_from(
+        ["read", "answer", "fail-answer", "done", "lost", "unquiet", "quiet", "fence", "cancel", "heartbeat", "evict"]
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS)
+def test_every_reported_request_ends_exactly_once_whatever_the_order(events: list[str]) -> None:
+    bench = Bench()
+    bench.planner.made = Plan(((0, 0), (0, 1)))
+    peers = {(0, 0): Metadata(), (0, 1): Metadata()}
+    started = answered = 0
+    open_transfers: list[str] = []
+
+    def settle(**facts: Any) -> None:
+        waiting = [t for t in bench.agent.posts if t not in ended]
+        if waiting:
+            if facts.get("is_memory_quiet", True):
+                ended.add(waiting[0])
+            bench.finish(waiting[0], **facts)
+
+    ended: set[str] = set(open_transfers)
+    for event in events:
+        if event == "read":
+            started += 1
+            bench.reads.read(Order(request_id=f"r{started}"))  # type: ignore[arg-type]
+        elif event in {"answer", "fail-answer"} and answered < len(bench.handshakes.asked):
+            outcome = Outcome(peers=peers) if event == "answer" else Outcome(is_ok=False, peers={}, code="silent")
+            bench.handshakes.answer(outcome, answered)
+            answered += 1
+        elif event == "cancel" and started:
+            bench.reads.cancel(f"r{started}")
+        elif event == "heartbeat":
+            bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
+        elif event == "evict":
+            bench.now_s += 5000
+            bench.reads.evict_unused()
+        elif event == "done" or event == "quiet":
+            settle()
+        elif event == "lost":
+            settle(outcome="failed", code="peer-lost")
+        elif event == "unquiet":
+            settle(outcome="timed-out", code="late", is_memory_quiet=False)
+        elif event == "fence":
+            settle(outcome="fence-rejected", code="fence-moved")
+    for _ in range(1000):  # heal: answer every handshake, finish every transfer
+        if answered < len(bench.handshakes.asked):
+            bench.handshakes.answer(Outcome(peers=peers), answered)
+            answered += 1
+        elif any(t not in ended for t in bench.agent.posts):
+            settle()
+        else:
+            break
+    assert Counter(end.order.request_id for end in bench.ends) == Counter(f"r{n + 1}" for n in range(started))
+    assert bench.reads.snapshot()["transfers"] == 0
