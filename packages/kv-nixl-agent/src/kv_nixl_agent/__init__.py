@@ -1,3 +1,57 @@
 """Memory registration and transfers through NIXL, off the engine's thread and safe against dying peers."""
 
+from ._agent import TransferAgent
+from ._bindings import NixlBinding, available_plugins, find_nixl, open_nixl
+from ._errors import ERROR_CODES, AgentError, ErrorFacts, Fault
+from ._memory import CLOSED_GENERATION
+from ._metadata import open_metadata, seal_metadata
+from ._options import AgentOptions, BackendOptions, SyncMode, ThreadOptions
+from ._port import Handle, MemoryKind, NixlPort, Operation, PortFactory, PortFeatures, Progress, WireTelemetry
+from ._thread import ThreadHealth, TransferThread
+from ._values import (
+    MemoryRegion,
+    Outcome,
+    PageCheck,
+    QuarantineEntry,
+    TraceEvent,
+    TransferOrder,
+    TransferResult,
+)
+
+__all__ = [
+    "CLOSED_GENERATION",
+    "ERROR_CODES",
+    "AgentError",
+    "AgentOptions",
+    "BackendOptions",
+    "ErrorFacts",
+    "Fault",
+    "Handle",
+    "MemoryKind",
+    "MemoryRegion",
+    "NixlBinding",
+    "NixlPort",
+    "Operation",
+    "Outcome",
+    "PageCheck",
+    "PortFactory",
+    "PortFeatures",
+    "Progress",
+    "QuarantineEntry",
+    "SyncMode",
+    "ThreadHealth",
+    "ThreadOptions",
+    "TraceEvent",
+    "TransferAgent",
+    "TransferOrder",
+    "TransferResult",
+    "TransferThread",
+    "WireTelemetry",
+    "available_plugins",
+    "find_nixl",
+    "open_metadata",
+    "open_nixl",
+    "seal_metadata",
+]
+
 __version__ = "0.1.0"

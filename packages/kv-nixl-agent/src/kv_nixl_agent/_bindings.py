@@ -1,0 +1,323 @@
+"""The only module that imports NIXL: it finds the package, normalises what it returns and codes what it raises."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
+
+import numpy as np
+
+from ._errors import AgentError
+from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
+from ._rows import expand_rows
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["NixlBinding", "available_plugins", "find_nixl", "open_nixl"]
+
+_Result = TypeVar("_Result")
+
+_IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+
+# vLLM sets the same before its first import: without a bound, UCX's registration cache keeps unmapped memory.
+_BEFORE_IMPORT: Final = MappingProxyType({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
+
+_CODES: Final = MappingProxyType(
+    {
+        "nixlInvalidParamError": "nixl-invalid-param",
+        "nixlNotFoundError": "nixl-not-found",
+        "nixlMismatchError": "nixl-mismatch",
+        "nixlNotPostedError": "nixl-not-posted",
+        "nixlNotAllowedError": "nixl-not-allowed",
+        "nixlNotSupportedError": "nixl-not-supported",
+        "nixlRepostActiveError": "nixl-active",
+        "nixlRemoteDisconnectError": "nixl-disconnected",
+        "nixlCancelledError": "nixl-cancelled",
+        "nixlBackendError": "nixl-backend",
+    }
+)
+
+
+class _Agent(Protocol):
+    """The methods of `nixl_agent` that are used; handles are opaque, results as the library annotates or returns them."""
+
+    backends: Mapping[str, int]
+
+    def create_backend(self, backend: str, initParams: Mapping[str, str]) -> None: ...  # noqa: N803 - NIXL's spelling
+    def get_plugin_list(self) -> Sequence[str]: ...
+    def get_plugin_params(self, backend: str) -> Mapping[str, str]: ...
+    def get_plugin_mem_types(self, backend: str) -> Sequence[str]: ...
+    def get_backend_params(self, backend: str) -> Mapping[str, str]: ...
+    def register_memory(self, reg_list: object, mem_type: str) -> object: ...
+    def deregister_memory(self, dereg_list: object) -> None: ...
+    def get_agent_metadata(self) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
+    def remove_remote_agent(self, agent: str) -> None: ...
+    def prep_xfer_dlist(self, agent_name: str, xfer_list: object, mem_type: str) -> object: ...
+    def make_prepped_xfer(  # noqa: PLR0913 - NIXL's signature
+        self, operation: str, local: object, li: object, remote: object, ri: object, notif_msg: bytes
+    ) -> object: ...
+    def transfer(self, handle: object) -> str: ...
+    def check_xfer_state(self, handle: object) -> str: ...
+    def release_xfer_handle(self, handle: object) -> None: ...
+    def release_dlist_handle(self, handle: object) -> None: ...
+    def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
+    def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
+
+
+def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this seam
+    """Return the first NIXL Python package that imports.
+
+    Raises:
+        AgentError: `nixl-missing`, naming what was tried and why each failed.
+    """
+    for name, value in _BEFORE_IMPORT.items():
+        os.environ.setdefault(name, value)
+    reasons: list[str] = []
+    for name in _IMPORT_NAMES:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            reasons.append(f"{name}: {error}")
+    raise AgentError(
+        "nixl-missing",
+        "no NIXL package can be imported ("
+        + "; ".join(reasons)
+        + "); install nixl with the build for your accelerator",
+    )
+
+
+def _version_of(module: Any) -> str:  # noqa: ANN401
+    name = str(module.nixl_agent.__module__).split(".")[0]
+    for candidate in (name, name.replace("_", "-"), "nixl"):
+        try:
+            return f"{name} {importlib.metadata.version(candidate)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{name} (version unknown)"
+
+
+def _attempt(what: str, call: Callable[[], _Result]) -> _Result:
+    """Run a NIXL call and translate whatever it raises."""
+    try:
+        return call()
+    except AgentError:
+        raise
+    except Exception as error:
+        code = _CODES.get(type(error).__name__, "nixl-unknown")
+        raise AgentError(code, f"{what}: {type(error).__name__}: {error}", call=what) from error
+
+
+def _progress(what: str, state: str) -> Progress:
+    if state == "DONE":
+        return "done"
+    if state == "PROC":
+        return "in-progress"
+    raise AgentError("nixl-backend", f"{what}: state {state}", call=what)
+
+
+def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]]:
+    """Return (memory kinds, default parameters) of every NIXL plugin that can be loaded here."""
+    module = find_nixl()
+    agent = _attempt("create agent", lambda: module.nixl_agent("plugin-query", module.nixl_agent_config(backends=[])))
+    result: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {}
+    for name in agent.get_plugin_list():
+        result[str(name)] = (tuple(agent.get_plugin_mem_types(name)), dict(agent.get_plugin_params(name)))
+    return result
+
+
+@final
+class NixlBinding:
+    """`NixlPort` over a real `nixl_agent`."""
+
+    def __init__(self, agent: _Agent, implementation: str) -> None:
+        self._agent: _Agent | None = agent
+        self._implementation = implementation
+        self._strided: bool | None = None
+
+    @property
+    def features(self) -> PortFeatures:
+        """What this agent can do."""
+        agent = self._live()
+        return PortFeatures(
+            implementation=self._implementation,
+            strided_rows=self._strided is not False,
+            telemetry=True,
+            backends=tuple(agent.backends),
+            backend_parameters={name: dict(agent.get_backend_params(name)) for name in agent.backends},
+        )
+
+    def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
+        """Register memory with every backend that takes its kind."""
+        agent = self._live()
+        descriptors = _attempt("register_memory", lambda: agent.register_memory(ranges, kind))
+        if descriptors is None:
+            raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
+        return descriptors
+
+    def deregister(self, registration: Handle) -> None:
+        """Undo a registration."""
+        agent = self._live()
+        _attempt("deregister_memory", lambda: agent.deregister_memory(registration))
+
+    def agent_metadata(self) -> bytes:
+        """Describe this agent to peers."""
+        agent = self._live()
+        return bytes(_attempt("get_agent_metadata", agent.get_agent_metadata))
+
+    def add_peer(self, agent_metadata: bytes) -> str:
+        """Load a peer's metadata; NIXL returns bytes although it is annotated str."""
+        agent = self._live()
+        name = _attempt("add_remote_agent", lambda: agent.add_remote_agent(agent_metadata))
+        text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if not text:
+            raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
+        return text
+
+    def remove_peer(self, agent_name: str) -> None:
+        """Forget a peer."""
+        agent = self._live()
+        _attempt("remove_remote_agent", lambda: agent.remove_remote_agent(agent_name))
+
+    def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
+        """Prepare strided rows; where NIXL is too old for them (before 1.5), one descriptor per line."""
+        agent = self._live()
+        owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
+        if self._strided is not False:
+            try:
+                handle = agent.prep_xfer_dlist(owner, rows, kind)
+            except Exception as error:
+                # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Probe once.
+                if self._strided or not isinstance(error, (TypeError, AttributeError)):
+                    _reraise("prep_xfer_dlist", error)
+                self._strided = False
+            else:
+                self._strided = True
+                return handle
+        return _attempt("prep_xfer_dlist", lambda: agent.prep_xfer_dlist(owner, expand_rows(rows), kind))
+
+    def release_prepared(self, prepared: Handle) -> None:
+        """Release a prepared list."""
+        agent = self._live()
+        _attempt("release_dlist_handle", lambda: agent.release_dlist_handle(prepared))
+
+    def make(  # noqa: PLR0913 - the port's signature
+        self,
+        operation: Operation,
+        local: Handle,
+        local_indices: npt.NDArray[np.int32],
+        peer: Handle,
+        peer_indices: npt.NDArray[np.int32],
+        notification: bytes,
+    ) -> Handle:
+        """Make a transfer from prepared lists."""
+        agent = self._live()
+        return _attempt(
+            "make_prepped_xfer",
+            lambda: agent.make_prepped_xfer(operation.upper(), local, local_indices, peer, peer_indices, notification),
+        )
+
+    def post(self, transfer: Handle) -> Progress:
+        """Start a transfer."""
+        agent = self._live()
+        return _progress("transfer", _attempt("transfer", lambda: agent.transfer(transfer)))
+
+    def check(self, transfer: Handle) -> Progress:
+        """Ask for a posted transfer."""
+        agent = self._live()
+        return _progress("check_xfer_state", _attempt("check_xfer_state", lambda: agent.check_xfer_state(transfer)))
+
+    def release(self, transfer: Handle) -> None:
+        """Release a transfer."""
+        agent = self._live()
+        _attempt("release_xfer_handle", lambda: agent.release_xfer_handle(transfer))
+
+    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
+        """Return NIXL's account of a finished transfer; a missing one is no failure of the transfer."""
+        agent = self._live()
+        try:
+            record = agent.get_xfer_telemetry(transfer)
+            return WireTelemetry(
+                post_us=float(record.postDuration),
+                transfer_us=float(record.xferDuration),
+                total_bytes=int(record.totalBytes),
+                descriptor_count=int(record.descCount),
+            )
+        except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
+            return None
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Take the notifications that came in."""
+        agent = self._live()
+        arrived = _attempt("get_new_notifs", agent.get_new_notifs)
+        if not arrived:
+            return ()
+        return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        """Send a notification of its own."""
+        agent = self._live()
+        _attempt("send_notif", lambda: agent.send_notif(agent_name, payload))
+
+    def close(self) -> None:
+        """Drop the agent; its destructor closes the backends."""
+        self._agent = None
+
+    def _live(self) -> _Agent:
+        if self._agent is None:
+            raise AgentError("agent-closed", "the NIXL agent was closed")
+        return self._agent
+
+
+def _reraise(what: str, error: Exception) -> None:
+    def call() -> None:
+        raise error
+
+    _attempt(what, call)
+
+
+def open_nixl(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> NixlBinding:
+    """Create a NIXL agent with its backends; the default `PortFactory`.
+
+    Raises:
+        AgentError: `nixl-missing`, `backend-unavailable`.
+    """
+    module = find_nixl()
+
+    def create() -> _Agent:
+        arguments: dict[str, object] = {"backends": [], "capture_telemetry": True}
+        modes = getattr(module, "nixl_thread_sync_t", None)
+        if modes is not None:
+            arguments["sync_mode"] = modes[f"NIXL_THREAD_SYNC_{sync_mode.upper()}"]
+        return cast("_Agent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
+
+    agent = _attempt("create agent", create)
+    plugins = list(agent.get_plugin_list())
+    for name, parameters in backends:
+        if name not in plugins:
+            raise AgentError(
+                "backend-unavailable", f"NIXL has no plugin {name!r} here; it has {', '.join(plugins)}", backend=name
+            )
+        known = agent.get_plugin_params(name)
+        unknown = sorted(set(parameters) - set(known))
+        if known and unknown:
+            raise AgentError(
+                "backend-unavailable",
+                f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
+                backend=name,
+            )
+        try:
+            _attempt(
+                "create_backend", lambda name=name, parameters=parameters: agent.create_backend(name, dict(parameters))
+            )
+        except AgentError as error:
+            raise AgentError(
+                "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name
+            ) from error
+    return NixlBinding(agent, _version_of(module))

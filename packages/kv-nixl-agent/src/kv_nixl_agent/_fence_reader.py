@@ -1,0 +1,138 @@
+"""The consumer's side of the fence: read one word of the peer's array after the data, and judge.
+
+The data read and the fence read are two operations without any order between them on the wire, so the fence is read only
+after the data was seen to be complete. The producer writes the new generation before it reports the blocks free. So a word
+that still shows the lease's generation proves that the blocks were still leased when the last byte had been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from ._custody import Custody, Stray
+from ._errors import AgentError
+
+if TYPE_CHECKING:
+    from ._memory import FenceArray
+    from ._port import NixlPort
+    from ._transfer import Transfer
+    from ._values import Outcome
+
+__all__ = ["FenceReader", "Verdict"]
+
+_SPIN_S: Final = 100e-6
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the fence says about a transfer."""
+
+    outcome: Outcome
+    code: str = ""
+    message: str = ""
+    detail: str = ""
+
+
+@final
+class FenceReader:
+    """Reads fence words into scratch words of our own fence array."""
+
+    def __init__(
+        self,
+        port: NixlPort,
+        fences: FenceArray,
+        clock: Callable[[], float],
+        custody: Custody,
+    ) -> None:
+        self._port = port
+        self._fences = fences
+        self._clock = clock
+        self._custody = custody
+        self.scratch = port.prepare(None, "DRAM", fences.rows())
+        """Prepared list of the whole local fence array."""
+
+    def advance(self, transfer: Transfer) -> Verdict | None:
+        """Begin or continue to read the fence of a transfer whose data is there; None while there is no answer."""
+        if transfer.fence_handle is None:
+            return self._begin(transfer)
+        try:
+            if self._port.check(transfer.fence_handle) != "done":
+                return None
+        except AgentError as error:
+            return self._failed(transfer, error)
+        return self._judge(transfer)
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Detach a fence read under way from a transfer that ends without it."""
+        handle, word = transfer.fence_handle, transfer.fence_word
+        if handle is None:
+            return
+        transfer.fence_handle = None
+
+        def on_end(failure: AgentError | None) -> None:
+            # After any other error the word might still be written: it is never used again.
+            if failure is None or failure.code == "nixl-disconnected":
+                self._fences.give_back(word)
+
+        self._custody.watch(Stray(transfer.peer, handle, on_end))
+
+    def _begin(self, transfer: Transfer) -> Verdict | None:
+        assert transfer.order.fence is not None
+        slot, generation = transfer.order.fence
+        word = self._fences.take_scratch(generation)
+        if word is None:
+            return None  # all scratch words are in use; the next turn tries again
+        local, theirs = np.array([word], dtype=np.int32), np.array([slot], dtype=np.int32)
+        try:
+            handle = self._port.make("read", self.scratch, local, transfer.peer.fence_list, theirs, b"")
+        except AgentError as error:
+            self._fences.give_back(word)
+            return Verdict(
+                "failed", "transfer-rejected", f"the fence of peer {transfer.peer.key!r} cannot be read: {error}"
+            )
+        transfer.fence_handle, transfer.fence_word = handle, word
+        transfer.fence_posted_s = self._clock()
+        self._custody.posted(transfer.peer)
+        try:
+            progress = self._port.post(handle)
+            # It takes a few microseconds on a fast wire; giving up the turn would cost more than waiting.
+            while progress != "done" and self._clock() - transfer.fence_posted_s < _SPIN_S:
+                progress = self._port.check(handle)
+        except AgentError as error:
+            return self._failed(transfer, error)
+        return self._judge(transfer) if progress == "done" else None
+
+    def _judge(self, transfer: Transfer) -> Verdict:
+        assert transfer.order.fence is not None
+        slot, generation = transfer.order.fence
+        found = self._fences.read(transfer.fence_word)
+        self._over(transfer)
+        if found == generation:
+            return Verdict("done", detail=str(found))
+        return Verdict(
+            "fence-rejected",
+            "fence-mismatch",
+            f"fence slot {slot} of peer {transfer.peer.key!r} shows generation {found}, the lease had {generation}: the producer "
+            "gave the blocks away before they were read",
+            str(found),
+        )
+
+    def _failed(self, transfer: Transfer, error: AgentError) -> Verdict:
+        """Void the data: it is there, but nothing vouches for it."""
+        is_disconnect = error.code == "nixl-disconnected"
+        if is_disconnect:
+            transfer.peer.is_connected = False
+            self._over(transfer)
+        code = "peer-disconnected" if is_disconnect else "transfer-failed"
+        return Verdict("failed", code, f"the fence of peer {transfer.peer.key!r} could not be read: {error}")
+
+    def _over(self, transfer: Transfer) -> None:
+        handle = transfer.fence_handle
+        transfer.fence_handle = None
+        self._fences.give_back(transfer.fence_word)
+        self._custody.over(transfer.peer, handle)

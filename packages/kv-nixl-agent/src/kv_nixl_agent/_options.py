@@ -1,0 +1,154 @@
+"""Options, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, final
+
+from ._errors import AgentError
+from ._values import TraceEvent
+
+__all__ = ["AgentOptions", "BackendOptions", "SyncMode", "ThreadOptions"]
+
+SyncMode = Literal["none", "rw", "strict"]
+
+
+def _demand(holds: bool, message: str, **context: object) -> None:  # noqa: FBT001
+    if not holds:
+        raise AgentError("bad-options", message, **context)
+
+
+@final
+@dataclass(frozen=True)
+class BackendOptions:
+    """One NIXL backend and its parameters.
+
+    The defaults of UCX are measured (docs/transfers.md): worker threads win only from about a thousand descriptors on and
+    only where cores are free, so they are off; error handling stays at UCX's `peer`, without which a dead peer is
+    never noticed.
+
+    Attributes:
+        name: Plugin name.
+        num_threads: UCX worker threads beside the progress thread; 0 for none.
+        split_batch_size: Descriptors per piece that a worker thread takes; None for the plugin's default.
+        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
+        error_handling: `peer` or `none`; None for the plugin's default.
+        parameters: Further plugin parameters, passed as they are; they win over the fields above.
+    """
+
+    name: str = "UCX"
+    num_threads: int = 0
+    split_batch_size: int | None = None
+    engine_config: Mapping[str, str] = field(default_factory=dict[str, str])
+    error_handling: Literal["peer", "none"] | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        _demand(bool(self.name), "a backend needs a plugin name such as 'UCX'")
+        _demand(0 <= self.num_threads <= 64, f"num_threads is {self.num_threads}, allowed are 0 to 64")
+        _demand(
+            self.split_batch_size is None or self.split_batch_size > 0,
+            f"split_batch_size is {self.split_batch_size}, it must be positive",
+        )
+
+    def as_parameters(self) -> Mapping[str, str]:
+        """Return the parameters in NIXL's spelling."""
+        result: dict[str, str] = {}
+        if self.num_threads:
+            result["num_threads"] = str(self.num_threads)
+        if self.split_batch_size is not None:
+            result["split_batch_size"] = str(self.split_batch_size)
+        if self.engine_config:
+            result["engine_config"] = ",".join(f"{name}={value}" for name, value in self.engine_config.items())
+        if self.error_handling is not None:
+            result["ucx_error_handling_mode"] = self.error_handling
+        result.update(self.parameters)
+        return MappingProxyType(result)
+
+
+@final
+@dataclass(frozen=True)
+class AgentOptions:
+    """How one agent registers, transfers and protects memory.
+
+    Attributes:
+        backends: Backends to create, in order.
+        fence_words: 64-bit words of this rank's fence array.
+        chunk_rows: Descriptors posted at once; a larger transfer is posted in pieces, so that polling, notifications
+            and other peers get their turn in between. 0 posts everything at once.
+        max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue. None for no cap.
+        max_queued: Transfers that may wait before further ones are refused with `queue-full`.
+        max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are refused.
+        is_quiet_on_release: Promise that the transport writes nothing after a transfer handle was released. True for
+            shared memory and CMA, False (the default) for TCP and whatever is not known: there, quarantine outlives
+            even the removal of the peer.
+        wire_up: Whether to connect with a tiny read when a peer is added.
+        is_seal_required: Whether to refuse agent metadata without this package's checksum trailer.
+        max_prepared_peers: Peers whose prepared lists are kept ready; beyond it the least recently used are released
+            and prepared again on demand.
+        sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
+        trace: Called on the owner thread at every state change of a transfer; costs nothing when None.
+    """
+
+    backends: tuple[BackendOptions, ...] = (BackendOptions(),)
+    fence_words: int = 4096
+    chunk_rows: int = 16384
+    max_inflight_bytes: int | None = None
+    max_queued: int = 65536
+    max_quarantined_per_peer: int = 256
+    is_quiet_on_release: bool = False
+    wire_up: bool = True
+    is_seal_required: bool = False
+    max_prepared_peers: int = 1024
+    sync_mode: SyncMode = "rw"
+    trace: Callable[[TraceEvent], None] | None = None
+
+    def __post_init__(self) -> None:
+        _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")
+        names = [backend.name for backend in self.backends]
+        _demand(len(set(names)) == len(names), f"backends {names} name one plugin twice")
+        _demand(0 < self.fence_words <= 1 << 24, f"fence_words is {self.fence_words}, allowed are 1 to 16777216")
+        _demand(self.chunk_rows >= 0, f"chunk_rows is {self.chunk_rows}, it must not be negative")
+        _demand(
+            self.max_inflight_bytes is None or self.max_inflight_bytes > 0,
+            f"max_inflight_bytes is {self.max_inflight_bytes}, it must be positive or None",
+        )
+        for name in ("max_queued", "max_quarantined_per_peer", "max_prepared_peers"):
+            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
+
+
+@final
+@dataclass(frozen=True)
+class ThreadOptions:
+    """How the owner thread waits.
+
+    Attributes:
+        spin_s: Time without progress, while transfers are in flight, before the thread starts to sleep between polls.
+        min_sleep_s: First sleep after spinning; doubles at every empty poll.
+        max_sleep_s: Longest sleep while transfers are in flight.
+        idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
+        stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
+        close_grace_s: How long `close` lets transfers in flight end before it abandons them.
+        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. The interpreter's default
+            of 5 ms is what a notification waits when the engine thread computes in Python; None leaves it alone.
+        on_thread_start: Called first on the owner thread, for example to select a CUDA device.
+    """
+
+    spin_s: float = 200e-6
+    min_sleep_s: float = 20e-6
+    max_sleep_s: float = 500e-6
+    idle_poll_s: float = 1e-3
+    stuck_after_s: float = 30.0
+    close_grace_s: float = 2.0
+    gil_switch_interval_s: float | None = 5e-4
+    on_thread_start: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("spin_s", "min_sleep_s", "max_sleep_s", "close_grace_s"):
+            _demand(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, it must not be negative")
+        for name in ("idle_poll_s", "stuck_after_s"):
+            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
+        interval = self.gil_switch_interval_s
+        _demand(interval is None or interval > 0, f"gil_switch_interval_s is {interval}, it must be positive or None")

@@ -1,0 +1,299 @@
+"""Peers of one agent and their prepared lists.
+
+A local list is prepared once per content and shared by all peers that use it; a peer's lists are prepared when it is
+added, released when many other peers were used since, and prepared again on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from ._errors import AgentError
+from ._metadata import open_metadata, peek_agent_name
+from ._rows import RowTable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ._memory import MemoryTable
+    from ._port import Handle, MemoryKind, NixlPort
+
+    Rows = npt.NDArray[np.uint64]
+
+__all__ = ["Peer", "PeerTable"]
+
+
+@final
+class Peer:
+    """One peer rank: its agent, its tables and what is prepared for them."""
+
+    __slots__ = (
+        "agent_name",
+        "fence",
+        "fence_list",
+        "is_connected",
+        "is_removed",
+        "is_wired",
+        "key",
+        "last_used",
+        "local",
+        "local_lists",
+        "outstanding",
+        "peer_lists",
+        "rows",
+    )
+
+    def __init__(
+        self, key: str, agent_name: str, local: RowTable, rows: RowTable, fence: tuple[int, int, int] | None
+    ) -> None:
+        self.key = key
+        self.agent_name = agent_name
+        self.local = local
+        self.rows = rows
+        self.fence = fence
+        self.local_lists: dict[MemoryKind, Handle] = {}
+        self.peer_lists: dict[MemoryKind, Handle] = {}
+        self.fence_list: Handle | None = None
+        self.is_wired = False
+        self.is_connected = True
+        self.is_removed = False
+        self.last_used = 0
+        self.outstanding = 0
+        """Handles posted to this peer that have not ended."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all its lists are ready."""
+        return bool(self.peer_lists)
+
+
+class _SharedLists:
+    """Local prepared lists by content, counted by use."""
+
+    def __init__(self, port: NixlPort) -> None:
+        self._port = port
+        self._lists: dict[tuple[MemoryKind, bytes], tuple[Handle, int]] = {}
+
+    def take(self, kind: MemoryKind, rows: Rows) -> Handle:
+        key = (kind, rows.tobytes())
+        handle, users = self._lists.get(key, (None, 0))
+        if handle is None:
+            handle = self._port.prepare(None, kind, rows)
+        self._lists[key] = (handle, users + 1)
+        return handle
+
+    def give_back(self, kind: MemoryKind, rows: Rows) -> None:
+        key = (kind, rows.tobytes())
+        handle, users = self._lists[key]
+        if users > 1:
+            self._lists[key] = (handle, users - 1)
+            return
+        del self._lists[key]
+        self._port.release_prepared(handle)
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+
+@final
+class PeerTable:
+    """All peers by key, and those that are removed but still have handles outstanding."""
+
+    def __init__(self, port: NixlPort, memory: MemoryTable, *, max_prepared: int, is_seal_required: bool) -> None:
+        self._port = port
+        self._memory = memory
+        self._max_prepared = max_prepared
+        self._is_seal_required = is_seal_required
+        self._by_key: dict[str, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self._shared = _SharedLists(port)
+        self._uses = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def all(self) -> Sequence[Peer]:
+        """Peers that can be used."""
+        return list(self._by_key.values())
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return gauges."""
+        return {
+            "peers": len(self._by_key),
+            "peers_retiring": sum(peer.is_removed for peer in self._by_name.values()),
+            "peers_prepared": sum(peer.is_prepared for peer in self._by_key.values()),
+            "local_lists": len(self._shared),
+        }
+
+    def get(self, key: str) -> Peer:
+        """Return the peer under `key`.
+
+        Raises:
+            AgentError: `unknown-peer`.
+        """
+        peer = self._by_key.get(key)
+        if peer is None:
+            raise AgentError("unknown-peer", f"no peer {key!r}; {len(self._by_key)} are known", peer=key)
+        return peer
+
+    def add(
+        self, key: str, agent_metadata: bytes, local: RowTable, rows: RowTable, fence: tuple[int, int, int] | None
+    ) -> Peer:
+        """Load the peer's agent and prepare its lists; nothing is kept when that fails.
+
+        Raises:
+            AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-fence`, `rows-unregistered`,
+                `peer-rows-unregistered`.
+        """
+        if key in self._by_key:
+            raise AgentError("peer-known", f"peer {key!r} is known; replace it", peer=key)
+        blob = open_metadata(agent_metadata, is_seal_required=self._is_seal_required)
+        for kind, group in local.groups.items():
+            self._memory.check_local(kind, group)
+        if fence is not None and (fence[0] <= 0 or fence[0] % 8 or fence[1] < 0 or not 0 < fence[2] <= 1 << 24):
+            raise AgentError("bad-fence", f"peer {key!r} names a fence array {fence} that cannot be", peer=key)
+        self._free_name(peek_agent_name(blob), key)
+        try:
+            agent_name = self._port.add_peer(blob)
+        except AgentError as error:
+            raise AgentError(
+                "metadata-rejected",
+                f"NIXL cannot use the metadata of peer {key!r} ({len(blob)} bytes): {error}; fetch it again, and check that "
+                "both sides run compatible NIXL builds",
+                peer=key,
+            ) from error
+        peer = Peer(key, agent_name, local, rows, fence)
+        self._by_name[agent_name] = peer
+        try:
+            self.prepare(peer)
+        except AgentError:
+            peer.is_removed = True
+            self.retire(peer)
+            raise
+        self._by_key[key] = peer
+        return peer
+
+    def _free_name(self, agent_name: str | None, key: str) -> None:
+        holder = None if agent_name is None else self._by_name.get(agent_name)
+        if holder is None:
+            return
+        if not holder.is_removed:
+            raise AgentError(
+                "peer-known",
+                f"agent {agent_name!r} is already the peer {holder.key!r}, it cannot be {key!r} too; replace that peer",
+                peer=key,
+            )
+        # A restarted peer under its old name: NIXL refuses two of a name, so the old one goes although handles of it
+        # are still watched in quarantine.
+        self._release(holder)
+
+    def remove(self, key: str) -> Peer:
+        """Forget the peer under `key`; NIXL lets go of it once nothing is outstanding.
+
+        Raises:
+            AgentError: `unknown-peer`.
+        """
+        peer = self.get(key)
+        del self._by_key[key]
+        peer.is_removed = True
+        self.retire(peer)
+        return peer
+
+    def retire(self, peer: Peer) -> None:
+        """Release a removed peer if nothing of it is outstanding."""
+        if peer.is_removed and peer.outstanding == 0 and self._by_name.get(peer.agent_name) is peer:
+            self._release(peer)
+
+    def _release(self, peer: Peer) -> None:
+        self._release_lists(peer)
+        if self._by_name.get(peer.agent_name) is peer:
+            del self._by_name[peer.agent_name]
+            try:
+                self._port.remove_peer(peer.agent_name)
+            except AgentError:
+                pass  # NIXL forgets a dead peer by itself
+
+    def prepare(self, peer: Peer) -> None:
+        """Make sure that the peer's lists are ready, and that not too many peers' are.
+
+        Raises:
+            AgentError: `rows-unregistered`, `peer-rows-unregistered`, `bad-fence`.
+        """
+        self._uses += 1
+        peer.last_used = self._uses
+        if peer.is_prepared:
+            return
+        try:
+            for kind, group in peer.local.groups.items():
+                peer.local_lists[kind] = self._prepare_local(peer, kind, group)
+            for kind, group in peer.rows.groups.items():
+                peer.peer_lists[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
+            if peer.fence is not None:
+                address, device, words = peer.fence
+                row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
+                peer.fence_list = self._prepare_peer(peer, "DRAM", row, "bad-fence")
+        except AgentError:
+            self._release_lists(peer)
+            raise
+        self._evict(peer)
+
+    def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
+        try:
+            return self._shared.take(kind, group)
+        except AgentError as error:
+            raise AgentError(
+                "rows-unregistered",
+                f"NIXL cannot prepare {len(group)} local {kind} rows for peer {peer.key!r}: {error}",
+            ) from error
+
+    def _prepare_peer(self, peer: Peer, kind: MemoryKind, group: Rows, code: str) -> Handle:
+        try:
+            return self._port.prepare(peer.agent_name, kind, group)
+        except AgentError as error:
+            raise AgentError(
+                code,
+                f"NIXL cannot prepare {len(group)} {kind} rows of peer {peer.key!r}, the first is {group[0].tolist()}: {error}; "
+                "the peer's rows must lie in memory that its metadata registers",
+                peer=peer.key,
+            ) from error
+
+    def _evict(self, newest: Peer) -> None:
+        ready = [peer for peer in self._by_key.values() if peer.is_prepared and peer is not newest]
+        excess = len(ready) + 1 - self._max_prepared
+        if excess > 0:
+            idle = sorted((peer for peer in ready if peer.outstanding == 0), key=lambda peer: peer.last_used)
+            for peer in idle[:excess]:
+                self._release_lists(peer)
+
+    def _release_lists(self, peer: Peer) -> None:
+        for kind in list(peer.local_lists):
+            del peer.local_lists[kind]
+            _quietly(self._shared.give_back, kind, peer.local.groups[kind])
+        for kind in list(peer.peer_lists):
+            _quietly(self._port.release_prepared, peer.peer_lists.pop(kind))
+        if peer.fence_list is not None:
+            _quietly(self._port.release_prepared, peer.fence_list)
+            peer.fence_list = None
+
+    def close(self) -> None:
+        """Release everything."""
+        self._by_key.clear()
+        for peer in list(self._by_name.values()):
+            peer.is_removed = True
+            self._release(peer)
+
+
+def _quietly(call: object, *arguments: object) -> None:
+    """Release a handle; a refusal leaves nothing that we could still do."""
+    assert callable(call)
+    try:
+        call(*arguments)
+    except AgentError:
+        pass

@@ -1,0 +1,133 @@
+"""The port: what this package needs from NIXL, and nothing more.
+
+`_bindings.py` implements it over the real library, `testing.py` with memory copies. All handles are opaque.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, final
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["Handle", "MemoryKind", "NixlPort", "Operation", "PortFactory", "PortFeatures", "Progress", "WireTelemetry"]
+
+MemoryKind = Literal["DRAM", "VRAM"]
+Operation = Literal["read", "write"]
+Progress = Literal["done", "in-progress"]
+Handle = object
+
+
+@final
+@dataclass(frozen=True)
+class PortFeatures:
+    """What the installed NIXL can do."""
+
+    implementation: str
+    """Import name and version of the Python package, for example `nixl_cu12 1.5.1`."""
+    strided_rows: bool
+    """Whether a list is prepared from (n, 5) rows; otherwise rows are expanded to one descriptor each."""
+    telemetry: bool
+    backends: tuple[str, ...]
+    backend_parameters: Mapping[str, Mapping[str, str]]
+    """Effective parameters by backend."""
+
+
+@final
+@dataclass(frozen=True)
+class WireTelemetry:
+    """NIXL's own account of a finished transfer."""
+
+    post_us: float
+    transfer_us: float
+    total_bytes: int
+    descriptor_count: int
+    """Descriptors after NIXL merged neighbours."""
+
+
+class NixlPort(Protocol):
+    """One NIXL agent, used by one thread. Every method raises only `AgentError` with a `nixl-*` code."""
+
+    @property
+    def features(self) -> PortFeatures:
+        """What this agent can do."""
+        ...
+
+    def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
+        """Register memory; `ranges` is uint64 (n, 3): address, length_bytes, device."""
+        ...
+
+    def deregister(self, registration: Handle) -> None:
+        """Undo a registration."""
+        ...
+
+    def agent_metadata(self) -> bytes:
+        """Describe this agent and its registered memory to peers."""
+        ...
+
+    def add_peer(self, agent_metadata: bytes) -> str:
+        """Load a peer's metadata and return its agent name."""
+        ...
+
+    def remove_peer(self, agent_name: str) -> None:
+        """Forget a peer; unknown names are fine."""
+        ...
+
+    def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
+        """Prepare a list from strided rows (n, 5), local if `agent_name` is None."""
+        ...
+
+    def release_prepared(self, prepared: Handle) -> None:
+        """Release a prepared list."""
+        ...
+
+    def make(
+        self,
+        operation: Operation,
+        local: Handle,
+        local_indices: npt.NDArray[np.int32],
+        peer: Handle,
+        peer_indices: npt.NDArray[np.int32],
+        notification: bytes,
+    ) -> Handle:
+        """Make a transfer; an empty `notification` sends none."""
+        ...
+
+    def post(self, transfer: Handle) -> Progress:
+        """Start a transfer."""
+        ...
+
+    def check(self, transfer: Handle) -> Progress:
+        """Ask for a posted transfer, and let it make progress."""
+        ...
+
+    def release(self, transfer: Handle) -> None:
+        """Release a transfer that has ended (or abandon an active one: late writes may follow)."""
+        ...
+
+    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
+        """Return NIXL's account of a finished transfer, None where it has none; never raises."""
+        ...
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Take the notifications that came in, as (agent name, payload)."""
+        ...
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        """Send a notification of its own to a peer."""
+        ...
+
+    def close(self) -> None:
+        """Destroy the agent; idempotent."""
+        ...
+
+
+class PortFactory(Protocol):
+    """Makes the port of an agent; `testing.FakeFabric.port` is one."""
+
+    def __call__(self, agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> NixlPort:
+        """Create the agent with these backends, in order, each with its parameters."""
+        ...

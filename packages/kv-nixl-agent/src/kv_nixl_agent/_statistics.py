@@ -1,0 +1,79 @@
+"""Counters and a rolling summary of the last transfers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ._values import TransferResult
+
+__all__ = ["Statistics"]
+
+_COUNTERS: Final = (
+    "transfers_done",
+    "transfers_failed",
+    "transfers_fence_rejected",
+    "transfers_timed_out",
+    "transfers_cancelled",
+    "bytes_moved",
+    "descriptors",
+    "descriptors_merged",
+    "notifications_sent",
+    "notifications_failed",
+    "notifications_received",
+    "fence_checks",
+    "page_checks",
+    "warm_ups_done",
+    "warm_ups_failed",
+    "quarantined_total",
+    "quiet_total",
+    "release_failures",
+)
+_TIMES: Final = ("queue_s", "post_s", "wire_s", "fence_s", "check_s")
+_WINDOW: Final = 1024
+
+
+@final
+class Statistics:
+    """Counts since the start, and times of the last 1024 transfers that were done."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        self._counts[name] += amount
+
+    def ended(self, result: TransferResult) -> None:
+        """Account for a result."""
+        self._counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        if result.outcome != "done":
+            return
+        self._counts["bytes_moved"] += result.bytes_moved
+        self._counts["descriptors"] += result.descriptor_count
+        self._counts["descriptors_merged"] += result.merged_count
+        times = (result.queue_s, result.post_s, result.wire_s, result.fence_s, result.check_s)
+        self._recent.append((*times, float(result.bytes_moved)))
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the counters."""
+        return dict(self._counts)
+
+    def summary(self) -> Mapping[str, float]:
+        """Return the counters, and median and 99th percentile of the recent times in seconds."""
+        result: dict[str, float] = {name: float(value) for name, value in self._counts.items()}
+        result["recent_count"] = float(len(self._recent))
+        if not self._recent:
+            return result
+        recent = np.array(self._recent)
+        for column, name in enumerate(_TIMES):
+            result[f"recent_{name}_p50"] = float(np.percentile(recent[:, column], 50))
+            result[f"recent_{name}_p99"] = float(np.percentile(recent[:, column], 99))
+        busy_s = float(recent[:, 1:3].sum())
+        result["recent_bytes_per_s"] = float(recent[:, 5].sum()) / busy_s if busy_s > 0 else 0.0
+        return result

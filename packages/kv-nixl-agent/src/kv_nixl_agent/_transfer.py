@@ -1,0 +1,251 @@
+"""The record of one transfer while it lives, and the fair queue in which it waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from ._errors import AgentError
+from ._rows import order_for_merging
+from ._values import TransferResult
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ._peers import Peer
+    from ._port import Handle, MemoryKind
+    from ._values import Outcome, TransferOrder
+
+    Indices = npt.NDArray[np.int32]
+
+__all__ = ["FairQueue", "Part", "Transfer", "split_into_parts"]
+
+_KIND_NAMES: tuple[MemoryKind, MemoryKind] = ("DRAM", "VRAM")
+
+
+@final
+class Part:
+    """What is posted at once: descriptors of one local and one peer list."""
+
+    __slots__ = ("handle", "last_error", "local_indices", "local_kind", "payload_bytes", "peer_indices", "peer_kind")
+
+    def __init__(
+        self, local_kind: MemoryKind, local: Indices, peer_kind: MemoryKind, peer: Indices, payload_bytes: int
+    ) -> None:
+        self.local_kind: MemoryKind = local_kind
+        self.local_indices = local
+        self.peer_kind: MemoryKind = peer_kind
+        self.peer_indices = peer
+        self.payload_bytes = payload_bytes
+        self.handle: Handle | None = None
+        self.last_error = ""
+
+
+@final
+class Transfer:
+    """One accepted order on its way."""
+
+    __slots__ = (
+        "active",
+        "data_done_s",
+        "deadline_s",
+        "descriptor_count",
+        "fence_handle",
+        "fence_posted_s",
+        "fence_word",
+        "first_post_s",
+        "has_ended",
+        "is_attached",
+        "merged_count",
+        "order",
+        "ordered_s",
+        "payload_bytes",
+        "peer",
+        "pending",
+        "post_s",
+    )
+
+    def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], *, now_s: float) -> None:
+        self.order = order
+        self.peer = peer
+        self.pending = parts
+        self.active: list[Part] = []
+        """Parts that are posted and not known to have ended."""
+        self.ordered_s = now_s
+        self.deadline_s = now_s + order.deadline_s
+        self.descriptor_count = sum(len(part.peer_indices) for part in parts)
+        self.payload_bytes = sum(part.payload_bytes for part in parts)
+        self.is_attached = bool(
+            len(parts) == 1 and order.notification and order.fence is None and order.page_check is None
+        )
+        """Whether the notification travels with the data; otherwise it is sent once all is verified."""
+        self.first_post_s = 0.0
+        self.data_done_s = 0.0
+        self.fence_posted_s = 0.0
+        self.post_s = 0.0
+        self.merged_count = 0
+        self.fence_handle: Handle | None = None
+        self.fence_word = -1
+        self.has_ended = False
+
+    def result(  # noqa: PLR0913 - the fields of a result
+        self,
+        outcome: Outcome,
+        code: str,
+        message: str,
+        *,
+        now_s: float,
+        fence_s: float,
+        check_s: float,
+        is_notified: bool,
+    ) -> TransferResult:
+        """Return the transfer's result as of now."""
+        first_s = self.first_post_s
+        return TransferResult(
+            transfer_id=self.order.transfer_id,
+            peer=self.peer.key,
+            outcome=outcome,
+            code=code,
+            message=message,
+            is_memory_quiet=not self.active,
+            bytes_moved=self.payload_bytes if self.data_done_s else 0,
+            descriptor_count=self.descriptor_count,
+            merged_count=self.merged_count,
+            queue_s=(first_s or now_s) - self.ordered_s,
+            post_s=self.post_s,
+            wire_s=(self.data_done_s or now_s) - first_s if first_s else 0.0,
+            fence_s=fence_s,
+            check_s=check_s,
+            is_notified=is_notified,
+        )
+
+
+def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int) -> deque[Part]:
+    """Return the parts of a transfer: checked, ordered for merging, one memory kind per side, at most `chunk_rows` each.
+
+    Raises:
+        AgentError: `bad-indices`, `length-mismatch`.
+    """
+    local = peer.local.check_indices(local_indices, "local")
+    theirs = peer.rows.check_indices(peer_indices, "peer")
+    if len(local) != len(theirs):
+        raise AgentError(
+            "bad-indices", f"{len(local)} local indices against {len(theirs)} of the peer; they pair up one to one"
+        )
+    if not len(local):
+        return deque()
+    local, theirs = order_for_merging(local, theirs)
+    descriptor_bytes = _uniform_bytes(peer, local, theirs)
+    parts: deque[Part] = deque()
+    for local_kind, peer_kind, mine, others, lengths in _by_kind(peer, local, theirs, descriptor_bytes):
+        step = chunk_rows or len(mine)
+        for start in range(0, len(mine), step):
+            piece = slice(start, start + step)
+            total = descriptor_bytes * len(mine[piece]) if lengths is None else int(lengths[piece].sum())
+            parts.append(Part(local_kind, mine[piece], peer_kind, others[piece], total))
+    return parts
+
+
+def _uniform_bytes(peer: Peer, local: Indices, theirs: Indices) -> int:
+    """Return the common descriptor length, 0 if lengths vary; refuse pairs of unequal length."""
+    mine, others = peer.local.uniform_bytes, peer.rows.uniform_bytes
+    if mine and mine == others:
+        return mine
+    differs = peer.local.lengths(local) != peer.rows.lengths(theirs)
+    if bool(differs.any()):
+        at = int(np.flatnonzero(differs)[0])
+        raise AgentError(
+            "length-mismatch",
+            f"local descriptor {int(local[at])} has {int(peer.local.lengths(local[at : at + 1])[0])} bytes, its partner "
+            f"{int(theirs[at])} of peer {peer.key!r} has {int(peer.rows.lengths(theirs[at : at + 1])[0])}",
+            peer=peer.key,
+        )
+    return 0
+
+
+def _by_kind(
+    peer: Peer, local: Indices, theirs: Indices, descriptor_bytes: int
+) -> Iterator[tuple[MemoryKind, MemoryKind, Indices, Indices, npt.NDArray[np.int64] | None]]:
+    lengths = None if descriptor_bytes else peer.local.lengths(local)
+    mine, others = peer.local.locate(local), peer.rows.locate(theirs)
+    if mine is None and others is None:
+        yield next(iter(peer.local.groups)), next(iter(peer.rows.groups)), local, theirs, lengths
+        return
+    local_codes, local = mine or _single(peer.local.groups, local)
+    peer_codes, theirs = others or _single(peer.rows.groups, theirs)
+    pair = local_codes * 2 + peer_codes
+    for code in np.unique(pair).tolist():
+        members = np.flatnonzero(pair == code)
+        yield (
+            _KIND_NAMES[code // 2],
+            _KIND_NAMES[code % 2],
+            local[members],
+            theirs[members],
+            None if lengths is None else lengths[members],
+        )
+
+
+def _single(
+    groups: dict[MemoryKind, object] | dict[MemoryKind, npt.NDArray[np.uint64]], indices: Indices
+) -> tuple[npt.NDArray[np.int8], Indices]:
+    code = _KIND_NAMES.index(next(iter(groups)))
+    return np.full(len(indices), code, dtype=np.int8), indices
+
+
+@final
+class FairQueue:
+    """Transfers that wait: first come first served per peer, round robin between peers."""
+
+    def __init__(self) -> None:
+        self._turns: deque[Peer] = deque()
+        self._waiting: dict[Peer, deque[Transfer]] = {}
+        self.count = 0
+        """Transfers that wait."""
+
+    def push(self, transfer: Transfer) -> None:
+        """Queue a transfer behind the others of its peer."""
+        line = self._waiting.get(transfer.peer)
+        if line is None:
+            line = self._waiting[transfer.peer] = deque()
+            self._turns.append(transfer.peer)
+        line.append(transfer)
+        self.count += 1
+
+    def head(self) -> Transfer | None:
+        """Return the transfer whose turn it is; transfers that ended while waiting are dropped."""
+        while self._turns:
+            peer = self._turns[0]
+            line = self._waiting[peer]
+            while line and line[0].has_ended:
+                line.popleft()
+                self.count -= 1
+            if line:
+                return line[0]
+            self._turns.popleft()
+            del self._waiting[peer]
+        return None
+
+    def advance(self) -> None:
+        """Give the turn to the next peer; the transfer at the head leaves once nothing of it is pending."""
+        peer = self._turns.popleft()
+        line = self._waiting[peer]
+        if not line[0].pending:
+            line.popleft()
+            self.count -= 1
+        if line:
+            self._turns.append(peer)
+        else:
+            del self._waiting[peer]
+
+    def waiting_bytes(self) -> int:
+        """Return the payload bytes that wait."""
+        return sum(
+            part.payload_bytes
+            for line in self._waiting.values()
+            for transfer in line
+            if not transfer.has_ended
+            for part in transfer.pending
+        )

@@ -1,0 +1,99 @@
+"""Memory and agents for tests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_nixl_agent import AgentOptions, TransferAgent, TransferOrder
+from kv_nixl_agent.testing import FakeFabric, RecordingPort, recording_factory
+
+
+class Pages:
+    """A region of `count` pages that outlives its agents."""
+
+    def __init__(self, count, page_bytes, seed=None):
+        self.count, self.page_bytes = count, page_bytes
+        self.memory = np.zeros(count * page_bytes, dtype=np.uint8)
+        if seed is not None:
+            self.fill(seed)
+
+    def fill(self, seed):
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, dtype=np.uint8)
+
+    @property
+    def region(self):
+        return (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
+
+    @property
+    def rows(self):
+        return np.array([[self.memory.ctypes.data, self.page_bytes, 0, self.page_bytes, self.count]], dtype=np.uint64)
+
+    def page(self, number):
+        return self.memory[number * self.page_bytes : (number + 1) * self.page_bytes]
+
+
+@dataclass
+class Pair:
+    """A consumer and a producer on one fake fabric."""
+
+    fabric: FakeFabric
+    consumer: TransferAgent
+    producer: TransferAgent
+    local: Pages
+    remote: Pages
+    ports: list[RecordingPort]
+    clock: list[float]
+    results: dict = field(default_factory=dict)
+
+    def connect(self, key="p", fence=True):
+        self.consumer.add_peer(
+            key,
+            self.producer.agent_metadata(),
+            local_rows=self.local.rows,
+            peer_rows=self.remote.rows,
+            fence=self.producer.fence if fence else None,
+        )
+
+    def run(self, turns=50, step_s=0.0):
+        for _ in range(turns):
+            self.consumer.advance()
+            self.clock[0] += step_s
+            for result in self.consumer.take_results():
+                assert result.transfer_id not in self.results, "a second result"
+                self.results[result.transfer_id] = result
+        return self.results
+
+
+def make_pair(*, pages=32, page_bytes=64, options=None, producer_options=None, **fabric_arguments):
+    fabric = FakeFabric(**fabric_arguments)
+    ports = []
+    factory = recording_factory(fabric.port, ports)
+    clock = [100.0]
+    local, remote = Pages(pages, page_bytes), Pages(pages, page_bytes, seed=7)
+    producer = TransferAgent(
+        "producer", [remote.region], producer_options, port_factory=factory, clock=lambda: clock[0]
+    )
+    consumer = TransferAgent(
+        "consumer", [local.region], options or AgentOptions(), port_factory=factory, clock=lambda: clock[0]
+    )
+    return Pair(fabric, consumer, producer, local, remote, ports, clock)
+
+
+def order(transfer_id, local, peer, **arguments):
+    arguments.setdefault("peer", "p")
+    return TransferOrder(
+        transfer_id,
+        local_indices=np.asarray(local, dtype=np.int32),
+        peer_indices=np.asarray(peer, dtype=np.int32),
+        **arguments,
+    )
+
+
+def wait_for(condition, limit_s=10.0, what="condition"):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come true within {limit_s} s"
+        time.sleep(0.001)

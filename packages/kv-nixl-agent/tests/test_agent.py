@@ -1,0 +1,95 @@
+"""The agent on the fake fabric: bytes, results, fences, peers."""
+
+import numpy as np
+import pytest
+from helpers import make_pair, order
+
+from kv_nixl_agent import AgentError
+
+
+def test_read_moves_the_right_bytes_and_notifies():
+    pair = make_pair()
+    pair.connect()
+    pair.consumer.post(order("r1", [3, 1, 2], [30, 5, 6], notification=b"r1:1"))
+    result = pair.run()["r1"]
+    assert (result.outcome, result.code, result.is_memory_quiet, result.is_notified) == ("done", "", True, True)
+    assert (result.bytes_moved, result.descriptor_count, result.merged_count) == (3 * 64, 3, 2)
+    for mine, theirs in ((3, 30), (1, 5), (2, 6)):
+        assert np.array_equal(pair.local.page(mine), pair.remote.page(theirs))
+    assert not pair.local.page(0).any()
+    assert list(pair.producer.take_notifications()) == [("consumer", b"r1:1")]
+
+
+def test_empty_order_only_notifies():
+    pair = make_pair()
+    pair.connect()
+    pair.consumer.post(order("n", [], [], notification=b"n:2"))
+    assert pair.run()["n"].outcome == "done"
+    assert list(pair.producer.take_notifications()) == [("consumer", b"n:2")]
+
+
+def test_matching_fence_passes_and_the_notification_follows_it():
+    pair = make_pair()
+    pair.connect()
+    pair.producer.write_fence(9, 77)
+    pair.consumer.post(order("f", [0], [1], notification=b"f:1", fence=(9, 77)))
+    assert pair.run()["f"].outcome == "done"
+    assert list(pair.producer.take_notifications()) == [("consumer", b"f:1")]
+
+
+def test_bumped_fence_voids_the_read_and_sends_nothing():
+    pair = make_pair(latency_polls=3)
+    pair.connect()
+    pair.producer.write_fence(9, 77)
+    pair.consumer.post(order("f", [0], [1], notification=b"f:1", fence=(9, 77)))
+    pair.consumer.advance()
+    pair.producer.write_fence(9, 78)
+    result = pair.run()["f"]
+    assert (result.outcome, result.code, result.is_memory_quiet) == ("fence-rejected", "fence-mismatch", True)
+    assert list(pair.producer.take_notifications()) == []
+
+
+def test_write_puts_bytes_into_the_peer():
+    pair = make_pair()
+    pair.connect()
+    pair.local.fill(3)
+    pair.consumer.post(order("w", [4], [5], operation="write", notification=b"w"))
+    assert pair.run()["w"].outcome == "done"
+    assert np.array_equal(pair.local.page(4), pair.remote.page(5))
+
+
+def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes():
+    pair = make_pair()
+    pair.connect()
+    pair.run(5)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("s", [0], [0], deadline_s=1.0))
+    pair.run(5, step_s=0.5)
+    assert pair.results["s"].outcome == "timed-out"
+    assert not pair.results["s"].is_memory_quiet
+    assert [entry.transfer_id for entry in pair.consumer.quarantine()] == ["s"]
+    assert pair.consumer.take_quiet() == []
+    with pytest.raises(AgentError) as error:
+        pair.consumer.post(order("s", [0], [0]))
+    assert error.value.code == "duplicate-transfer"
+    pair.fabric.agent("producer").resume()
+    pair.run(5, step_s=0.5)
+    assert pair.consumer.take_quiet() == ["s"]
+    assert not pair.consumer.has_quarantine
+
+
+def test_close_releases_every_handle():
+    pair = make_pair()
+    pair.connect()
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("s", [0], [0]))
+    pair.consumer.advance()
+    pair.consumer.close()
+    pair.consumer.close()
+    (result,) = pair.consumer.take_results()
+    assert (result.outcome, result.is_memory_quiet) == ("cancelled", False)
+    assert pair.consumer.take_quiet() == ["s"]
+    port = pair.ports[1]
+    assert port.open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
+    assert port.double_releases == 0
+    assert port.peers == set()
