@@ -10,6 +10,7 @@ from kv_topology._arrays import grid
 from kv_topology._blocks import align, block_array, clip_window, pair_blocks, pair_states
 from kv_topology._errors import InvalidBlocks
 from kv_topology._rows import build_rows
+from kv_topology._validate import LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,14 +72,11 @@ def _entry(values: Sequence[int], group: int, what: str) -> int:
 
 
 def block_counts(geometry: RankGeometry) -> list[int]:
-    """Return how many scheduler blocks each group has memory for."""
-    counts = [0] * len(geometry.groups)
-    seen = [False] * len(geometry.groups)
+    """Return how many scheduler blocks each group has memory for; no limit if its layers are on another stage."""
+    counts = [LIMITS["page_count"]] * len(geometry.groups)
     for region in geometry.regions:
         for group in {member.group for member in region.members}:
-            blocks = region.page_count // geometry.groups[group].pages_per_block
-            counts[group] = min(counts[group], blocks) if seen[group] else blocks
-            seen[group] = True
+            counts[group] = min(counts[group], region.page_count // geometry.groups[group].pages_per_block)
     return counts
 
 

@@ -9,6 +9,7 @@ the planner beyond the description of the geometry: it places tags by strided vi
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast, final
@@ -29,7 +30,17 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["MemoryOfRank", "OracleFailure", "Proof", "Request", "ReadPlan", "check_plan", "execute", "prove"]
+__all__ = [
+    "MemoryOfRank",
+    "OracleFailure",
+    "Proof",
+    "Request",
+    "ReadPlan",
+    "check_plan",
+    "check_readers",
+    "execute",
+    "prove",
+]
 
 SENTINEL = 0xEE
 MARGIN = 4096
@@ -46,6 +57,15 @@ class ReadPlan(Protocol):
     @property
     def producer_ranks(self) -> Sequence[Rank]:
         """(pp, tp) ranks to read from."""
+        ...
+
+    @property
+    def notify_only_ranks(self) -> Sequence[Rank]:
+        """(pp, tp) ranks that are notified without being read."""
+        ...
+
+    def reader_count(self, producer_rank: Rank, /) -> int:
+        """Consumer ranks that report to a producer rank."""
         ...
 
     def local_rows(self, producer_rank: Rank, /) -> npt.NDArray[np.uint64]:
@@ -259,7 +279,7 @@ def execute(
             _check_inside(target, memory, rank)
             _check_inside(origin, source, rank)
             memory.data[target] = source.data[origin]
-            np.add.at(writes, target.ravel(), 1)
+            writes += np.bincount(target.ravel(), minlength=len(writes)).astype(np.uint8)
         copies += len(local)
     return copies
 
@@ -311,8 +331,6 @@ def prove(
     producers: Mapping[Rank, RankGeometry],
     request: Request,
     make_plan: Callable[[RankGeometry, Mapping[Rank, RankGeometry]], ReadPlan],
-    *,
-    window_tokens: Sequence[tuple[int, int] | None] | None = None,
 ) -> Proof:
     """Prove all consumer ranks of an engine against all producer ranks for one request.
 
@@ -321,7 +339,6 @@ def prove(
         producers: Geometry of the producer's ranks by (pp, tp).
         request: Block lists; the same for all ranks of an engine.
         make_plan: `plan_transfer`, or anything that takes (local, peers) and returns a `ReadPlan`.
-        window_tokens: Per local group the interval of tokens that must arrive; by default what both lists cover.
 
     Raises:
         OracleFailure: A byte is wrong, missing, written twice, or outside.
@@ -331,10 +348,26 @@ def prove(
         everything = [None] * len(memory.geometry.groups)
         memory.place_tags(request.peer_blocks, request, everything, is_local=False)
     total = Proof()
-    for local in consumers.values():
-        limits = window_tokens if window_tokens is not None else _covered(local, producers, request)
-        total.add(check_plan(make_plan(local, producers), local, memories, request, limits))
+    plans = {rank: make_plan(local, producers) for rank, local in consumers.items()}
+    for rank, plan in plans.items():
+        limits = _covered(consumers[rank], producers, request)
+        total.add(check_plan(plan, consumers[rank], memories, request, limits))
+    check_readers(list(plans.values()), list(producers))
     return total
+
+
+def check_readers(plans: Sequence[ReadPlan], producers: Sequence[Rank]) -> None:
+    """Raise `OracleFailure` unless every producer rank gets as many reports as every plan says it will.
+
+    Args:
+        plans: The plans of all consumer ranks.
+        producers: All producer ranks.
+    """
+    for rank in producers:
+        reports = sum(rank in plan.producer_ranks or rank in plan.notify_only_ranks for plan in plans)
+        counts = {plan.reader_count(rank) for plan in plans}
+        if counts != {reports}:
+            raise OracleFailure(f"producer rank {rank} gets {reports} reports, plans say {sorted(counts)}")
 
 
 def _covered(
@@ -346,8 +379,16 @@ def _covered(
         for layer, placed in producer.placements.items():
             group = placed[0][1].group
             if layer in local.placements and not producer.groups[group].is_state:
-                span = producer.groups[group].span_tokens
-                first = request.first(group, is_local=False)
-                stop = first + len(request.peer_blocks[group])
-                limits[local.placements[layer][0][1].group] = (first * span, stop * span)
+                mine = local.placements[layer][0][1].group
+                start, stop = _reach(producer.groups[group], request.peer_blocks[group], request, group, is_local=False)
+                near, _ = _reach(local.groups[mine], request.local_blocks[mine], request, mine, is_local=True)
+                limits[mine] = (max(start, near), stop)
     return limits
+
+
+def _reach(group: Group, ids: Sequence[int], request: Request, number: int, *, is_local: bool) -> tuple[int, int]:
+    """Return the tokens that a list covers, less those that its attention window cannot reach."""
+    span = group.span_tokens
+    stop = request.first(number, is_local=is_local) + len(ids)
+    needed = math.ceil(group.window_tokens / span) + 1 if group.window_tokens else len(ids)
+    return (stop - min(needed, len(ids))) * span, stop * span

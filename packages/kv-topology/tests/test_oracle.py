@@ -1,0 +1,132 @@
+"""The byte oracle over the listed spaces, thinned out by default, and sampled beyond them.
+
+`KV_TOPOLOGY_PROOF_STEP=1` proves every listed pair (a few minutes); the default takes every 17th.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_topology import plan_transfer
+from kv_topology._engine import EngineSpec, ModelSpec, StateSpec
+from kv_topology._proof_cases import FAMILIES, LAYOUTS, ProofCase, request_for, run_proofs
+from kv_topology.testing import OracleFailure, prove
+
+STEP = int(os.environ.get("KV_TOPOLOGY_PROOF_STEP", "17"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_listed_pairs(family):
+    (pairs, proof) = run_proofs((family,), step=STEP)[family]
+    print(f"{family}: {pairs} pairs, {proof.plans} plans, {proof.copies} copies, {proof.bytes_proved} bytes")
+    assert pairs > 0
+    assert proof.bytes_proved > 0
+
+
+def test_spaces_are_as_listed():
+    counts = {family: sum(1 for _ in make()) for family, make in FAMILIES.items()}
+    assert counts["tp"] == 8 * 8 * 5 * 6
+    assert counts["layouts"] == 6 * 6 * 5 * 5
+    assert counts["cross-layer"] == 5 * 5 * 8 * 8
+    assert counts["pipeline"] == 4 * 4 * 3 * 3
+    assert sum(counts.values()) > 6000
+
+
+engines = st.builds(
+    EngineSpec,
+    tp=st.integers(1, 12),
+    pp=st.integers(1, 3),
+    block_tokens=st.sampled_from([12, 24, 36]),
+    kernel_block_tokens=st.sampled_from([0, 4, 6, 12]),
+    layout=st.sampled_from([*LAYOUTS, "heads-outer"]),
+    block_count=st.just(40),
+)
+states = st.builds(
+    StateSpec,
+    heads=st.sampled_from([4, 6, 12]),
+    head_dim=st.integers(1, 3),
+    state_dim=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    conv_rows=st.sampled_from([2, 4]),
+    state_element_bytes=st.sampled_from([2, 4]),
+)
+
+
+@settings(max_examples=int(os.environ.get("KV_TOPOLOGY_EXAMPLES", "40")), deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["attention", "sliding", "latent", "mamba2", "mamba1"]), min_size=3, max_size=6),
+    heads=st.integers(1, 7),
+    window=st.sampled_from([16, 50]),
+    state=states,
+    consumer=engines,
+    producer=engines,
+    tokens=st.integers(1, 140),
+    hit=st.integers(0, 2),
+)
+def test_sampled_pairs(kinds, heads, window, state, consumer, producer, tokens, hit):
+    model = ModelSpec(tuple(kinds), heads, 3, 2, window, latent_dim=5, index_dim=2, state=replace(state, head_dim=2))
+    consumer, producer = (
+        replace(e, layout="packed-HND") if "mamba" in "".join(kinds) else e for e in (consumer, producer)
+    )
+    case = ProofCase("sampled", model, consumer, producer, tokens, min(hit, tokens // consumer.block_tokens))
+    request = request_for(case)
+    proof = case.run()
+    assert proof.plans == consumer.tp * consumer.pp
+    assert request.tokens == tokens
+
+
+class Shifted:
+    """A plan whose every local row is off by one byte."""
+
+    def __init__(self, plan):
+        self._plan = plan
+
+    def __getattr__(self, name):
+        return getattr(self._plan, name)
+
+    def local_rows(self, rank):
+        rows = self._plan.local_rows(rank).copy()
+        rows[:, 0] += 1
+        return rows
+
+
+class Forgetful(Shifted):
+    """A plan that leaves out the last pair of descriptors."""
+
+    def local_rows(self, rank):
+        return self._plan.local_rows(rank)
+
+    def indices(self, *args, **kwargs):
+        local, peer = self._plan.indices(*args, **kwargs)
+        return local[:-1], peer[:-1]
+
+
+class Twice(Forgetful):
+    """A plan that moves everything twice."""
+
+    def indices(self, *args, **kwargs):
+        local, peer = self._plan.indices(*args, **kwargs)
+        return local.repeat(2), peer.repeat(2)
+
+
+class Miscounting(Forgetful):
+    """A plan with a wrong number of readers."""
+
+    def indices(self, *args, **kwargs):
+        return self._plan.indices(*args, **kwargs)
+
+    def reader_count(self, rank):
+        return self._plan.reader_count(rank) + 1
+
+
+@pytest.mark.parametrize("broken", [Shifted, Forgetful, Twice, Miscounting])
+def test_the_oracle_catches_wrong_plans(broken):
+    case = next(FAMILIES["tp"]())
+    from kv_topology._engine import build_engine
+
+    consumers, producers = build_engine(case.model, case.consumer), build_engine(case.model, case.producer)
+    with pytest.raises(OracleFailure):
+        prove(consumers, producers, request_for(case), lambda mine, theirs: broken(plan_transfer(mine, theirs)))
