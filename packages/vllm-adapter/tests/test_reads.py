@@ -160,7 +160,8 @@ def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
     bench.finish(outcome="timed-out", code="transfer-timed-out", is_memory_quiet=False)
     assert bench.ends == []
     assert bench.counts["num_quarantined_reads"] == 1
-    bench.finish(outcome="timed-out", code="transfer-timed-out", is_memory_quiet=True)
+    bench.reads.memory_quiet("r1/0.0")
+    bench.reads.memory_quiet("r1/0.0")
     assert bench.codes() == {"r1": "transfer-timed-out"}
 
 
@@ -269,16 +270,18 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
     bench.planner.made = Plan(((0, 0), (0, 1)))
     peers = {(0, 0): Metadata(), (0, 1): Metadata()}
     started = answered = 0
-    open_transfers: list[str] = []
+
+    ended: set[str] = set()
+    unquiet: list[str] = []
 
     def settle(**facts: Any) -> None:
         waiting = [t for t in bench.agent.posts if t not in ended]
         if waiting:
-            if facts.get("is_memory_quiet", True):
-                ended.add(waiting[0])
+            ended.add(waiting[0])
+            if not facts.get("is_memory_quiet", True):
+                unquiet.append(waiting[0])
             bench.finish(waiting[0], **facts)
 
-    ended: set[str] = set(open_transfers)
     for event in events:
         if event == "read":
             started += 1
@@ -294,8 +297,10 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
         elif event == "evict":
             bench.now_s += 5000
             bench.reads.evict_unused()
-        elif event == "done" or event == "quiet":
+        elif event == "done":
             settle()
+        elif event == "quiet" and unquiet:
+            bench.reads.memory_quiet(unquiet.pop(0))
         elif event == "lost":
             settle(outcome="failed", code="peer-lost")
         elif event == "unquiet":
@@ -308,6 +313,8 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
             answered += 1
         elif any(t not in ended for t in bench.agent.posts):
             settle()
+        elif unquiet:
+            bench.reads.memory_quiet(unquiet.pop())
         else:
             break
     assert Counter(end.order.request_id for end in bench.ends) == Counter(f"r{n + 1}" for n in range(started))

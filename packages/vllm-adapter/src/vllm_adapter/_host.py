@@ -59,6 +59,7 @@ __all__ = [
     "extra_config",
     "init_logger",
     "layer_caches",
+    "load_failure_policy",
     "select_groups",
 ]
 
@@ -107,6 +108,12 @@ def extra_config(config: VllmConfig) -> dict[str, object]:
     """Return `kv_connector_extra_config` as given."""
     transfer = config.kv_transfer_config
     return dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+
+
+def load_failure_policy(config: VllmConfig) -> str:
+    """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
+    transfer = config.kv_transfer_config
+    return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
 
 def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:

@@ -14,6 +14,7 @@ from vllm_adapter._host import (
     extra_config,
     init_logger,
     layer_caches,
+    load_failure_policy,
 )
 from vllm_adapter.config import load_settings
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
@@ -58,10 +59,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
         self._corrupt = page_corrupter() if is_worker else None
-        self._scheduler: SchedulerSide | None = None if is_worker else make_scheduler_side(facts, settings)
+        self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
             self._worker = make_worker_side(facts, settings, read_ended=self._corrupt)
+        else:
+            self._scheduler = make_scheduler_side(facts, settings, load_failure_policy=load_failure_policy(vllm_config))
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.ports import MemoryKind
 
 __all__ = ["local_document", "registration_ranges"]
 
@@ -69,12 +70,12 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str
     }
 
 
-def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, int, str], ...]:
+def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, int, MemoryKind], ...]:
     """Return (address, length_bytes, device, memory kind) ranges that cover all caches, overlapping ones merged."""
     spans = sorted(
         (cache.memory_kind, cache.device, cache.address, cache.address + _extent_bytes(cache)) for cache in caches
     )
-    merged: list[tuple[str, int, int, int]] = []
+    merged: list[tuple[MemoryKind, int, int, int]] = []
     for kind, device, start, stop in spans:
         if merged and merged[-1][:2] == (kind, device) and start <= merged[-1][3]:
             merged[-1] = (kind, device, merged[-1][2], max(stop, merged[-1][3]))

@@ -343,13 +343,19 @@ class ReadCoordinator:
                 self._drain(read.engine, f"a read failed ({result.code}: {result.message})")
         if result.is_memory_quiet:
             self._close_transfer(read, result.transfer_id)
-        elif result.transfer_id not in read.unquiet:
+        else:
             read.unquiet.add(result.transfer_id)
             self._observer.count("num_quarantined_reads")
             self._observer.log(
                 f"request {read.order.request_id}: its pages stay quarantined until the transfer from engine "
                 f"{read.engine.engine_id} is known to be over ({result.code})"
             )
+
+    def memory_quiet(self, transfer_id: str) -> None:
+        """Take in that nothing can write into the pages of an ended transfer any more."""
+        read = self._reads.get(transfer_id)
+        if read is not None and transfer_id in read.unquiet:
+            self._close_transfer(read, transfer_id)
 
     def _note_failure(self, read: _Read, code: str, message: str) -> None:
         if not read.code:

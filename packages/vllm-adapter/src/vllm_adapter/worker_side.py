@@ -85,16 +85,19 @@ class WorkerSide:
             now_s=time.monotonic,
         )
         agent = parts.make_transfer_thread(
-            registration_ranges(caches), self._reads.transfer_ended, self._holds.notified
+            registration_ranges(caches),
+            on_result=self._reads.transfer_ended,
+            on_quiet=self._reads.memory_quiet,
+            on_notification=self._holds.notified,
         )
         self._agent = agent
-        self._handshakes = parts.make_handshake_client(facts)
+        self._handshakes = parts.make_handshake_client()
         self._reads.attach(agent, self._handshakes)
         self._holds.attach(agent)
         agent.start()
         agent.call_every(_TICK_S, self._holds.tick)
         agent.call_every(_EVICT_S, self._reads.evict_unused)
-        self._envelope = RankEnvelope(parts.encode_envelope(facts, caches, document, agent))
+        self._envelope = RankEnvelope(parts.encode_envelope(caches, document, agent))
         _logger.info(
             "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
             facts.engine_id,

@@ -1,0 +1,84 @@
+"""Run inside the host's environment: vLLM has what our stubs say, and both connectors agree on hashes and wire."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+STUBS = sorted((ROOT / "typings" / "vllm").rglob("*.pyi"))
+
+
+def _names(stub: Path) -> list[tuple[str, str | None, str]]:
+    module = ".".join(stub.relative_to(ROOT / "typings").with_suffix("").parts).removesuffix(".__init__")
+    found: list[tuple[str, str | None, str]] = []
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.append((module, None, node.name))
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            found.append((module, None, node.name))
+            found += [(module, node.name, item.name) for item in node.body if isinstance(item, ast.FunctionDef)]
+    return found
+
+
+@pytest.mark.parametrize(("module", "owner", "name"), [entry for stub in STUBS for entry in _names(stub)])
+def test_the_host_has_what_the_stubs_say(module: str, owner: str | None, name: str) -> None:
+    where = importlib.import_module(module)
+    assert hasattr(getattr(where, owner) if owner else where, name), f"{module}.{owner or ''}.{name}"
+
+
+def test_both_hashes_agree() -> None:
+    from kv_handshake import compatibility_hash
+    from vllm.config.utils import hash_factors
+
+    factors = {"vllm_version": "0.32.0", "model": "m", "num_kv_heads": 4, "cross": None, "nested": {"b": [1, 2], "a": "é"}}
+    assert compatibility_hash(factors) == hash_factors(factors)
+
+
+def test_the_hosts_own_decoder_reads_our_envelope() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
+
+    from vllm_adapter.envelope import metadata_fields
+    from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.wiring import Codec
+
+    cache = LayerCache("layers.0", 0, 4096, (8, 2, 16, 8), (1024, 512, 32, 4), 4, "DRAM", 0, 1024)
+    facts = EngineFacts(
+        engine_id="e", host="h", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=2, head_size=4,
+        block_count=8, layout="LBHNC", kernel_order="", attention_backend="CPU_ATTN", connector_version=14,
+        is_mla=False, groups=(CacheGroup("attention", 16, 0, 0, ("layers.0",)),), group_ids=(0,), factors={"model": "m"},
+    )  # fmt: skip
+    fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(1, 0, 2), geometry=b"{}", generation=7)
+    frame = Codec().encode_envelope(fields, facts.factors, dialect=14)
+    payload = msgspec.msgpack.decode(frame, type=NixlHandshakePayload)
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
+    assert (metadata.engine_id, metadata.block_lens, metadata.num_blocks) == ("e", [1024], 8)
+    assert metadata.region_names == ["layers.0"]
+
+
+def test_the_plugin_registers_the_connector_once() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from vllm_adapter.plugin import CONNECTOR_NAME, register
+
+    register()
+    register()
+    found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
+    assert found.__name__ == CONNECTOR_NAME
+
+
+def test_the_drop_in_class_carries_the_hosts_contract() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    import vllm_adapter
+
+    connector = vllm_adapter.NixlConnector
+    assert issubclass(connector, KVConnectorBase_V1)
+    assert issubclass(connector, SupportsHMA)
+    assert not connector.__abstractmethods__
+    json.dumps(connector.build_kv_connector_stats().to_dict())

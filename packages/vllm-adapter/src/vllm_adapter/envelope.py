@@ -1,0 +1,105 @@
+"""One rank's agent metadata in vLLM's names and order, so that vLLM's own connector can read from us as well."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_adapter.facts import EngineFacts, LayerCache
+
+__all__ = ["metadata_fields"]
+
+_SHARED_BY_GROUPS = -1
+"""Group id of a region that layers of several groups share. Source: vLLM's wire."""
+
+
+def metadata_fields(
+    facts: EngineFacts,
+    caches: Sequence[LayerCache],
+    *,
+    agent_metadata: bytes,
+    fence: tuple[int, int, int],
+    geometry: bytes,
+    generation: int,
+) -> Mapping[str, object]:
+    """Return the values of the agent metadata by wire name.
+
+    Regions are in the order of their layers' names, numbers compared as numbers; a tensor that several layers share
+    appears once. That is the order that vLLM's own connector pairs regions by.
+    """
+    regions: dict[int, dict[str, object]] = {}
+    for cache in sorted(caches, key=lambda cache: _natural(cache.layer)):
+        known = regions.get(cache.address)
+        if known is not None:
+            if known["group"] != cache.group:
+                known["group"] = _SHARED_BY_GROUPS
+            continue
+        page_bytes, stride, count = _pages(facts, cache)
+        regions[cache.address] = {
+            "name": cache.layer,
+            "group": cache.group,
+            "page_bytes": page_bytes,
+            "stride": stride,
+            "count": count,
+            "kind": cache.memory_kind,
+        }
+    kernel_blocks = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
+    tokens = [group.block_tokens for group in facts.groups if group.kind != "state"] or [facts.groups[0].block_tokens]
+    return {
+        "engine_id": facts.engine_id,
+        "agent_metadata": agent_metadata,
+        "kv_caches_base_addr": list(regions),
+        "device_id": caches[0].device,
+        "num_blocks": facts.block_count * kernel_blocks,
+        "block_lens": [region["page_bytes"] for region in regions.values()],
+        "block_strides": [region["stride"] for region in regions.values()],
+        "kv_cache_layout": facts.layout,
+        "block_size": max(tokens) // kernel_blocks,
+        "ssm_sizes": _state_bytes(caches),
+        "attn_backend_name": facts.attention_backend,
+        "physical_blocks_per_logical_kv_block": kernel_blocks,
+        "region_num_blocks": [region["count"] for region in regions.values()],
+        "region_group_ids": [region["group"] for region in regions.values()],
+        "region_names": [region["name"] for region in regions.values()],
+        "region_mem_types": [region["kind"] for region in regions.values()],
+        "dcp_size": facts.dcp,
+        "fence": fence,
+        "geometry": geometry,
+        "generation": generation,
+    }
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Key that orders layers.2 before layers.10."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
+
+
+def _kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
+    is_paged = facts.groups[cache.group].kind != "state" and len(cache.shape) > 1
+    return max(1, cache.shape[0] // facts.block_count) if is_paged else 1
+
+
+def _pages(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
+    """Return (page bytes, stride, count) of a cache in kernel blocks."""
+    kernel_blocks = _kernel_blocks(facts, cache)
+    page_bytes = cache.page_bytes // kernel_blocks
+    stride = cache.stride_bytes[0] if len(cache.shape) > 1 else page_bytes
+    return page_bytes, stride, facts.block_count * kernel_blocks
+
+
+def _state_bytes(caches: Sequence[LayerCache]) -> tuple[int, int]:
+    """Return the bytes of the convolution's inputs and of the recurrent state of a state layer, zeros without one."""
+    for cache in caches:
+        if cache.state_shapes:
+            sizes: list[int] = []
+            for shape, element_bytes in zip(cache.state_shapes, cache.state_element_bytes, strict=True):
+                total = element_bytes
+                for length in shape:
+                    total *= length
+                sizes.append(total)
+            return sizes[0], sum(sizes[1:])
+    return 0, 0

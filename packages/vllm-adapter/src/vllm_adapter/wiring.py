@@ -1,0 +1,181 @@
+"""Where concrete classes of the four libraries meet: the only module that imports them.
+
+The lines at the end bind each concrete class to the Protocol that it stands for, so that drift is a type error which names
+the missing member.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from kv_handshake import Codec, HandshakeClient, HandshakeListener, LocalOffer
+from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
+from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
+from kv_topology import Planner
+
+from vllm_adapter import ports
+from vllm_adapter.envelope import metadata_fields
+from vllm_adapter.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.scheduler_side import SchedulerSide
+from vllm_adapter.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_adapter.config import Settings
+    from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.reads import ReadEnd
+
+__all__ = ["WorkerParts", "make_scheduler_side", "make_worker_side"]
+
+_GENERATION_BITS = 62
+# A worker keeps at most this many prompts' notifications waiting; NIXL itself has no bound.
+_RCACHE_VARIABLE, _RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"
+
+
+def make_scheduler_side(facts: EngineFacts, settings: Settings, *, load_failure_policy: str) -> SchedulerSide:
+    """Return the connector's half in the scheduler's process."""
+    config = SchedulerConfig(
+        engine_id=facts.engine_id,
+        host=facts.host,
+        port=facts.port,
+        tp=facts.tp,
+        pp=facts.pp,
+        dcp=facts.dcp,
+        groups=tuple(_group_config(group) for group in facts.groups),
+        lease_s=settings.kv_lease_duration,
+        fence_slots=settings.fence_slots,
+        fence_seed=secrets.randbits(_GENERATION_BITS) + 1,
+        peer_networks=settings.remote_hosts,
+        load_failure_policy="recompute" if load_failure_policy == "recompute" else "fail",
+        bidirectional=settings.bidirectional_kv_xfer,
+        recompute_threshold_tokens=settings.kv_recompute_threshold,
+        readback_lease_s=settings.decoder_kv_blocks_ttl,
+        dialect=facts.connector_version,
+    )
+    return SchedulerSide(facts, SchedulerState(config), lambda: HandshakeListener(facts.host, facts.port))
+
+
+def make_worker_side(
+    facts: EngineFacts, settings: Settings, *, read_ended: Callable[[ReadEnd], None] | None = None
+) -> WorkerSide:
+    """Return the connector's half in a worker's process."""
+    # UCX keeps memory registrations of regions that are gone without it. Source: vLLM sets the same before NIXL's import.
+    os.environ.setdefault(_RCACHE_VARIABLE, _RCACHE_LIMIT)
+    return WorkerSide(facts, settings, WorkerParts(facts, settings), read_ended=read_ended)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """Makes the concrete parts that a worker side works with."""
+
+    facts: EngineFacts
+    settings: Settings
+
+    @property
+    def planner(self) -> ports.Planner:
+        """Plans from geometry documents."""
+        return Planner()
+
+    @property
+    def codec(self) -> ports.WireCodec:
+        """Reads and writes what crosses between engines."""
+        return Codec()
+
+    @property
+    def peer_geometry(self) -> PeerGeometry:
+        """Finds the geometry of peers."""
+        return PeerGeometry(_derive_from_vllm)
+
+    def make_lease_table(self) -> ports.LeaseTable:
+        """Return an empty lease table."""
+        return LeaseTable()
+
+    def make_transfer_thread(
+        self,
+        regions: Sequence[tuple[int, int, int, ports.MemoryKind]],
+        *,
+        on_result: Callable[[ports.TransferResult], None],
+        on_quiet: Callable[[str], None],
+        on_notification: Callable[[str, bytes], None],
+    ) -> ports.TransferThread:
+        """Return this rank's transfer thread, not yet started."""
+        facts, settings = self.facts, self.settings
+        is_ucx_only = settings.backends == ("UCX",)
+        backends = tuple(
+            BackendOptions(name, num_threads=settings.num_threads if is_ucx_only else 0) for name in settings.backends
+        )
+        options = AgentOptions(
+            backends=backends,
+            fence_words=max(settings.fence_slots, 1),
+            max_inflight_bytes=settings.max_inflight_bytes or None,
+        )
+        return TransferThread(
+            f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
+            regions,
+            on_result=on_result,
+            on_quiet=on_quiet,
+            on_notification=on_notification,
+            options=options,
+            thread_options=ThreadOptions(on_thread_start=_use_all_cores),
+        )
+
+    def make_handshake_client(self) -> ports.HandshakeClient:
+        """Return a client that judges peers by this engine's factors."""
+        settings = self.settings
+        policy = settings.compatibility_policy if settings.enforce_handshake_compat else "off"
+        offer = LocalOffer(
+            factors={**self.facts.factors, **self.facts.extra_factors},
+            policy="off" if policy == "off" else "negotiated" if policy == "negotiated" else "exact",
+        )
+        return HandshakeClient(offer, deadline_s=settings.handshake_timeout_s, attempts=settings.handshake_attempts)
+
+    def encode_envelope(
+        self, caches: Sequence[LayerCache], document: Mapping[str, object], agent: ports.TransferThread
+    ) -> bytes:
+        """Return this rank's envelope for the listener."""
+        facts = self.facts
+        fields = metadata_fields(
+            facts,
+            caches,
+            agent_metadata=agent.agent_metadata(),
+            fence=agent.fence,
+            geometry=pack_document(document),
+            generation=secrets.randbits(_GENERATION_BITS) + 1,
+        )
+        factors = {**facts.factors, **facts.extra_factors}
+        return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version)
+
+
+def _use_all_cores() -> None:
+    """Let the transfer thread run anywhere: it starts on the engine thread, which the host may have bound to one core."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _group_config(group: CacheGroup) -> GroupConfig:
+    if group.kind == "state":
+        return GroupConfig("state", group.block_tokens, scratch_blocks=group.scratch_blocks)
+    if group.kind == "sliding-window":
+        return GroupConfig("window", group.block_tokens, window_tokens=group.window_tokens)
+    return GroupConfig("full", group.block_tokens)
+
+
+def _derive_from_vllm(local: Mapping[str, object], facts: Mapping[str, object]) -> Mapping[str, object]:
+    from kv_topology import peer_document_from_vllm
+
+    return peer_document_from_vllm(local, facts)
+
+
+if TYPE_CHECKING:
+    _codec: ports.WireCodec = Codec()
+    _planner: ports.Planner = Planner()
+    _lease_table: ports.LeaseTable = LeaseTable()
+
+    def _conformance(
+        client: HandshakeClient, listener: HandshakeListener, thread: TransferThread, state: SchedulerState
+    ) -> tuple[ports.HandshakeClient, ports.HandshakeListener, ports.TransferThread, ports.SchedulerState]:
+        return client, listener, thread, state

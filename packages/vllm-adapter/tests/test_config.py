@@ -1,0 +1,92 @@
+"""The configuration: what is taken, what is refused, and that every key explains itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_adapter._cli import main
+from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
+from vllm_adapter.errors import ConfigurationError
+
+
+def test_nothing_given_means_the_defaults() -> None:
+    assert load_settings({}) == (Settings(), ())
+
+
+def test_every_default_passes_its_own_check() -> None:
+    given_again = {f.name: f.default for f in dataclasses.fields(Settings)}
+    assert load_settings(given_again)[0] == Settings()
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "words"),
+    [
+        ({"kv_lease_durations": 3}, "unknown-key", "did you mean 'kv_lease_duration'"),
+        ({"qqqqq": 3}, "unknown-key", "the keys are"),
+        ({"kv_lease_duration": "30"}, "wrong-type", "must be float, got '30'"),
+        ({"kv_lease_duration": True}, "wrong-type", "must be float, got True"),
+        ({"kv_lease_duration": 0}, "out-of-range", "between 1 and 86400, got 0"),
+        ({"kv_lease_duration": float("nan")}, "out-of-range", "between 1 and 86400"),
+        ({"num_threads": 65}, "out-of-range", "between 0 and 64, got 65"),
+        ({"num_threads": 1.5}, "wrong-type", "must be int"),
+        ({"backends": "UCX"}, "wrong-type", "must be tuple"),
+        ({"backends": ["UCX", 3]}, "wrong-type", "must be tuple"),
+        ({"enforce_handshake_compat": "maybe"}, "wrong-type", "must be bool"),
+        ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
+        ({"remote_hosts": ["10.0.0.0/99"]}, "out-of-range", "10.0.0.0/99"),
+    ],
+)
+def test_a_wrong_key_or_value_names_what_is_right(extra: dict[str, object], code: str, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(extra)
+    assert caught.value.code == code
+    assert words in str(caught.value)
+
+
+def test_words_for_booleans_are_taken_as_vllm_takes_them() -> None:
+    assert load_settings({"enforce_handshake_compat": "False"})[0].enforce_handshake_compat is False
+
+
+def test_obsolete_keys_are_accepted_with_a_note() -> None:
+    settings, notes = load_settings(dict.fromkeys(OBSOLETE_KEYS, "False"))
+    assert settings == Settings()
+    assert len(notes) == len(OBSOLETE_KEYS)
+
+
+@given(st.dictionaries(st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.floats() | st.text()))
+def test_any_configuration_is_settings_or_a_coded_refusal(extra: dict[str, object]) -> None:
+    try:
+        settings, _ = load_settings(extra)
+    except ConfigurationError as error:
+        assert error.code in {"unknown-key", "wrong-type", "out-of-range"}
+    else:
+        assert isinstance(settings, Settings)
+
+
+def test_every_key_says_what_it_means() -> None:
+    for key in describe_keys():
+        assert str(key["doc"]).endswith("."), key["key"]
+
+
+def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--explain"]) == 0
+    assert "kv_lease_duration (float, default 30.0, 1 to 86400)" in capsys.readouterr().out
+    assert main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == {f.name for f in dataclasses.fields(Settings)}
+    good = tmp_path / "good.json"
+    good.write_text('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"num_threads": 2}}')
+    assert main(["config", "--check", str(good)]) == 0
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"kv_connector_extra_config": {"num_thread": 2}}')
+    assert main(["config", "--check", str(bad)]) == 1
+    assert "did you mean 'num_threads'" in capsys.readouterr().err
+    bad.write_text("[1]")
+    assert main(["config", "--check", str(bad)]) == 1
+    assert main(["config", "--check", str(tmp_path / "missing.json")]) == 1
