@@ -1,0 +1,96 @@
+"""One object that writes and reads every byte outside the side channel's own loops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import msgspec
+
+from kv_handshake._dialect import dialect_of
+from kv_handshake._factors import compatibility_hash, hashed_factors
+from kv_handshake._messages import Envelope, checksum_of, encode_metadata
+from kv_handshake._notifications import Notification, encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
+from kv_handshake._queries import Rank, check_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Codec"]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@final
+class Codec:
+    """Writes envelopes and notifications, and reads notifications. Stateless and safe to share between threads.
+
+    Args:
+        capabilities: What this engine announces: ``required``, ``supported`` or ``absent`` by name.
+        protocol: (oldest, newest) version of our extensions to announce.
+    """
+
+    def __init__(
+        self, *, capabilities: Mapping[str, Level] | None = None, protocol: tuple[int, int] = PROTOCOL_RANGE
+    ) -> None:
+        self._offer = LocalOffer(capabilities=capabilities or {}, protocol=protocol)
+
+    def encode_envelope(
+        self,
+        metadata: Mapping[str, object],
+        factors: Mapping[str, object],
+        *,
+        dialect: int,
+        rank: Rank | None = None,
+    ) -> bytes:
+        """Return the envelope of one rank, for a listener to serve.
+
+        Args:
+            metadata: Values by the names of `AgentMetadata`, among them ``generation``, ``fence`` and ``geometry``
+                if the engine has them. Names that the dialect does not know are left out.
+            factors: What the engine is. If all of vLLM's names are among them the hash is vLLM's own.
+            dialect: Connector version to write, 2 to 15.
+            rank: (pp, tp) rank to announce, so that a reader can tell if a reply is not the one it asked for.
+
+        Raises:
+            ConfigurationError: ``unknown-dialect``, ``missing-field``, ``invalid-factors`` or ``invalid-argument``.
+            WireError: ``malformed-metadata`` or ``invalid-metadata`` if every peer would refuse the metadata.
+        """
+        version = dialect_of(dialect)
+        offer = LocalOffer(factors=factors)
+        if rank is not None:
+            check_rank(rank)
+        encoded = encode_metadata(metadata, version)
+        generation = metadata.get("generation")
+        return _encoder.encode(
+            Envelope(
+                compatibility_hash=compatibility_hash(hashed_factors(factors, version)),
+                agent_metadata_bytes=encoded,
+                protocol=self._offer.protocol,
+                rank=rank,
+                generation=generation if isinstance(generation, int) else None,
+                factors=dict(offer.factors),
+                checksum=checksum_of(encoded),
+                capabilities=dict(self._offer.capabilities),
+            )
+        )
+
+    def compatibility_hash(self, factors: Mapping[str, object]) -> str:
+        """Return the SHA-256 hex digest of the factors as sorted JSON, equal to vLLM's for the same mapping.
+
+        Raises:
+            ConfigurationError: ``invalid-factors`` for values that JSON cannot write.
+        """
+        return compatibility_hash(factors)
+
+    def read_complete(self, request_id: str, reader_count: int) -> bytes:
+        """Return the notification that a read is complete; see `encode_read_complete`."""
+        return encode_read_complete(request_id, reader_count)
+
+    def heartbeats(self, request_ids: Sequence[str]) -> tuple[bytes, ...]:
+        """Return the notifications that keep requests alive; see `encode_heartbeats`."""
+        return encode_heartbeats(request_ids)
+
+    def parse_notification(self, payload: bytes) -> Notification:
+        """Return what a notification says; never raises."""
+        return parse_notification(payload)

@@ -1,0 +1,128 @@
+"""Every way a handshake can go wrong: one code each, with whose fault it is and whether trying again can help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CODES", "CodeFacts", "ConfigurationError", "Fault", "HandshakeError", "TransportError", "WireError"]
+
+Fault = Literal["local", "peer", "environment"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CodeFacts:
+    """What a code says beside its name.
+
+    Attributes:
+        fault: Whose mistake it is.
+        is_retry_safe: True if the same request may succeed later, False if it will not, None if nobody can tell.
+        meaning: One sentence for the table in the documentation.
+    """
+
+    fault: Fault
+    is_retry_safe: bool | None
+    meaning: str
+
+
+def _facts(fault: Fault, is_retry_safe: bool | None, meaning: str) -> CodeFacts:
+    return CodeFacts(fault, is_retry_safe, meaning)
+
+
+CODES: Mapping[str, CodeFacts] = MappingProxyType(
+    {
+        # What a listener answers to a query that it does not serve.
+        "oversized-query": _facts("peer", False, "The query is longer than any valid query."),
+        "malformed-query": _facts(
+            "peer", False, "The query is not one complete MessagePack array of the allowed types."
+        ),
+        "wrong-arity": _facts("peer", False, "The query has another number of fields than its command takes."),
+        "wrong-type": _facts("peer", False, "A rank in the query is not a non-negative integer."),
+        "unknown-command": _facts("peer", False, "The first field of the query names no command."),
+        "unknown-rank": _facts("peer", None, "No metadata is served for this (pp, tp) rank."),
+        "not-ready": _facts("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
+        "no-advertisement": _facts("peer", False, "The engine publishes no advertisement."),
+        "rate-limited": _facts("peer", True, "This address asks faster than the listener allows."),
+        "wrong-frames": _facts("peer", False, "The message has too many or too few frames for a query."),
+        # What a client finds in a reply.
+        "refused": _facts("peer", None, "The peer's listener refused the query; its own code is in the context."),
+        "unexpected-reply": _facts("peer", False, "A reply has the wrong number of frames, or nobody asked for it."),
+        "oversized-reply": _facts("peer", False, "A reply exceeds the size limit."),
+        "malformed-envelope": _facts("peer", False, "The outer message of a reply does not decode."),
+        "malformed-metadata": _facts("peer", False, "The agent metadata in an accepted envelope does not decode."),
+        "invalid-metadata": _facts("peer", False, "The agent metadata decodes, but its values contradict each other."),
+        "malformed-clock": _facts("peer", False, "The clock frame is not one finite MessagePack number."),
+        "malformed-advertisement": _facts("peer", False, "An advertisement does not decode or contradicts itself."),
+        "malformed-stream": _facts("peer", False, "A byte stream breaks the frame format or its limits."),
+        "checksum-mismatch": _facts("peer", True, "The agent metadata was altered on its way."),
+        "rank-mismatch": _facts("peer", False, "The reply is about another rank than the one that was asked."),
+        "engine-mismatch": _facts("peer", None, "Another engine answers at this address than the ticket says."),
+        "generation-mismatch": _facts(
+            "peer", True, "The engine has registered its memory anew since the ticket was made."
+        ),
+        "hash-mismatch": _facts("peer", False, "The compatibility hashes differ."),
+        "factors-differ": _facts("peer", False, "Factors that must be equal differ."),
+        "protocol-range": _facts("peer", False, "The two protocol ranges do not overlap."),
+        "capability-missing": _facts("peer", False, "One side requires a capability that the other does not have."),
+        # What a transport meets.
+        "timed-out": _facts("environment", True, "The peer did not answer in time."),
+        "connection-refused": _facts("environment", True, "Nothing accepts connections at this address."),
+        "connection-lost": _facts("environment", True, "The connection ended before all replies had come."),
+        "authentication-refused": _facts(
+            "environment", False, "The encrypted connection was refused: check both keys."
+        ),
+        "name-unresolved": _facts("environment", True, "The host name has no address."),
+        "recently-failed": _facts("environment", True, "The peer failed a moment ago and is not asked again yet."),
+        "bind-failed": _facts("environment", None, "The listener cannot bind its address."),
+        "transport-failed": _facts("environment", None, "The messaging library failed in a way not foreseen here."),
+        "closed": _facts("local", True, "The client was closed before the handshake ended."),
+        # What the caller did.
+        "invalid-argument": _facts("local", False, "An argument is outside its allowed range."),
+        "invalid-endpoint": _facts("local", False, "A host or port cannot be used."),
+        "invalid-factors": _facts("local", False, "Factors cannot be written as JSON."),
+        "unknown-dialect": _facts("local", False, "No such version of the wire is known."),
+        "missing-field": _facts("local", False, "A field that the dialect needs was not given."),
+        "invalid-key-file": _facts("local", False, "A key file cannot be read or holds no key."),
+        "insecure-key-file": _facts("local", False, "A secret key file may be read by others."),
+        "invalid-recording": _facts("local", False, "A recording file cannot be read."),
+    }
+)
+
+
+class HandshakeError(Exception):
+    """Base of everything that this package raises on purpose.
+
+    Attributes:
+        code: Stable kebab-case name, a key of `CODES`.
+        fault: Whose mistake it is: ``local``, ``peer`` or ``environment``.
+        is_retry_safe: Whether the same request may succeed later; None if nobody can tell.
+        context: The numbers and names behind the text, as plain values.
+    """
+
+    def __init__(self, code: str, message: str, **context: object) -> None:
+        super().__init__(message)
+        facts = CODES[code]
+        self.code = code
+        self.fault: Fault = facts.fault
+        self.is_retry_safe = facts.is_retry_safe
+        self.context: Mapping[str, object] = MappingProxyType(context)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code!r}, {str(self)!r})"
+
+
+class WireError(HandshakeError):
+    """Bytes from a peer break the protocol, or say something that cannot be accepted."""
+
+
+class ConfigurationError(HandshakeError):
+    """The caller asked for something that cannot be done."""
+
+
+class TransportError(HandshakeError):
+    """The network or the machine does not do what is needed."""

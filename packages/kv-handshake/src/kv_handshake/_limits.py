@@ -1,0 +1,31 @@
+"""Upper bounds on everything that a peer can make large."""
+
+from __future__ import annotations
+
+__all__ = [
+    "MAX_ENGINE_ID_CHARS",
+    "MAX_FACTORS",
+    "MAX_NOTIFICATION_BYTES",
+    "MAX_QUERY_BYTES",
+    "MAX_RANK",
+    "MAX_READER_COUNT",
+    "MAX_REPLY_BYTES",
+    "MAX_REQUEST_ID_BYTES",
+]
+
+MAX_QUERY_BYTES = 256
+"""A metadata query takes 16 to 32 bytes, whichever integer widths the sender picks."""
+
+MAX_REPLY_BYTES = 16 * 1024 * 1024
+"""One rank's envelope. Thousands of regions and a dozen network rails stay below a tenth of this."""
+
+MAX_RANK = 65_535
+"""Largest pp or tp rank; far above any engine, small enough for every integer type of a port to another language."""
+
+MAX_READER_COUNT = 65_536
+"""Consumer ranks that may read one request from one producer rank."""
+
+MAX_ENGINE_ID_CHARS = 512
+MAX_FACTORS = 256
+MAX_REQUEST_ID_BYTES = 4096
+MAX_NOTIFICATION_BYTES = 1024 * 1024

@@ -1,0 +1,216 @@
+"""A supervised side-channel listener: a thread that serves a `ServerCore` and cannot be stopped by what it receives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
+
+from kv_handshake._endpoint import check_endpoint, is_wildcard
+from kv_handshake._errors import ConfigurationError, HandshakeError
+from kv_handshake._log import GatedLog
+from kv_handshake._pacing import TokenBuckets
+from kv_handshake._server import ServerCore
+from kv_handshake._zmq import Incoming, RouterSocket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kv_handshake._keys import ServerSecurity
+    from kv_handshake._queries import Rank
+
+__all__ = ["Listener", "QueryLimits"]
+
+_RESTART_FIRST_S = 0.05
+_RESTART_MOST_S = 5.0
+_JOIN_S = 5.0
+_NOBODY: Mapping[str, int] = MappingProxyType({})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class QueryLimits:
+    """How often one address may ask.
+
+    Attributes:
+        queries_per_s: Queries a second on average; 0 for no limit.
+        burst: Queries that may come at once: a large engine starting up asks for every rank from every one of its own.
+    """
+
+    queries_per_s: float = 1000.0
+    burst: float = 5000.0
+
+
+_DEFAULT_LIMITS = QueryLimits()
+
+
+@final
+class Listener:
+    """Serves one engine's metadata on a TCP port.
+
+    Args:
+        host: Address to bind: an IPv4 or IPv6 address, a name, or a wildcard (``0.0.0.0``, ``::``, ``*``).
+        port: Port to bind; 0 for any free one, see `port`.
+        payloads: Envelope by (pp rank, tp rank) to serve at first.
+        advertisement: The engine's advertisement as JSON bytes.
+        advertised_host: What peers should connect to; needed if `host` is a wildcard.
+        limits: How often one address may ask.
+        security: Keys of an encrypted side channel; plain TCP without.
+        clock: The monotonic clock that replies carry, in seconds: the one that expiry times on tickets are read from.
+
+    Raises:
+        ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        payloads: Mapping[Rank, bytes] | None = None,
+        advertisement: bytes | None = None,
+        advertised_host: str = "",
+        limits: QueryLimits = _DEFAULT_LIMITS,
+        security: ServerSecurity | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_endpoint(host, port, allows_any_port=True)
+        self._host = host
+        self._port = port
+        self._advertised_host = advertised_host
+        self._security = security
+        self._clock = clock
+        self._core = ServerCore(payloads, advertisement=advertisement)
+        self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
+        self._log = GatedLog()
+        self._counts: Counter[str] = Counter()
+        self._closing = threading.Event()
+        self._lifecycle = threading.Lock()
+        self._socket: RouterSocket | None = None
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"Listener({self._host!r}, {self._port}, alive={self.is_alive}, {self._core!r})"
+
+    @property
+    def port(self) -> int:
+        """The bound port; before `start`, the one that was asked for."""
+        return self._port
+
+    @property
+    def advertised_host(self) -> str:
+        """The host that peers should connect to.
+
+        Raises:
+            ConfigurationError: ``invalid-endpoint`` if the bind address is a wildcard and no other host was given.
+        """
+        host = self._advertised_host or self._host
+        if is_wildcard(host):
+            raise ConfigurationError(
+                "invalid-endpoint", f"peers cannot connect to {host!r}: give an advertised host", host=host
+            )
+        return host
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the serving thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Bind and serve; a bind failure raises here, at once.
+
+        Raises:
+            TransportError: ``bind-failed``.
+            ConfigurationError: ``invalid-argument`` if the listener was started or closed before.
+        """
+        with self._lifecycle:
+            if self._thread is not None or self._closing.is_set():
+                raise ConfigurationError("invalid-argument", "a listener starts once")
+            self._socket = RouterSocket(self._host, self._port, security=self._security)
+            self._port = self._socket.port
+            self._thread = threading.Thread(target=self._supervise, name="kv-handshake-listener", daemon=True)
+            self._thread.start()
+
+    def replace(self, payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> None:
+        """Serve these envelopes by (pp rank, tp rank) from now on; none of them means "not ready"."""
+        self._core.replace(payloads, advertisement=advertisement)
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counts so far.
+
+        They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read),
+        ``restarts``, ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
+        ``clients_refused.<address> <key>`` one by one.
+        """
+        sock = self._socket
+        denied: Mapping[str, int] = sock.denied() if sock is not None else _NOBODY
+        return {
+            "answered": 0,
+            "unsent": 0,
+            "restarts": 0,
+            **self._core.statistics(),
+            **self._counts,
+            "log_lines_held_back": self._log.held_back,
+            "clients_refused": sum(denied.values()),
+            **{f"clients_refused.{client}": count for client, count in denied.items()},
+        }
+
+    def close(self) -> None:
+        """Stop serving and free the port; idempotent."""
+        self._closing.set()
+        with self._lifecycle:
+            if self._thread is None:
+                return
+            if self._socket is not None:
+                self._socket.wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_JOIN_S)
+
+    def _supervise(self) -> None:
+        """Serve until closed; whatever ends the loop early is counted, logged, and followed by a fresh socket."""
+        failures = 0
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                if self._socket is None:
+                    self._socket = RouterSocket(self._host, self._port, security=self._security)
+                self._serve(self._socket)
+            except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
+                self._counts["restarts"] += 1
+                failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
+                self._log.warning("restart", f"listener on port {self._port} restarts after {error!r}")
+            finally:
+                self._drop_socket()
+            if not self._closing.is_set():
+                self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
+
+    def _serve(self, sock: RouterSocket) -> None:
+        while not self._closing.is_set():
+            incoming = sock.receive()
+            if incoming is None:
+                continue
+            reply = self._reply(incoming)
+            if not sock.send(incoming.envelope, reply):
+                self._counts["unsent"] += 1
+
+    def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
+        now_s = self._clock()
+        wait_s = self._buckets.wait_s(incoming.address, now_s)
+        if wait_s:
+            self._log.warning("rate-limited", f"{incoming.address} asks too often")
+            return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
+        if incoming.query is None:
+            self._log.warning("wrong-frames", f"{incoming.address} sent a message that is no query")
+            return self._core.refuse("wrong-frames")
+        return self._core.respond(incoming.query, clock_s=now_s)
+
+    def _drop_socket(self) -> None:
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            try:
+                sock.close()
+            except HandshakeError as error:
+                self._log.warning("close", f"listener socket does not close: {error!r}")

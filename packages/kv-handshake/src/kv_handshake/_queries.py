@@ -1,0 +1,100 @@
+"""Queries: what a client asks a listener."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast, final
+
+import msgspec
+
+from kv_handshake._errors import ConfigurationError, WireError
+from kv_handshake._limits import MAX_QUERY_BYTES, MAX_RANK
+
+if TYPE_CHECKING:
+    from kv_handshake._dialect import Dialect
+
+__all__ = ["ADVERTISEMENT_QUERY", "Query", "Rank", "check_rank", "encode_query", "parse_query"]
+
+Rank = tuple[int, int]
+"""(pp rank, tp rank)."""
+
+_METADATA = b"get_meta_msg"
+_ADVERTISEMENT = b"get_advertisement"
+
+ADVERTISEMENT_QUERY: bytes = msgspec.msgpack.encode([_ADVERTISEMENT])
+"""Asks our own listeners for their advertisement. Never send it to vLLM's own listener: it would end it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A parsed query.
+
+    Attributes:
+        command: ``metadata`` or ``advertisement``.
+        rank: (pp, tp) rank that is asked for; (0, 0) for an advertisement.
+        wants_clock: Whether the asker's dialect expects a clock frame.
+    """
+
+    command: Literal["metadata", "advertisement"]
+    rank: Rank = (0, 0)
+    wants_clock: bool = False
+
+
+def encode_query(rank: Rank, dialect: Dialect) -> bytes:
+    """Return the query for one rank's metadata in a dialect.
+
+    Raises:
+        ConfigurationError: ``invalid-argument`` for a rank out of range, or a pp rank above 0 in a dialect without one.
+    """
+    check_rank(rank)
+    pp, tp = rank
+    if dialect.query_fields == 2:
+        if pp:
+            raise ConfigurationError(
+                "invalid-argument",
+                f"a peer of version {dialect.version} has no pipeline ranks, but pp rank {pp} was asked for",
+                pp_rank=pp,
+                dialect=dialect.version,
+            )
+        return msgspec.msgpack.encode((_METADATA, tp))
+    return msgspec.msgpack.encode((_METADATA, pp, tp))
+
+
+def check_rank(rank: Rank) -> None:
+    """Raise ``invalid-argument`` unless both numbers are ranks."""
+    if not all(0 <= number <= MAX_RANK for number in rank):
+        raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
+
+
+def parse_query(frame: bytes) -> Query:
+    """Return what a query asks for.
+
+    Raises:
+        WireError: ``oversized-query``, ``malformed-query``, ``unknown-command``, ``wrong-arity`` or ``wrong-type``.
+    """
+    if len(frame) > MAX_QUERY_BYTES:
+        raise WireError("oversized-query", f"query of {len(frame)} bytes; at most {MAX_QUERY_BYTES} are read")
+    try:
+        fields: Any = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError("malformed-query", f"query of {len(frame)} bytes does not decode: {error}") from error
+    if not isinstance(fields, list) or not fields:
+        raise WireError("malformed-query", "query is not an array of a command and its fields")
+    return _interpret(cast("list[object]", fields))
+
+
+def _interpret(fields: list[object]) -> Query:
+    command, *numbers = fields
+    if command == _ADVERTISEMENT:
+        if numbers:
+            raise WireError("wrong-arity", f"advertisement query with {len(fields)} fields; it has 1")
+        return Query("advertisement")
+    if command != _METADATA:
+        raise WireError("unknown-command", "the first field is not the bytes 'get_meta_msg' or 'get_advertisement'")
+    if len(numbers) not in (1, 2):
+        raise WireError("wrong-arity", f"metadata query with {len(fields)} fields; it has 2 (tp) or 3 (pp, tp)")
+    ranks = [number for number in numbers if isinstance(number, int) and not isinstance(number, bool) and number >= 0]
+    if len(ranks) != len(numbers):
+        raise WireError("wrong-type", "a rank is not a non-negative integer")
+    return Query("metadata", (ranks[0] if len(ranks) == 2 else 0, ranks[-1]), wants_clock=len(ranks) == 2)

@@ -1,0 +1,382 @@
+"""The only module that knows ZeroMQ: a listening socket, connections, and a poll over many of them.
+
+The listener's socket is a ROUTER with blocking receives: between two messages it costs nothing, and a private in-
+process endpoint wakes it. A client connection is a DEALER that speaks like a REQ (an empty first frame) but may send
+ahead. It never reconnects by itself: replies are matched to queries by position, so a connection that broke must end
+visibly. A monitor socket per connection reports that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import uuid
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import zmq
+import zmq.utils.z85
+from zmq.utils.monitor import parse_monitor_message
+
+from kv_handshake._endpoint import tcp_url
+from kv_handshake._errors import HandshakeError, TransportError
+from kv_handshake._limits import MAX_REPLY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kv_handshake._keys import ClientSecurity, ServerSecurity
+
+__all__ = ["Connection", "Hub", "Incoming", "RouterSocket", "generate_keypair"]
+
+_MAX_INCOMING_BYTES = 1024 * 1024
+"""A longer frame closes its connection before it is in memory; shorter ones are refused with a code."""
+
+_HIGH_WATER_MARK = 128
+"""Messages queued per peer; beyond it a sender waits and a peer that does not read loses replies."""
+
+_RECEIVE_TIMEOUT_MS = 1000
+_KNOWN_ADDRESSES = 4096
+_MAX_FRAMES = 2
+
+_MONITORED = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_SECURITY_EVENTS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+def generate_keypair() -> tuple[str, str]:
+    """Return a new CurveZMQ (public, secret) key pair in Z85."""
+    public, secret = zmq.curve_keypair()
+    return public.decode("ascii"), secret.decode("ascii")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One message from a peer.
+
+    Attributes:
+        envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
+        query: The query, or None if the message is not shaped like one.
+        address: The sender's IP address.
+    """
+
+    envelope: tuple[bytes, ...]
+    query: bytes | None
+    address: str
+
+
+@final
+class RouterSocket:
+    """A bound listening socket, used by one thread; only `wake` may be called from others.
+
+    Raises:
+        TransportError: ``bind-failed``.
+    """
+
+    def __init__(self, host: str, port: int, *, security: ServerSecurity | None = None) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._doorbell = f"inproc://wake-{uuid.uuid4().hex}"
+        self._addresses: OrderedDict[bytes, str] = OrderedDict()
+        self._gatekeeper: _Gatekeeper | None = None
+        try:
+            _set_options(
+                self._socket,
+                (zmq.LINGER, 0),
+                (zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES),
+                (zmq.RCVHWM, _HIGH_WATER_MARK),
+                (zmq.SNDHWM, _HIGH_WATER_MARK),
+                (zmq.RCVTIMEO, _RECEIVE_TIMEOUT_MS),
+                (zmq.ROUTER_MANDATORY, 1),
+                (zmq.TCP_KEEPALIVE, 1),
+                (zmq.IPV6, int(":" in host)),
+            )
+            if security is not None:
+                self._socket.curve_server = True
+                self._socket.curve_publickey = security.public_key.encode("ascii")
+                self._socket.curve_secretkey = security.secret_key.encode("ascii")
+                if security.authorized:
+                    self._socket.zap_domain = b"kv-handshake"
+                    self._gatekeeper = _Gatekeeper(self._context, security.authorized)
+            self._socket.bind(tcp_url(host, port))
+            self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._socket.bind(self._doorbell)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(
+                "bind-failed",
+                f"cannot listen on {host} port {port}: {error.strerror}; is the port taken or the address not local?",
+                host=host,
+                port=port,
+                errno=error.errno,
+            ) from error
+
+    def receive(self) -> Incoming | None:
+        """Return the next message, or None about once a second and when woken."""
+        try:
+            identity = self._socket.recv()
+            address = self._addresses.get(identity)
+            if address is None:
+                first = self._socket.recv(copy=False)
+                address = self._remember(identity, first)
+                frames = [first.bytes]
+            else:
+                frames = [self._socket.recv()]
+            surplus = 0
+            while self._socket.rcvmore:
+                part = self._socket.recv()
+                if len(frames) < _MAX_FRAMES:
+                    frames.append(part)
+                else:
+                    surplus += 1
+        except zmq.Again:
+            return None
+        if surplus or (len(frames) == _MAX_FRAMES and frames[0]):
+            return Incoming((identity, b""), None, address)
+        if len(frames) == _MAX_FRAMES:
+            return Incoming((identity, b""), frames[1], address)
+        return Incoming((identity,), frames[0], address) if address else None
+
+    def send(self, envelope: Sequence[bytes], frames: Iterable[bytes]) -> bool:
+        """Send a reply; return False if the peer is gone or does not read."""
+        try:
+            self._socket.send_multipart((*envelope, *frames), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def wake(self) -> None:
+        """Make a blocked `receive` return soon; from any thread."""
+        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as bell:
+            bell.setsockopt(zmq.LINGER, 200)
+            bell.connect(self._doorbell)
+            bell.send(b"", zmq.NOBLOCK)
+
+    def denied(self) -> Mapping[str, int]:
+        """Return how often each client without an authorised key was turned away, by address and key."""
+        return self._gatekeeper.denied() if self._gatekeeper is not None else {}
+
+    def close(self) -> None:
+        """Close the socket and everything that belongs to it."""
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.destroy(linger=0)
+
+    def _remember(self, identity: bytes, frame: zmq.Frame) -> str:
+        try:
+            address = str(frame.get("Peer-Address"))
+        except zmq.ZMQError:
+            return ""  # in-process: the doorbell
+        self._addresses[identity] = address
+        if len(self._addresses) > _KNOWN_ADDRESSES:
+            self._addresses.popitem(last=False)
+        return address
+
+
+@final
+class _Gatekeeper:
+    """Answers ZeroMQ's question whether a client key may connect (ZAP 1.0), on a thread of its own."""
+
+    _MAX_NAMES = 256
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], authorized: Mapping[str, str]) -> None:
+        self._authorized = dict(authorized)
+        self._denied: Counter[str] = Counter()
+        self._closing = threading.Event()
+        self._socket = context.socket(zmq.REP)
+        _set_options(self._socket, (zmq.LINGER, 0), (zmq.RCVTIMEO, 100))
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._thread = threading.Thread(target=self._run, name="kv-handshake-gatekeeper", daemon=True)
+        self._thread.start()
+
+    def denied(self) -> Mapping[str, int]:
+        return dict(self._denied)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            key = zmq.utils.z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" else ""
+            name = self._authorized.get(key)
+            if name is None:
+                who = f"{address.decode('ascii', 'replace')} {key}"
+                self._denied[who if who in self._denied or len(self._denied) < self._MAX_NAMES else "others"] += 1
+            verdict = (b"400", b"key not authorized", b"") if name is None else (b"200", b"", name.encode())
+            self._socket.send_multipart((version, request, *verdict, b""))
+        self._socket.close(0)
+
+
+@final
+class Connection:
+    """One client connection to one listener; belongs to its hub's thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self._is_secure = security is not None
+        _set_options(
+            self.socket,
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_REPLY_BYTES),
+            (zmq.RCVHWM, _HIGH_WATER_MARK),
+            (zmq.SNDHWM, _HIGH_WATER_MARK),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.TCP_KEEPALIVE, 1),
+        )
+        if security is not None:
+            self.socket.curve_publickey = security.public_key.encode("ascii")
+            self.socket.curve_secretkey = security.secret_key.encode("ascii")
+            self.socket.curve_serverkey = security.server_key.encode("ascii")
+        self.monitor = self.socket.get_monitor_socket(_MONITORED)
+
+    def connect(self, address: str, port: int) -> None:
+        """Start to connect to a literal address.
+
+        Raises:
+            TransportError: ``transport-failed``.
+        """
+        try:
+            self.socket.setsockopt(zmq.IPV6, int(":" in address))
+            self.socket.connect(tcp_url(address, port))
+        except zmq.ZMQError as error:
+            raise TransportError(
+                "transport-failed", f"cannot connect to {address} port {port}: {error.strerror}", errno=error.errno
+            ) from error
+
+    def send(self, query: bytes) -> None:
+        """Queue a query; it leaves as soon as the connection stands.
+
+        Raises:
+            TransportError: ``transport-failed`` if more queries are queued than the transport takes.
+        """
+        try:
+            self.socket.send_multipart((b"", query), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise TransportError("transport-failed", f"cannot send a query: {error.strerror}") from error
+
+    def receive(self) -> list[bytes] | None:
+        """Return the frames of the next reply without the delimiter, at most a few, or None if none is there."""
+        try:
+            frames = [self.socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        while self.socket.rcvmore:
+            part = self.socket.recv()
+            if len(frames) <= _MAX_FRAMES + 1:
+                frames.append(part)
+        return frames[1:] if not frames[0] else frames
+
+    def fault(self) -> str:
+        """Return why the connection ended, as a code, or nothing if it has not."""
+        try:
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return ""
+        kind = event["event"]
+        if kind & _SECURITY_EVENTS:
+            return "authentication-refused"
+        if kind == zmq.EVENT_CLOSED:
+            return "connection-refused"
+        # A listener that does not accept a client's key hangs up without a word.
+        return "connection-lost"
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+@final
+class Hub:
+    """A poll over many connections and a doorbell, for one thread; only `wake` may be called from others."""
+
+    def __init__(self, security: ClientSecurity | None = None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._security = security
+        self._poller = zmq.Poller()
+        self._by_socket: dict[Any, Connection] = {}
+        self._ear, self._bell = socket.socketpair()
+        self._ear.setblocking(False)
+        self._bell.setblocking(False)
+        self._poller.register(self._ear.fileno(), zmq.POLLIN)
+
+    def open(self, address: str, port: int) -> Connection:
+        """Return a new connection, on its way.
+
+        Raises:
+            TransportError: ``transport-failed``.
+        """
+        try:
+            connection = Connection(self._context, self._security)
+        except zmq.ZMQError as error:
+            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
+        try:
+            connection.connect(address, port)
+        except HandshakeError:
+            connection.close()
+            raise
+        for each in (connection.socket, connection.monitor):
+            self._poller.register(each, zmq.POLLIN)
+            self._by_socket[each] = connection
+        return connection
+
+    def discard(self, connection: Connection) -> None:
+        """Close a connection and forget it."""
+        for each in (connection.socket, connection.monitor):
+            self._poller.unregister(each)
+            del self._by_socket[each]
+        connection.close()
+
+    def poll(self, timeout_s: float) -> list[Connection]:
+        """Wait until a connection has something to say, the doorbell rings or the time is over.
+
+        Returns:
+            The connections to look at, each once.
+        """
+        ready = self._poller.poll(max(0, min(60_000, int(timeout_s * 1000) + 1)))
+        for each, _ in ready:
+            if each == self._ear.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    self._ear.recv(4096)
+        found = (self._by_socket.get(each) for each, _ in ready)
+        return list(dict.fromkeys(connection for connection in found if connection is not None))
+
+    def wake(self) -> None:
+        """Make a blocked `poll` return; from any thread, also after `close`."""
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+    def close(self) -> None:
+        """Close all connections and the doorbell."""
+        for connection in set(self._by_socket.values()):
+            self.discard(connection)
+        self._ear.close()
+        self._bell.close()
+        self._context.destroy(linger=0)
+
+
+def _set_options(target: zmq.Socket[bytes], *options: tuple[int, int]) -> None:
+    for name, value in options:
+        target.setsockopt(name, value)
