@@ -21,9 +21,11 @@ from kv_topology._model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Mem
 from kv_topology._plan import TransferPlan, plan_transfer
 from kv_topology._planner import Planner
 from kv_topology._readers import target_ranks
+from kv_topology._reshard import reshard_layout
 from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal, even_interval, home_ranks
 from kv_topology._slices import Pairing, SliceTable
+from kv_topology._vllm import peer_document_from_vllm, peer_geometry_from_vllm, state_pages_per_block
 
 __version__ = "0.1.0"
 
@@ -63,6 +65,10 @@ __all__ = [
     "layer_regions",
     "cross_layer_region",
     "rank_geometry",
+    "reshard_layout",
+    "peer_document_from_vllm",
+    "peer_geometry_from_vllm",
+    "state_pages_per_block",
     "even_interval",
     "home_ranks",
     "window_blocks",

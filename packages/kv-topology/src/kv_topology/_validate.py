@@ -266,11 +266,12 @@ def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: i
 
 def _check_aliases(geometry: RankGeometry) -> None:
     """Raise if two regions of one group share bytes. Overlap is fine between groups: a page belongs to one of them."""
-    seen: dict[int, list[tuple[int, int]]] = {}
+    seen: dict[tuple[int, str, int], list[tuple[int, int]]] = {}
     for number, region in enumerate(geometry.regions):
         for group in {member.group for member in region.members}:
-            seen.setdefault(group, []).append((region.base_address, number))
-    for group, entries in seen.items():
+            key = (group, region.memory_kind, region.device)
+            seen.setdefault(key, []).append((region.base_address, number))
+    for (group, _, _), entries in seen.items():
         entries.sort()
         cluster: list[int] = []
         cluster_end = 0
