@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -20,6 +19,8 @@ from ._rows import RowTable
 from ._statistics import Statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from ._port import MemoryKind, PortFactory, PortFeatures
     from ._values import MemoryRegion, QuarantineEntry, TransferOrder, TransferResult
 
@@ -121,7 +122,7 @@ class TransferAgent:
 
     # --------------------------------------------------------------------------------------------------------- peers
 
-    def add_peer(  # noqa: PLR0913 - the parts of a peer
+    def add_peer(
         self,
         peer: str,
         agent_metadata: bytes,
@@ -158,7 +159,7 @@ class TransferAgent:
         if self._options.wire_up:
             self._wire_up(added)
 
-    def replace_peer(  # noqa: PLR0913 - as add_peer
+    def replace_peer(
         self,
         peer: str,
         agent_metadata: bytes,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
-
-import numpy as np
 
 from ._errors import AgentError
 from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
 from ._rows import expand_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
     import numpy.typing as npt
 
 __all__ = ["NixlBinding", "available_plugins", "find_nixl", "open_nixl"]
@@ -43,6 +43,10 @@ _CODES: Final = MappingProxyType(
 )
 
 
+# Taken by the UCX plugin, although it does not list them.
+_UNLISTED: Final = frozenset({"num_threads", "split_batch_size", "engine_config"})
+
+
 class _Agent(Protocol):
     """The methods of `nixl_agent` that are used; handles are opaque, results as the library annotates or returns them."""
 
@@ -59,7 +63,7 @@ class _Agent(Protocol):
     def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
     def remove_remote_agent(self, agent: str) -> None: ...
     def prep_xfer_dlist(self, agent_name: str, xfer_list: object, mem_type: str) -> object: ...
-    def make_prepped_xfer(  # noqa: PLR0913 - NIXL's signature
+    def make_prepped_xfer(
         self, operation: str, local: object, li: object, remote: object, ri: object, notif_msg: bytes
     ) -> object: ...
     def transfer(self, handle: object) -> str: ...
@@ -207,7 +211,7 @@ class NixlBinding:
         agent = self._live()
         _attempt("release_dlist_handle", lambda: agent.release_dlist_handle(prepared))
 
-    def make(  # noqa: PLR0913 - the port's signature
+    def make(
         self,
         operation: Operation,
         local: Handle,
@@ -305,7 +309,7 @@ def open_nixl(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]]
                 "backend-unavailable", f"NIXL has no plugin {name!r} here; it has {', '.join(plugins)}", backend=name
             )
         known = agent.get_plugin_params(name)
-        unknown = sorted(set(parameters) - set(known))
+        unknown = sorted(set(parameters) - set(known) - _UNLISTED)
         if known and unknown:
             raise AgentError(
                 "backend-unavailable",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 from ._errors import AgentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._peers import Peer, PeerTable
     from ._port import Handle, NixlPort
     from ._statistics import Statistics

@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
 from ._custody import Custody
@@ -30,6 +29,8 @@ from ._transfer import FairQueue, Part, Transfer, split_into_parts
 from ._values import Outcome, TraceEvent, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._memory import MemoryTable
     from ._options import AgentOptions
     from ._peers import Peer, PeerTable
@@ -56,7 +57,7 @@ _REJECTIONS: Final = frozenset(
 class TransferEngine:
     """All transfers of one agent."""
 
-    def __init__(  # noqa: PLR0913 - wired once, by the agent
+    def __init__(
         self,
         port: NixlPort,
         memory: MemoryTable,
@@ -359,7 +360,7 @@ class TransferEngine:
             f"not seen to end within {limit_s:.3f} s ({where}); peer {transfer.peer.key!r} may be stopped or overloaded",
         )
 
-    def _end(  # noqa: PLR0913 - the fields of a result
+    def _end(
         self,
         transfer: Transfer,
         outcome: Outcome,

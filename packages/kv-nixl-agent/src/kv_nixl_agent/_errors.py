@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["ERROR_CODES", "AgentError", "ErrorFacts", "Fault"]
 
@@ -23,7 +25,7 @@ class ErrorFacts:
     meaning: str
 
 
-def _facts(fault: Fault, is_retry_safe: bool | None, meaning: str) -> ErrorFacts:  # noqa: FBT001
+def _facts(fault: Fault, is_retry_safe: bool | None, meaning: str) -> ErrorFacts:
     return ErrorFacts(fault, is_retry_safe, meaning)
 
 

@@ -13,7 +13,6 @@ import ctypes
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
@@ -23,6 +22,8 @@ from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTe
 from ._rows import expand_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     import numpy.typing as npt
 
 __all__ = ["FakeFabric", "FakeNixl"]
@@ -160,7 +161,7 @@ class FakeNixl:
     @property
     def features(self) -> PortFeatures:
         """What this agent can do."""
-        return PortFeatures("fake", True, True, tuple(self._parameters), self._parameters)  # noqa: FBT003
+        return PortFeatures("fake", True, True, tuple(self._parameters), self._parameters)
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Register memory."""
@@ -229,7 +230,7 @@ class FakeNixl:
         self._live("release_prepared")
         assert isinstance(prepared, _Prepared)
 
-    def make(  # noqa: PLR0913 - the port's signature
+    def make(
         self,
         operation: Operation,
         local: Handle,

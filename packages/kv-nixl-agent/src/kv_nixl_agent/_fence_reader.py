@@ -7,7 +7,6 @@ that still shows the lease's generation proves that the blocks were still leased
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -17,6 +16,8 @@ from ._custody import Custody, Stray
 from ._errors import AgentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._memory import FenceArray
     from ._port import NixlPort
     from ._transfer import Transfer

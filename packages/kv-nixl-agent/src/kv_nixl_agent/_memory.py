@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -11,6 +11,8 @@ from ._errors import AgentError
 from ._rows import row_ends
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from ._port import Handle, MemoryKind, NixlPort
@@ -105,7 +107,7 @@ class FenceArray:
 class MemoryTable:
     """What is registered with NIXL; refuses rows that reach outside before NIXL sees them."""
 
-    __slots__ = ("_port", "_registrations", "_regions", "fences")
+    __slots__ = ("_port", "_regions", "_registrations", "fences")
 
     def __init__(self, port: NixlPort, regions: Sequence[MemoryRegion], *, fence_words: int) -> None:
         self._port = port
@@ -191,7 +193,7 @@ def _check_region(region: MemoryRegion) -> None:
 
 def _check_overlap(regions: Sequence[MemoryRegion]) -> None:
     ordered = sorted(regions, key=lambda region: (region[3], region[2], region[0]))
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before[2:] == after[2:] and before[0] + before[1] > after[0]:
             raise AgentError(
                 "bad-region",

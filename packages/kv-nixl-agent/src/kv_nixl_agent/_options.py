@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 from ._errors import AgentError
-from ._values import TraceEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ._values import TraceEvent
 
 __all__ = ["AgentOptions", "BackendOptions", "SyncMode", "ThreadOptions"]
 
 SyncMode = Literal["none", "rw", "strict"]
 
 
-def _demand(holds: bool, message: str, **context: object) -> None:  # noqa: FBT001
+def _demand(holds: bool, message: str, **context: object) -> None:
     if not holds:
         raise AgentError("bad-options", message, **context)
 

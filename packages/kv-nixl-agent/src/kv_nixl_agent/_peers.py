@@ -6,20 +6,22 @@ added, released when many other peers were used since, and prepared again on dem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from ._errors import AgentError
 from ._metadata import open_metadata, peek_agent_name
-from ._rows import RowTable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy.typing as npt
 
     from ._memory import MemoryTable
     from ._port import Handle, MemoryKind, NixlPort
+    from ._rows import RowTable
 
     Rows = npt.NDArray[np.uint64]
 
@@ -293,7 +295,5 @@ class PeerTable:
 def _quietly(call: object, *arguments: object) -> None:
     """Release a handle; a refusal leaves nothing that we could still do."""
     assert callable(call)
-    try:
+    with contextlib.suppress(AgentError):
         call(*arguments)
-    except AgentError:
-        pass

@@ -8,13 +8,14 @@ disconnected, and only then are the pages reported quiet. Nothing else ends a qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
 from ._errors import AgentError
 from ._values import QuarantineEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from ._peers import Peer
     from ._port import NixlPort
     from ._transfer import Part, Transfer

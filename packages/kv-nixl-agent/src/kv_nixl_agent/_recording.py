@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from ._errors import AgentError
-from ._port import Handle, MemoryKind, NixlPort, Operation, PortFactory, PortFeatures, Progress, WireTelemetry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     import numpy.typing as npt
+
+    from ._port import Handle, MemoryKind, NixlPort, Operation, PortFactory, PortFeatures, Progress, WireTelemetry
 
 __all__ = ["RecordingPort", "recording_factory"]
 
@@ -69,7 +71,7 @@ class RecordingPort:
         self._port.release_prepared(prepared)
         self._released("prepared", prepared)
 
-    def make(  # noqa: PLR0913 - the port's signature
+    def make(
         self,
         operation: Operation,
         local: Handle,

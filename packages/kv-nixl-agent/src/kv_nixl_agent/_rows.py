@@ -7,7 +7,6 @@ table of a thousand regions with a million pages is a thousand rows, and block i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
@@ -15,6 +14,8 @@ import numpy as np
 from ._errors import AgentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from ._port import MemoryKind

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
@@ -24,6 +23,8 @@ from ._pacing import Pacer, SwitchInterval
 from ._values import TransferOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -261,7 +262,7 @@ class TransferThread:
 
     # --------------------------------------------------------------------------------------------------------- owner
 
-    def add_peer(  # noqa: PLR0913 - the parts of a peer
+    def add_peer(
         self,
         peer: str,
         agent_metadata: bytes,
@@ -283,7 +284,7 @@ class TransferThread:
             fence=fence,
         )
 
-    def replace_peer(  # noqa: PLR0913 - the parts of a peer
+    def replace_peer(
         self,
         peer: str,
         agent_metadata: bytes,
@@ -317,7 +318,7 @@ class TransferThread:
         """Return a snapshot of every peer."""
         return self._own().peers()
 
-    def post_read(  # noqa: PLR0913 - the parts of an order
+    def post_read(
         self,
         transfer_id: str,
         peer: str,

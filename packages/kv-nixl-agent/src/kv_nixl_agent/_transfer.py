@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -13,6 +12,8 @@ from ._rows import order_for_merging
 from ._values import TransferResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from ._peers import Peer
@@ -91,7 +92,7 @@ class Transfer:
         self.fence_word = -1
         self.has_ended = False
 
-    def result(  # noqa: PLR0913 - the fields of a result
+    def result(
         self,
         outcome: Outcome,
         code: str,

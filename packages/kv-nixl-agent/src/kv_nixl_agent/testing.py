@@ -1,6 +1,21 @@
-"""Test doubles: a fake NIXL that moves bytes and fails on demand, and a port that counts handles."""
+"""Test doubles and checks: a fake NIXL that moves bytes and fails on demand, a port that counts handles, a producer in a
+process of its own, and the checks that every implementation of the port must pass.
+"""
 
+from ._checks import CHECKS, FAULT_CHECKS, ProducerControl, Stage
 from ._fake import FakeFabric, FakeNixl
+from ._peer_process import PeerProcess, page_pattern
 from ._recording import RecordingPort, recording_factory
 
-__all__ = ["FakeFabric", "FakeNixl", "RecordingPort", "recording_factory"]
+__all__ = [
+    "CHECKS",
+    "FAULT_CHECKS",
+    "FakeFabric",
+    "FakeNixl",
+    "PeerProcess",
+    "ProducerControl",
+    "RecordingPort",
+    "Stage",
+    "page_pattern",
+    "recording_factory",
+]
