@@ -1,6 +1,7 @@
 """Which bytes of which peer rank land where: layouts, shards and transfer plans for paged KV caches."""
 
 from kv_topology._blocks import clip_window, kernel_pages, window_blocks
+from kv_topology._boxes import Pairing
 from kv_topology._document import DOCUMENT_SCHEMA, DOCUMENT_VERSION, from_document, to_document
 from kv_topology._errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
 from kv_topology._families import (
@@ -24,7 +25,7 @@ from kv_topology._readers import target_ranks
 from kv_topology._reshard import reshard_layout
 from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal, even_interval, home_ranks
-from kv_topology._slices import Pairing, SliceTable
+from kv_topology._slices import SliceTable
 from kv_topology._vllm import peer_document_from_vllm, peer_geometry_from_vllm, state_pages_per_block
 
 __version__ = "0.1.0"

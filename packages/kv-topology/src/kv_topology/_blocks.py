@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_topology._arrays import Bools, Ints
+    from kv_topology._boxes import Pairing
     from kv_topology._model import Group
-    from kv_topology._slices import Pairing
 
 __all__ = ["BlockPairs", "align", "block_array", "clip_window", "kernel_pages", "pair_blocks", "window_blocks"]
 

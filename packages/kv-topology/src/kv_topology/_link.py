@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     BlockIds = Sequence[Sequence[int]]
 
-__all__ = ["Alignment", "Link", "block_counts", "check_disjoint_groups", "read_blocks"]
+__all__ = ["Alignment", "Link", "block_counts", "check_disjoint_groups", "find_aliases", "read_blocks"]
 
 
 @final
@@ -97,24 +97,59 @@ def read_blocks(ids: BlockIds, counts: Sequence[int], side: str, null_block: int
     return [block_array(group, counts[n], side, n, null_block) for n, group in enumerate(ids)]
 
 
-def check_disjoint_groups(aliases: Sequence[tuple[int, int, int, int, int]], local: Sequence[Ints]) -> None:
+class _View(NamedTuple):
+    """Where a group's blocks lie in one run of memory."""
+
+    base: int
+    stop: int
+    group: int
+    stride: int
+    extent: int
+
+
+Alias = tuple[_View, _View]
+"""Two views of different groups that overlap in memory."""
+
+
+def find_aliases(geometry: RankGeometry) -> tuple[Alias, ...]:
+    """Return the pairs of groups' views that share memory, as hybrid engines have them."""
+    views: set[_View] = set()
+    for region in geometry.regions:
+        stop = region.base_address + region.page_stride_bytes * region.page_count
+        for number in {member.group for member in region.members}:
+            per_block = geometry.groups[number].pages_per_block
+            stride = region.page_stride_bytes * per_block
+            extent = region.page_stride_bytes * (per_block - 1) + region.page_bytes
+            views.add(_View(region.base_address, stop, number, stride, extent))
+    found: list[Alias] = []
+    open_views: list[_View] = []
+    for view in sorted(views):
+        open_views = [other for other in open_views if other.stop > view.base]
+        found += [(other, view) for other in open_views if other.group != view.group]
+        open_views.append(view)
+    # The views of one slot tell as much as those of the next: keep one pair of each shape.
+    shapes = {(one.group, two.group, two.base - one.base, one[3:], two[3:]): (one, two) for one, two in found}
+    return tuple(shapes.values())
+
+
+def check_disjoint_groups(aliases: Sequence[Alias], local: Sequence[Ints]) -> None:
     """Raise `InvalidBlocks` (`local-block-twice`) if two groups that share memory are to be written in one place.
 
     Args:
-        aliases: (group, other group, distance of their first blocks in bytes, block stride, other block stride).
+        aliases: From `find_aliases`.
         local: Local block ids per group.
     """
-    for one, two, distance, stride, other_stride in aliases:
-        if not len(local[one]) or not len(local[two]):
+    for one, two in aliases:
+        if not len(local[one.group]) or not len(local[two.group]):
             continue
-        starts = np.concatenate([local[one] * stride, local[two] * other_stride + distance])
-        stops = np.concatenate([local[one] * stride + stride, local[two] * other_stride + distance + other_stride])
+        starts = np.concatenate([local[view.group] * view.stride + view.base - one.base for view in (one, two)])
+        stops = starts + np.repeat([one.extent, two.extent], [len(local[one.group]), len(local[two.group])])
         order = np.argsort(starts, kind="stable")
         if (starts[order][1:] < stops[order][:-1]).any():
             raise InvalidBlocks(
-                f"Groups {one} and {two} share memory, and their local block lists share blocks.",
+                f"Groups {one.group} and {two.group} share memory, and their local block lists share blocks.",
                 code="local-block-twice",
-                context={"groups": (one, two)},
+                context={"groups": (one.group, two.group)},
             )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_topology._boxes import find_overlaps
 from kv_topology._errors import InvalidGeometry, UnsupportedTopology
-from kv_topology._link import Alignment, Link, block_counts, check_disjoint_groups, read_blocks
+from kv_topology._link import Alignment, Link, block_counts, check_disjoint_groups, find_aliases, read_blocks
 from kv_topology._readers import Readers, required_ranks
-from kv_topology._slices import build_slices
+from kv_topology._slices import build_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ class TransferPlan:
         self._links = {rank: Link(local, peers[rank], tables[rank]) for rank in sorted(tables)}
         self._readers = readers
         self._local_blocks = block_counts(local)
-        self._aliases = _aliases(local)
+        self._aliases = find_aliases(local)
 
     @property
     def local(self) -> RankGeometry:
@@ -149,26 +150,6 @@ class TransferPlan:
         return local
 
 
-def _aliases(geometry: RankGeometry) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Return how pairs of groups share memory: see `check_disjoint_groups`."""
-    views: dict[tuple[int, int, int], int] = {}
-    for region in geometry.regions:
-        size = region.page_stride_bytes * region.page_count
-        for group in {member.group for member in region.members}:
-            stride = region.page_stride_bytes * geometry.groups[group].pages_per_block
-            views[group, region.base_address, stride] = size
-    found: set[tuple[int, int, int, int, int]] = set()
-    ordered = sorted((base, base + size, group, stride) for (group, base, stride), size in views.items())
-    open_views: list[tuple[int, int, int, int]] = []
-    for view in ordered:
-        open_views = [other for other in open_views if other[1] > view[0]]
-        for other in open_views:
-            if other[2] != view[2]:
-                found.add((other[2], view[2], view[0] - other[0], other[3], view[3]))
-        open_views.append(view)
-    return tuple(sorted(found))
-
-
 def plan_transfer(
     local: RankGeometry, peers: Mapping[Rank, RankGeometry], *, peer_tp: int | None = None
 ) -> TransferPlan:
@@ -187,7 +168,10 @@ def plan_transfer(
     _check_peers(peers, peer_tp)
     readers = Readers(local, peers)
     needed = required_ranks(readers, local, peers)
-    tables = {rank: build_slices(local, peers[rank]) for rank in needed}
+    tables = {
+        rank: [build_table(pairing, overlaps) for pairing, overlaps in find_overlaps(local, peers[rank]) if overlaps]
+        for rank in needed
+    }
     return TransferPlan(local, peers, {rank: found for rank, found in tables.items() if found}, readers)
 
 

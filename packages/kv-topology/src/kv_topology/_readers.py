@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_topology._boxes import field_class
 from kv_topology._errors import GeometryMismatch, UnsupportedTopology
 from kv_topology._model import Group
 from kv_topology._select import FieldClass, notify_home, ranks_read
 from kv_topology._shards import TokenDeal, tokens_meet
-from kv_topology._slices import field_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kv_topology._boxes import Pairing
     from kv_topology._model import RankGeometry
-    from kv_topology._slices import Pairing
 
     Rank = tuple[int, int]
 

@@ -1,0 +1,198 @@
+"""Boxes: what two layouts of one layer have in common, as strided blocks of cells on both sides.
+
+Theory of operation. Two members of one layer are intersected field by field: interval by interval on every axis, and
+one *unit* of tokens on the token axis. Layers that use the same two layouts have the same boxes, so these are built
+once per pair of layouts and remembered with the places (regions and offsets) at which they apply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from kv_topology._compare import check_fields_match, check_groups_match
+from kv_topology._errors import GeometryMismatch, UnsupportedTopology
+from kv_topology._select import FieldClass, choose_pieces
+from kv_topology._shards import common_unit_tokens
+
+if TYPE_CHECKING:
+    from kv_topology._model import FieldLayout, Group, Layout, Member, RankGeometry
+    from kv_topology._runs import BoxAxis
+
+__all__ = ["Box", "Overlap", "Pairing", "field_class", "find_overlaps"]
+
+Place = tuple[int, int, int, int]
+"""(local region, offset of the member in its page, peer region, offset of the member in its page)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """A local and a peer group whose blocks hold the same layers, and the token unit between them.
+
+    Attributes:
+        local_group: Group number here.
+        peer_group: Group number at the peer.
+        local: The local group.
+        peer: The peer's group.
+        unit_tokens: Tokens of a unit; 0 for states, where the unit is a page.
+        local_units: Units in a local page.
+        peer_units: Units in a peer page.
+    """
+
+    local_group: int
+    peer_group: int
+    local: Group
+    peer: Group
+    unit_tokens: int
+    local_units: int
+    peer_units: int
+
+
+def pairing_of(local: RankGeometry, peer: RankGeometry, local_group: int, peer_group: int) -> Pairing:
+    """Return how blocks of a local group relate to blocks of a peer group."""
+    mine, theirs = local.groups[local_group], peer.groups[peer_group]
+    if mine.is_state:
+        return Pairing(local_group, peer_group, mine, theirs, 0, 1, 1)
+    unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
+    return Pairing(local_group, peer_group, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
+
+
+def field_class(field: FieldLayout, consumer: Group, producer: Group) -> FieldClass:
+    """Return the class that decides from which producer ranks a field is read."""
+    axis = field.split_axis
+    return FieldClass(
+        axis.size if axis is not None else 0,
+        consumer.deal.size,
+        consumer.deal.interleave_tokens,
+        producer.deal.size,
+        producer.deal.interleave_tokens,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Cells that two members share: the same cells on both sides, at different strides.
+
+    Attributes:
+        axes: (count, local stride, peer stride) in bytes per axis, in the field's canonical order.
+        here: Offset of the first cell relative to the local member.
+        there: Offset relative to the peer's member.
+        element_bytes: Bytes of a cell.
+        local_step: Bytes from one unit to the next in a local page, 0 if it has but one.
+        peer_step: The same at the peer.
+    """
+
+    axes: tuple[BoxAxis, ...]
+    here: int
+    there: int
+    element_bytes: int
+    local_step: int
+    peer_step: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The boxes of one pair of layouts, and every place at which two members with these layouts meet."""
+
+    boxes: tuple[Box, ...]
+    places: list[Place]
+
+
+def _box(local: FieldLayout, peer: FieldLayout, pairing: Pairing, interval: tuple[int, int]) -> Box | None:
+    """Return the intersection of two parts of a field with a piece of its split axis, or None when it is empty."""
+    here, there = local.offset_bytes, peer.offset_bytes
+    axes: list[BoxAxis] = []
+    token = local.token_axis
+    local_step = peer_step = 0
+    for mine in local.axes:
+        theirs = peer.axis(mine.name)
+        if theirs is None:  # pragma: no cover - check_fields_match has seen to it
+            return None
+        if mine is token:
+            axes.append((pairing.unit_tokens, mine.stride_bytes, theirs.stride_bytes))
+            local_step = pairing.unit_tokens * mine.stride_bytes if pairing.local_units > 1 else 0
+            peer_step = pairing.unit_tokens * theirs.stride_bytes if pairing.peer_units > 1 else 0
+            continue
+        low, high = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+        if mine.split == "tp":
+            low, high = max(low, interval[0]), min(high, interval[1])
+        if low >= high:
+            return None
+        here += (low - mine.start) * mine.stride_bytes
+        there += (low - theirs.start) * theirs.stride_bytes
+        axes.append((high - low, mine.stride_bytes, theirs.stride_bytes))
+    return Box(tuple(axes), here, there, local.element_bytes, local_step, peer_step)
+
+
+def _check_unit(local: FieldLayout, pairing: Pairing, layer: str) -> None:
+    if pairing.unit_tokens and local.token_axis is None and max(pairing.local_units, pairing.peer_units) > 1:
+        mine, theirs = pairing.local.page_tokens, pairing.peer.page_tokens
+        raise UnsupportedTopology(
+            f"Field {local.name!r} of layer {layer!r} keeps a block in the order {local.packing!r} of a kernel, so "
+            f"pages cannot be cut: {mine} tokens here, {theirs} at the peer. Use the same block size on both sides.",
+            code="packed-block-needs-equal-pages",
+            context={"local": mine, "peer": theirs, "packing": local.packing},
+        )
+
+
+def _layout_boxes(
+    mine: Layout, theirs: Layout, pairing: Pairing, local: RankGeometry, peer: RankGeometry, layer: str
+) -> tuple[Box, ...]:
+    """Return the boxes of all fields that two layouts share and that are read from this producer rank."""
+    found: list[Box] = []
+    for one in mine.fields:
+        for two in theirs.fields:
+            if one.name == two.name:
+                check_fields_match(one, two, layer)
+                _check_unit(one, pairing, layer)
+                kind = field_class(one, pairing.local, pairing.peer)
+                for piece in choose_pieces(kind, local.tp_size, local.tp_rank, peer.tp_size):
+                    if piece.producer == peer.tp_rank:
+                        box = _box(one, two, pairing, (piece.start, piece.stop))
+                        found += [box] if box is not None else []
+    return tuple(found)
+
+
+def find_overlaps(local: RankGeometry, peer: RankGeometry) -> list[tuple[Pairing, list[Overlap]]]:
+    """Return what a local rank reads from one producer rank, by pair of groups and by pair of layouts.
+
+    Raises:
+        GeometryMismatch: The two sides disagree about a field or a group, with both values.
+        UnsupportedTopology: `packed-block-needs-equal-pages`.
+    """
+    pairings: dict[tuple[int, int], Pairing] = {}
+    overlaps: dict[tuple[int, int], dict[tuple[int, int], Overlap]] = {}
+    for layer, mine in local.placements.items():
+        theirs = peer.placements.get(layer)
+        if theirs is None:
+            continue
+        key = (mine[0][1].group, theirs[0][1].group)
+        if key not in pairings:
+            check_groups_match(local.groups[key[0]], peer.groups[key[1]], layer)
+            pairings[key] = pairing_of(local, peer, *key)
+        _check_names(mine, theirs, layer)
+        known = overlaps.setdefault(key, {})
+        for local_region, one in mine:
+            for peer_region, two in theirs:
+                pair = (id(one.layout), id(two.layout))
+                if pair not in known:
+                    known[pair] = Overlap(_layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer), [])
+                known[pair].places.append((local_region, one.offset_bytes, peer_region, two.offset_bytes))
+    return [(pairings[key], [item for item in known.values() if item.boxes]) for key, known in overlaps.items()]
+
+
+def _check_names(mine: tuple[tuple[int, Member], ...], theirs: tuple[tuple[int, Member], ...], layer: str) -> None:
+    if len(mine) == 1 and len(theirs) == 1 and mine[0][1].layout is theirs[0][1].layout:
+        return
+    wanted = {field.name for _, member in mine for field in member.layout.fields}
+    offered = {field.name for _, member in theirs for field in member.layout.fields}
+    if not wanted <= offered:
+        raise GeometryMismatch(
+            f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
+            code="field-missing",
+            fault="peer",
+            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
+        )
