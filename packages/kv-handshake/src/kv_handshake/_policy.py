@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError
+from kv_handshake._explain import explain_hash
 from kv_handshake._factors import Difference, check_factors, compatibility_hash, differing_factors, hashed_factors
 from kv_handshake._limits import MAX_ENGINE_ID_CHARS
 
@@ -35,7 +36,8 @@ class LocalOffer:
     Attributes:
         factors: This engine's factors.
         policy: ``exact``: the hashes must be equal, as vLLM's own connector demands. ``negotiated``: factors that must
-            match do; without a peer's factors this falls back to the hash. ``off``: differences only warn.
+            match do; of a peer that sends no factors the hash must be equal, or explained by factors that need not
+            match. ``off``: differences only warn.
         may_differ: Factor names that this operator allows to differ, whatever their group.
         protocol: (oldest, newest) version of our extensions.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
@@ -135,11 +137,15 @@ def _compare(
     offer: LocalOffer, envelope: Envelope, version: int
 ) -> tuple[str, str, tuple[Difference, ...], tuple[str, ...]]:
     """Return (code, message, differences, warnings) of the comparison that the policy asks for."""
-    local_hash = compatibility_hash(hashed_factors(offer.factors, dialect_of(version)))
+    dialect = dialect_of(version)
+    local_hash = compatibility_hash(hashed_factors(offer.factors, dialect))
     is_same_hash = local_hash == envelope.compatibility_hash
-    differences = differing_factors(offer.factors, envelope.factors) if envelope.factors else ()
+    if envelope.factors:
+        differences = differing_factors(offer.factors, envelope.factors)
+    else:
+        differences = () if is_same_hash else explain_hash(offer.factors, envelope.compatibility_hash, dialect)
     blocking = tuple(each for each in differences if each.group == "must-match" and each.name not in offer.may_differ)
-    if offer.policy == "negotiated" and envelope.factors:
+    if offer.policy == "negotiated" and (envelope.factors or differences):
         code = "factors-differ" if blocking else ""
     elif is_same_hash:
         # Equal hashes say nothing of the factors that vLLM leaves out.

@@ -219,6 +219,7 @@ class ClientSession:
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
         metadata = decode_metadata(envelope)
+        self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
                 "engine-mismatch",
@@ -227,6 +228,17 @@ class ClientSession:
                 found=metadata.engine_id,
             )
         return metadata
+
+    def _check_agreement(self, metadata: AgentMetadata) -> None:
+        """Raise unless the rank is of the same life of the same engine as those before it."""
+        first = next(iter(self._peers.values()), metadata)
+        if metadata.engine_id != first.engine_id:
+            raise WireError("engine-mismatch", f"ranks of {first.engine_id!r} and {metadata.engine_id!r} in one engine")
+        if metadata.generation != first.generation:
+            raise WireError(
+                "generation-mismatch",
+                f"ranks of generations {first.generation} and {metadata.generation} in one handshake; ask again",
+            )
 
     def _refusal(self, rank: Rank, envelope: Envelope) -> WireError:
         context: dict[str, object] = {"rank": rank, "names": tuple(each.name for each in self._verdict.differences)}

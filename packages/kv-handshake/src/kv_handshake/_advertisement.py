@@ -1,0 +1,129 @@
+"""The small tier: what a router needs to know of an engine before it sends a prompt anywhere.
+
+An advertisement is a few hundred bytes of JSON without addresses of memory. A router, or a discovery service,
+collects one per engine and pairs engines by comparing two of them; the bulk metadata per rank is fetched by the
+engines themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+import msgspec
+
+from kv_handshake._dialect import dialect_of
+from kv_handshake._endpoint import check_endpoint, is_wildcard
+from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
+from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_RANK
+from kv_handshake._policy import PROTOCOL_RANGE
+
+__all__ = ["Advertisement", "Mode", "decode_advertisement", "pairing_problems"]
+
+Mode = Literal["pull", "push"]
+
+_MAX_BYTES = 16 * 1024
+_DIGEST = frozenset("0123456789abcdef")
+
+
+@final
+class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine in short.
+
+    Attributes:
+        engine_id: The engine.
+        host: Where its side channel listens, as peers see it.
+        port: The side channel's port.
+        dialect: Its connector version, 2 to 15.
+        compatibility_id: Digest of the factors that must match, see `compatibility_id`.
+        compatibility_hash: Digest that vLLM's own connector compares; empty if not told.
+        generation: Grows whenever the engine's registration changes.
+        modes: Directions it can do: ``pull`` (the consumer reads), ``push`` (the producer writes).
+        tp_size: Tensor-parallel ranks.
+        pp_size: Pipeline-parallel ranks.
+        dcp_size: Decode context-parallel ranks.
+        pcp_size: Prefill context-parallel ranks.
+        protocol: (oldest, newest) version of our extensions.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    dialect: int
+    compatibility_id: str
+    compatibility_hash: str = ""
+    generation: int = 0
+    modes: tuple[Mode, ...] = ("pull",)
+    tp_size: int = 1
+    pp_size: int = 1
+    dcp_size: int = 1
+    pcp_size: int = 1
+    protocol: tuple[int, int] = PROTOCOL_RANGE
+
+    def encode(self) -> bytes:
+        """Return the advertisement as JSON, for a listener or a discovery service.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` if no peer would accept it.
+        """
+        try:
+            _check(self)
+        except HandshakeError as error:
+            raise ConfigurationError("invalid-argument", f"advertisement cannot be used: {error}") from error
+        return msgspec.json.encode(self)
+
+
+def decode_advertisement(data: bytes) -> Advertisement:
+    """Return the advertisement in JSON bytes; unknown keys are skipped.
+
+    Raises:
+        WireError: ``malformed-advertisement``.
+    """
+    if len(data) > _MAX_BYTES:
+        raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes; at most {_MAX_BYTES} are read")
+    try:
+        advertisement = msgspec.json.decode(data, type=Advertisement)
+        _check(advertisement)
+    except (msgspec.MsgspecError, ValueError, RecursionError, HandshakeError) as error:
+        raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes: {error}") from error
+    return advertisement
+
+
+def pairing_problems(producer: Advertisement, consumer: Advertisement, *, mode: Mode = "pull") -> tuple[str, ...]:
+    """Return why these two engines should not be paired, in words; nothing if they may be.
+
+    Equal advertisements do not promise a transfer: the plan still may find the two layouts impossible to join.
+    """
+    problems: list[str] = []
+    if producer.engine_id == consumer.engine_id:
+        problems.append(f"both are engine {producer.engine_id!r}")
+    if producer.compatibility_id != consumer.compatibility_id:
+        problems.append(
+            f"compatibility ids differ: producer {producer.compatibility_id}, consumer {consumer.compatibility_id}"
+        )
+    for role, each in (("producer", producer), ("consumer", consumer)):
+        if mode not in each.modes:
+            problems.append(f"the {role} cannot {mode}, only {', '.join(each.modes) or 'nothing'}")
+    newest_common = min(producer.protocol[1], consumer.protocol[1])
+    if newest_common < max(producer.protocol[0], consumer.protocol[0]):
+        problems.append(f"protocol ranges do not overlap: {producer.protocol}, {consumer.protocol}")
+    return tuple(problems)
+
+
+def _check(advertisement: Advertisement) -> None:
+    check_endpoint(advertisement.host, advertisement.port)
+    if is_wildcard(advertisement.host):
+        raise WireError("malformed-advertisement", f"peers cannot connect to {advertisement.host!r}")
+    dialect_of(advertisement.dialect)
+    if not 1 <= len(advertisement.engine_id) <= MAX_ENGINE_ID_CHARS:
+        raise WireError("malformed-advertisement", f"engine id of {len(advertisement.engine_id)} characters")
+    for digest in (advertisement.compatibility_id, advertisement.compatibility_hash):
+        if not _DIGEST.issuperset(digest):
+            raise WireError("malformed-advertisement", f"{digest[:80]!r} is no hex digest")
+    sizes = (advertisement.tp_size, advertisement.pp_size, advertisement.dcp_size, advertisement.pcp_size)
+    if not all(1 <= each <= MAX_RANK + 1 for each in sizes) or advertisement.generation < 0:
+        raise WireError(
+            "malformed-advertisement", f"sizes {sizes} or generation {advertisement.generation} out of range"
+        )
+    oldest, newest = advertisement.protocol
+    if not 1 <= oldest <= newest:
+        raise WireError("malformed-advertisement", f"protocol range {advertisement.protocol} is empty")

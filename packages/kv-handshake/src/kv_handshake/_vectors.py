@@ -1,0 +1,53 @@
+"""The conformance vectors: frames with their meaning, for checking an implementation in any language.
+
+The data file only ever grows: a vector that was published stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, final
+
+__all__ = ["Vector", "load_vectors", "vectors_text"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One conformance vector.
+
+    Attributes:
+        name: Unique, stable name.
+        kind: ``query``, ``refused-query``, ``envelope``, ``refused-envelope``, ``refusal``, ``clock``,
+            ``refused-clock``, ``hash``, ``notification``, ``advertisement`` or ``stream``.
+        data: The bytes.
+        meaning: What the bytes say, in a sentence.
+        expect: What a correct implementation reads from them, by name.
+    """
+
+    name: str
+    kind: str
+    data: bytes
+    meaning: str
+    expect: dict[str, Any]
+
+
+def load_vectors() -> tuple[Vector, ...]:
+    """Return all vectors in the order of their publication."""
+    return tuple(
+        Vector(each["name"], each["kind"], bytes.fromhex(each["hex"]), each["meaning"], each["expect"])
+        for each in json.loads(_text())["vectors"]
+    )
+
+
+def vectors_text(*, as_json: bool) -> str:
+    """Return the data file itself, or one line per vector."""
+    if as_json:
+        return _text().rstrip("\n")
+    return "\n".join(f"{each.kind:17} {each.name:44} {each.data.hex()}  {each.meaning}" for each in load_vectors())
+
+
+def _text() -> str:
+    return files("kv_handshake").joinpath("vectors.json").read_text(encoding="utf-8")
