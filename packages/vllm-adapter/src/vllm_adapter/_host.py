@@ -147,9 +147,10 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         group_ids=_transfer_group_ids(cache),
         factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
         extra_factors={
-            "groups": [[group.kind, group.block_tokens, group.window_tokens] for group in groups],
-            "revision": str(model.revision),
-            "layers": sorted(layer for group in groups for layer in group.layers),
+            "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
+            "model_revision": str(model.revision),
+            "block_size": [group.block_tokens for group in groups],
+            "tp_size": parallel.tensor_parallel_size,
         },
     )
 

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import ipaddress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_adapter.errors import ConfigurationError
 
@@ -77,6 +77,13 @@ class Settings:
     ticket_dialect: int = _key(
         0, "Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.", least=0, most=15
     )
+
+    @property
+    def policy(self) -> Literal["exact", "negotiated", "off"]:
+        """How peers are compared, from the two keys that say so."""
+        if not self.enforce_handshake_compat:
+            return "off"
+        return "negotiated" if self.compatibility_policy == "negotiated" else "exact"
 
 
 def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:

@@ -18,9 +18,11 @@ from vllm_adapter._host import (
 )
 from vllm_adapter.config import load_settings
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
+from vllm_adapter.scheduler_side import SchedulerSide
 from vllm_adapter.stats import PromMetrics, TransferStats
 from vllm_adapter.testing_switches import page_corrupter
-from vllm_adapter.wiring import make_scheduler_side, make_worker_side
+from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
-    from vllm_adapter.scheduler_side import SchedulerSide
-    from vllm_adapter.worker_side import WorkerSide
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -62,9 +62,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
-            self._worker = make_worker_side(facts, settings, read_ended=self._corrupt)
+            self._worker = WorkerSide(facts, settings, WorkerParts(facts, settings), read_ended=self._corrupt)
         else:
-            self._scheduler = make_scheduler_side(facts, settings, load_failure_policy=load_failure_policy(vllm_config))
+            self._scheduler = SchedulerSide(facts, SchedulerParts(facts, settings, load_failure_policy(vllm_config)))
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -170,7 +170,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> RankEnvelope | None:
         """Return what the side channel serves for this rank."""
-        return self._worker_side.envelope
+        envelope = self._worker_side.envelope
+        return RankEnvelope(envelope) if envelope is not None else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Hand this step's orders to the transfer thread."""
@@ -195,11 +196,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return what ended since the last step."""
-        return self._worker_side.take_results()
+        results = self._worker_side.take_results()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics (worker side only)."""
-        return self._worker.take_stats() if self._worker is not None else None
+        observed = self._worker.take_stats() if self._worker is not None else None
+        return TransferStats(data=observed) if observed is not None else None
 
 
 class NixlConnector(KVTransferConnector):

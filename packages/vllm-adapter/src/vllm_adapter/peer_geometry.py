@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, cast, final
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from vllm_adapter.ports import MemoryKind, PeerMetadata
-
-    Derive = Callable[[Mapping[str, object], Mapping[str, object]], Mapping[str, object]]
+    from vllm_adapter.ports import DeriveDocument, MemoryKind, PeerMetadata, PeerSizes
 
 __all__ = ["PeerGeometry", "pack_document"]
 
@@ -32,18 +30,16 @@ class PeerGeometry:
         derive: Makes a document from our own one and a peer's plain numbers, for peers that send no document.
     """
 
-    def __init__(self, derive: Derive) -> None:
+    def __init__(self, derive: DeriveDocument) -> None:
         self._derive = derive
 
     def document(
-        self, local: Mapping[str, object], metadata: PeerMetadata, rank: tuple[int, int], *, peer_tp: int
+        self, local: Mapping[str, object], metadata: PeerMetadata, rank: tuple[int, int], sizes: PeerSizes
     ) -> Mapping[str, object]:
-        """Return the rank's document; raises coded errors on what does not fit."""
+        """Return the document of a (pp, tp) rank; raises coded errors on what does not fit."""
         if metadata.geometry is not None:
             return _unpack(metadata.geometry)
         facts: dict[str, object] = {
-            "tp": [peer_tp, rank[1]],
-            "pp": [1, rank[0]],
             "kv_caches_base_addr": list(metadata.kv_caches_base_addr),
             "device_id": metadata.device_id,
             "num_blocks": metadata.num_blocks,
@@ -58,7 +54,15 @@ class PeerGeometry:
             "region_group_ids": list(metadata.region_group_ids) if metadata.region_group_ids is not None else None,
             "region_mem_types": list(metadata.region_mem_types) if metadata.region_mem_types is not None else None,
         }
-        return self._derive(local, facts)
+        return self._derive(
+            local,
+            facts,
+            peer_tp=sizes.peer_tp,
+            peer_tp_rank=rank[1],
+            peer_pp=sizes.peer_pp,
+            peer_pp_rank=rank[0],
+            peer_dcp=sizes.peer_dcp,
+        )
 
     @staticmethod
     def memory_kind(metadata: PeerMetadata) -> MemoryKind:

@@ -191,17 +191,16 @@ class ReadCoordinator:
             ranks = self._planner.target_ranks(
                 self._geometry, peer_tp=order.peer_tp, peer_pp=order.peer_pp, peer_dcp=order.peer_dcp
             )
+            handshakes.request(
+                host=order.peer_host,
+                port=order.peer_port,
+                ranks=ranks,
+                engine_id=engine.engine_id,
+                dialect=getattr(order, "dialect", None) or self._limits.dialect,
+                on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
+            )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail_engine(engine, _code_of(error), str(error))
-            return
-        handshakes.request(
-            host=order.peer_host,
-            port=order.peer_port,
-            ranks=ranks,
-            engine_id=engine.engine_id,
-            dialect=getattr(order, "dialect", None) or self._limits.dialect,
-            on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
-        )
 
     def _handshake_ended(self, engine: _Engine, order: ReadOrder | HeartbeatOrder, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.engine_id) is not engine:
@@ -227,7 +226,7 @@ class ReadCoordinator:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
         assert self._agent is not None  # noqa: S101
         documents = {
-            rank: self._peer_geometry.document(self._geometry, metadata, rank, peer_tp=order.peer_tp)
+            rank: self._peer_geometry.document(self._geometry, metadata, rank, order)
             for rank, metadata in peers.items()
         }
         plan = self._planner.plan(self._geometry, documents, peer_tp=order.peer_tp)

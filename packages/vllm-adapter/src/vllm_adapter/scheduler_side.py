@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter.facts import EngineFacts
-    from vllm_adapter.ports import HandshakeListener, SchedulerState
+    from vllm_adapter.ports import HandshakeListener
+    from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
 
@@ -31,13 +32,12 @@ class SchedulerSide:
     def __init__(
         self,
         facts: EngineFacts,
-        state: SchedulerState,
-        make_listener: Callable[[], HandshakeListener],
+        parts: SchedulerParts,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
-        self._state = state
-        self._make_listener = make_listener
+        self._state = parts.make_state()
+        self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter._host import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from vllm_adapter.observations import FAILURE_KEYS, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,21 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
     from vllm.config import VllmConfig
 
-    from vllm_adapter.ports import TransferResult
-
-__all__ = ["PromMetrics", "StatsBuffer", "TransferStats"]
-
-_SERIES = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
-_HOST_COUNTERS = (
-    "num_failed_transfers",
-    "num_failed_notifications",
-    "num_failed_handshakes",
-    "num_kv_expired_reqs",
-    "num_notifications_after_expiry",
-)
-_OUR_SERIES = ("queue_duration", "fence_duration", "handshake_duration")
-_OUR_COUNTERS = ("num_fence_rejections", "num_quarantined_reads", "num_refused_notifications", "num_lease_renewals")
-_ALL = _SERIES + _HOST_COUNTERS + _OUR_SERIES + _OUR_COUNTERS
+__all__ = ["PromMetrics", "TransferStats"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
@@ -80,7 +66,7 @@ class TransferStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data: dict[str, Any] = {key: [] for key in _ALL}
+        self.data: dict[str, Any] = empty_observations()
 
     def is_empty(self) -> bool:
         """Tell whether nothing was observed."""
@@ -94,8 +80,8 @@ class TransferStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return the figures of vLLM's log line."""
-        times, posts, sizes = (self.data[key] for key in _SERIES[:3])
-        failed = sum(len(self.data[key]) for key in _HOST_COUNTERS[:3])
+        times, posts, sizes = (self.data[key] for key in SERIES_KEYS[:3])
+        failed = sum(len(self.data[key]) for key in FAILURE_KEYS)
         failures: dict[str, int | float] = {
             "Num failed transfers": failed,
             "Num KV expired requests": len(self.data["num_kv_expired_reqs"]),
@@ -115,45 +101,6 @@ class TransferStats(KVConnectorStats):
             "Avg number of descriptors": round(statistics.fmean(self.data["num_descriptors"]), 1),
             **failures,
         }
-
-
-@final
-class StatsBuffer:
-    """Collects observations on the transfer thread; the engine thread takes them once per step."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stats = TransferStats()
-
-    def transfer(self, result: TransferResult) -> None:
-        """Note a read that was done."""
-        with self._lock:
-            data = self._stats.data
-            data["transfer_duration"].append(result.wire_s)
-            data["post_duration"].append(result.post_s)
-            data["bytes_transferred"].append(result.bytes_moved)
-            data["num_descriptors"].append(result.descriptor_count)
-            data["queue_duration"].append(result.queue_s)
-            if result.fence_s > 0:
-                data["fence_duration"].append(result.fence_s)
-
-    def count(self, key: str, times: int = 1) -> None:
-        """Count an event."""
-        with self._lock:
-            self._stats.data[key].extend([1] * times)
-
-    def observe(self, key: str, value: float) -> None:
-        """Note one value of a series."""
-        with self._lock:
-            self._stats.data[key].append(value)
-
-    def take(self) -> TransferStats | None:
-        """Return what was collected since the last call, None for nothing."""
-        with self._lock:
-            if self._stats.is_empty():
-                return None
-            taken, self._stats = self._stats, TransferStats()
-            return taken
 
 
 @final

@@ -11,61 +11,60 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from kv_handshake import Codec, HandshakeClient, HandshakeListener, LocalOffer
-from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
+from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
+from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
 from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
-from kv_topology import Planner
-
+from kv_topology import Planner, peer_document_from_vllm
 from vllm_adapter import ports
 from vllm_adapter.envelope import metadata_fields
 from vllm_adapter.peer_geometry import PeerGeometry, pack_document
-from vllm_adapter.scheduler_side import SchedulerSide
-from vllm_adapter.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.config import Settings
     from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
-    from vllm_adapter.reads import ReadEnd
 
-__all__ = ["WorkerParts", "make_scheduler_side", "make_worker_side"]
+__all__ = ["SchedulerParts", "WorkerParts"]
 
 _GENERATION_BITS = 62
-# A worker keeps at most this many prompts' notifications waiting; NIXL itself has no bound.
-_RCACHE_VARIABLE, _RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"
 
 
-def make_scheduler_side(facts: EngineFacts, settings: Settings, *, load_failure_policy: str) -> SchedulerSide:
-    """Return the connector's half in the scheduler's process."""
-    config = SchedulerConfig(
-        engine_id=facts.engine_id,
-        host=facts.host,
-        port=facts.port,
-        tp=facts.tp,
-        pp=facts.pp,
-        dcp=facts.dcp,
-        groups=tuple(_group_config(group) for group in facts.groups),
-        lease_s=settings.kv_lease_duration,
-        fence_slots=settings.fence_slots,
-        fence_seed=secrets.randbits(_GENERATION_BITS) + 1,
-        peer_networks=settings.remote_hosts,
-        load_failure_policy="recompute" if load_failure_policy == "recompute" else "fail",
-        bidirectional=settings.bidirectional_kv_xfer,
-        recompute_threshold_tokens=settings.kv_recompute_threshold,
-        readback_lease_s=settings.decoder_kv_blocks_ttl,
-        dialect=facts.connector_version,
-    )
-    return SchedulerSide(facts, SchedulerState(config), lambda: HandshakeListener(facts.host, facts.port))
+@final
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """Makes the concrete parts of the scheduler's half."""
 
+    facts: EngineFacts
+    settings: Settings
+    load_failure_policy: str = "fail"
 
-def make_worker_side(
-    facts: EngineFacts, settings: Settings, *, read_ended: Callable[[ReadEnd], None] | None = None
-) -> WorkerSide:
-    """Return the connector's half in a worker's process."""
-    # UCX keeps memory registrations of regions that are gone without it. Source: vLLM sets the same before NIXL's import.
-    os.environ.setdefault(_RCACHE_VARIABLE, _RCACHE_LIMIT)
-    return WorkerSide(facts, settings, WorkerParts(facts, settings), read_ended=read_ended)
+    def make_state(self) -> ports.SchedulerState:
+        """Return the request machines of this engine."""
+        facts, settings = self.facts, self.settings
+        config = SchedulerConfig(
+            engine_id=facts.engine_id,
+            host=facts.host,
+            port=facts.port,
+            tp=facts.tp,
+            pp=facts.pp,
+            dcp=facts.dcp,
+            groups=tuple(_group_config(group) for group in facts.groups),
+            lease_s=settings.kv_lease_duration,
+            fence_slots=settings.fence_slots,
+            fence_seed=secrets.randbits(_GENERATION_BITS) + 1,
+            peer_networks=settings.remote_hosts,
+            load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
+            bidirectional=settings.bidirectional_kv_xfer,
+            recompute_threshold_tokens=settings.kv_recompute_threshold,
+            readback_lease_s=settings.decoder_kv_blocks_ttl,
+            dialect=facts.connector_version,
+        )
+        return SchedulerState(config)
+
+    def make_listener(self) -> ports.HandshakeListener:
+        """Return the side channel's listener, not yet bound."""
+        return Listener(self.facts.host, self.facts.port)
 
 
 @final
@@ -75,6 +74,8 @@ class WorkerParts:
 
     facts: EngineFacts
     settings: Settings
+    port_factory: PortFactory | None = None
+    """Makes the NIXL port; None for the real one."""
 
     @property
     def planner(self) -> ports.Planner:
@@ -89,7 +90,7 @@ class WorkerParts:
     @property
     def peer_geometry(self) -> PeerGeometry:
         """Finds the geometry of peers."""
-        return PeerGeometry(_derive_from_vllm)
+        return PeerGeometry(peer_document_from_vllm)
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
@@ -104,6 +105,8 @@ class WorkerParts:
         on_notification: Callable[[str, bytes], None],
     ) -> ports.TransferThread:
         """Return this rank's transfer thread, not yet started."""
+        # UCX keeps registrations of memory that is gone without it. Source: vLLM sets the same before NIXL is imported.
+        os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
         facts, settings = self.facts, self.settings
         is_ucx_only = settings.backends == ("UCX",)
         backends = tuple(
@@ -122,17 +125,19 @@ class WorkerParts:
             on_notification=on_notification,
             options=options,
             thread_options=ThreadOptions(on_thread_start=_use_all_cores),
+            port_factory=self.port_factory or open_nixl,
         )
 
     def make_handshake_client(self) -> ports.HandshakeClient:
         """Return a client that judges peers by this engine's factors."""
         settings = self.settings
-        policy = settings.compatibility_policy if settings.enforce_handshake_compat else "off"
+        policy = settings.policy
         offer = LocalOffer(
             factors={**self.facts.factors, **self.facts.extra_factors},
-            policy="off" if policy == "off" else "negotiated" if policy == "negotiated" else "exact",
+            policy=policy,
         )
-        return HandshakeClient(offer, deadline_s=settings.handshake_timeout_s, attempts=settings.handshake_attempts)
+        attempt_s = settings.handshake_timeout_s
+        return Client(offer, timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s))
 
     def encode_envelope(
         self, caches: Sequence[LayerCache], document: Mapping[str, object], agent: ports.TransferThread
@@ -164,18 +169,12 @@ def _group_config(group: CacheGroup) -> GroupConfig:
     return GroupConfig("full", group.block_tokens)
 
 
-def _derive_from_vllm(local: Mapping[str, object], facts: Mapping[str, object]) -> Mapping[str, object]:
-    from kv_topology import peer_document_from_vllm
-
-    return peer_document_from_vllm(local, facts)
-
-
 if TYPE_CHECKING:
     _codec: ports.WireCodec = Codec()
     _planner: ports.Planner = Planner()
     _lease_table: ports.LeaseTable = LeaseTable()
 
     def _conformance(
-        client: HandshakeClient, listener: HandshakeListener, thread: TransferThread, state: SchedulerState
+        client: Client, listener: Listener, thread: TransferThread, state: SchedulerState
     ) -> tuple[ports.HandshakeClient, ports.HandshakeListener, ports.TransferThread, ports.SchedulerState]:
         return client, listener, thread, state

@@ -6,16 +6,16 @@ the network happens on the transfer thread (`reads.py`, `holds.py`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter._host import KVConnectorTransferResults, init_logger
 from vllm_adapter.geometry import local_document, registration_ranges
 from vllm_adapter.holds import HoldCoordinator, HoldObserver
-from vllm_adapter.metadata import RankEnvelope
+from vllm_adapter.observations import StatsBuffer
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
-from vllm_adapter.stats import StatsBuffer, TransferStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,11 +25,21 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
     from vllm_adapter.wiring import WorkerParts
 
-__all__ = ["WorkerSide"]
+__all__ = ["StepResults", "WorkerSide"]
 
-_logger = init_logger("vllm.vllm_adapter")
+# A child of the host's logger, so that its format and level apply.
+_logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _EVICT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """Ids of requests whose hand-over ended since the last step; `failed` is part of `received`."""
+
+    sent: set[str] = field(default_factory=set[str])
+    received: set[str] = field(default_factory=set[str])
+    failed: set[str] = field(default_factory=set[str])
 
 
 @final
@@ -55,7 +65,7 @@ class WorkerSide:
         self._handshakes: HandshakeClient | None = None
         self._reads: ReadCoordinator | None = None
         self._holds: HoldCoordinator | None = None
-        self._envelope: RankEnvelope | None = None
+        self._envelope: bytes | None = None
         self._is_death_reported = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
@@ -97,7 +107,7 @@ class WorkerSide:
         agent.start()
         agent.call_every(_TICK_S, self._holds.tick)
         agent.call_every(_EVICT_S, self._reads.evict_unused)
-        self._envelope = RankEnvelope(parts.encode_envelope(caches, document, agent))
+        self._envelope = parts.encode_envelope(caches, document, agent)
         _logger.info(
             "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
             facts.engine_id,
@@ -116,7 +126,7 @@ class WorkerSide:
             agent.close()
 
     @property
-    def envelope(self) -> RankEnvelope | None:
+    def envelope(self) -> bytes | None:
         """What the side channel serves for this rank; None before registration."""
         return self._envelope
 
@@ -141,11 +151,11 @@ class WorkerSide:
         for heartbeat in plan.heartbeats:
             reads.heartbeat(heartbeat)
 
-    def take_results(self) -> KVConnectorTransferResults:
+    def take_results(self) -> StepResults:
         """Return what ended since the last step: sent, received, and which of those failed."""
-        results = KVConnectorTransferResults()
+        results = StepResults()
         while self._sent:
-            results.finished_sending.add(self._sent.popleft())
+            results.sent.add(self._sent.popleft())
         while self._ends:
             end = self._ends.popleft()
             if not end.is_ok:
@@ -163,9 +173,9 @@ class WorkerSide:
             if end.order.is_reported:
                 if end.is_ok and self._read_ended is not None:
                     self._read_ended(end)
-                results.finished_recving.add(end.order.request_id)
+                results.received.add(end.order.request_id)
                 if not end.is_ok:
-                    results.failed_recving.add(end.order.request_id)
+                    results.failed.add(end.order.request_id)
         self._check_alive()
         return results
 
@@ -175,6 +185,6 @@ class WorkerSide:
             self._is_death_reported = True
             _logger.error("the transfer thread of engine %s has died; restart this engine", self._facts.engine_id)
 
-    def take_stats(self) -> TransferStats | None:
-        """Return the statistics of the last interval, None for none."""
+    def take_stats(self) -> dict[str, list[Any]] | None:
+        """Return the observations of the last interval by key, None for none."""
         return self._stats.take()

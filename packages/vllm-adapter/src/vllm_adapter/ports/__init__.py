@@ -60,7 +60,9 @@ from vllm_adapter.ports.requests import (
 from vllm_adapter.ports.requests import (
     StepPlan as StepPlan,
 )
+from vllm_adapter.ports.topology import DeriveDocument as DeriveDocument
 from vllm_adapter.ports.topology import PeerPlan as PeerPlan
+from vllm_adapter.ports.topology import PeerSizes as PeerSizes
 from vllm_adapter.ports.topology import Planner as Planner
 from vllm_adapter.ports.values import BlockIds as BlockIds
 from vllm_adapter.ports.values import Indices as Indices
@@ -70,6 +72,7 @@ from vllm_adapter.ports.values import Rows as Rows
 __all__ = [
     "Admission",
     "BlockIds",
+    "DeriveDocument",
     "FenceOrder",
     "FinishDecision",
     "GrantOrder",
@@ -84,6 +87,7 @@ __all__ = [
     "NotificationView",
     "PeerMetadata",
     "PeerPlan",
+    "PeerSizes",
     "Planner",
     "ReadOrder",
     "Rows",

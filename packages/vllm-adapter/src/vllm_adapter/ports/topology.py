@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports.values import BlockIds, Indices, Rows
 
-__all__ = ["PeerPlan", "Planner"]
+__all__ = ["DeriveDocument", "PeerPlan", "PeerSizes", "Planner"]
 
 
 class PeerPlan(Protocol):
@@ -43,6 +43,34 @@ class PeerPlan(Protocol):
     ) -> tuple[Indices, Indices]:
         """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad ids."""
         ...
+
+
+class PeerSizes(Protocol):
+    """Parallel sizes of a peer engine, as its ticket says."""
+
+    @property
+    def peer_tp(self) -> int: ...
+    @property
+    def peer_pp(self) -> int: ...
+    @property
+    def peer_dcp(self) -> int: ...
+
+
+class DeriveDocument(Protocol):
+    """Makes the geometry document of a peer rank that sends none, from ours and its plain numbers."""
+
+    def __call__(
+        self,
+        local_document: Mapping[str, object],
+        peer_facts: Mapping[str, object],
+        /,
+        *,
+        peer_tp: int,
+        peer_tp_rank: int,
+        peer_pp: int,
+        peer_pp_rank: int,
+        peer_dcp: int,
+    ) -> Mapping[str, object]: ...
 
 
 class Planner(Protocol):

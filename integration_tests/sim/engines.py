@@ -1,0 +1,191 @@
+"""Two engines without vLLM: real machines, planner, side channel and coordinators, over NIXL or its fake.
+
+Each engine has numpy memory in place of a KV cache. A test writes a prompt's pages on the producer, walks the hooks in vLLM's
+order and compares the consumer's pages byte by byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from vllm_adapter.config import Settings
+from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.worker_side import WorkerSide
+
+HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3
+_request_numbers = itertools.count(1)
+
+
+class Engine:
+    """One simulated engine: a scheduler's machines, and one worker per tensor-parallel rank."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tp: int = 1,
+        blocks: int = 64,
+        port_factory: Callable[..., Any] | None = None,
+        settings: Settings | None = None,
+        factors: Mapping[str, object] | None = None,
+    ) -> None:
+        self.settings = settings or Settings()
+        self.name, self.tp, self.blocks = name, tp, blocks
+        self.now_s = time.monotonic
+        self.memory = [
+            [np.zeros((blocks, HEADS // tp, TOKENS, 2 * HEAD_SIZE), np.float32) for _ in range(LAYERS)] for _ in range(tp)
+        ]
+        facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
+        self.workers: list[WorkerSide] = []
+        payloads = {}
+        for rank in range(tp):
+            parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
+            worker = WorkerSide(facts[rank], self.settings, parts)
+            worker.register(self._caches(rank))
+            assert worker.envelope is not None
+            payloads[0, rank] = worker.envelope
+            self.workers.append(worker)
+        self.listener = SchedulerParts(facts[0], self.settings).make_listener()
+        self.listener.replace(payloads)
+        self.listener.start()
+        self.state = SchedulerParts(self._facts(0, {}, self.listener.port), self.settings).make_state()
+        self._free = list(range(1, blocks))
+        self.held: dict[str, list[int]] = {}
+        self.received: dict[str, bool] = {}
+        self._reports: dict[str, int] = {}
+
+    def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
+        return EngineFacts(
+            engine_id=self.name, host="127.0.0.1", port=port, tp=self.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=1,
+            total_kv_heads=HEADS, head_size=HEAD_SIZE, block_count=self.blocks, layout="LBHNC", kernel_order="",
+            attention_backend="SIM", connector_version=14, is_mla=False,
+            groups=(CacheGroup("attention", TOKENS, 0, 0, tuple(f"layers.{n}" for n in range(LAYERS))),),
+            group_ids=(0,), factors=dict(factors),
+        )  # fmt: skip
+
+    def _caches(self, rank: int) -> list[LayerCache]:
+        return [
+            LayerCache(
+                f"layers.{n}", 0, tensor.ctypes.data, tensor.shape, tensor.strides, 4, "DRAM", 0, tensor[0].nbytes
+            )
+            for n, tensor in enumerate(self.memory[rank])
+        ]
+
+    # ------------------------------------------------------------------------------------------------ vLLM's hooks
+
+    def step(self) -> None:
+        """One engine step: orders to the workers, results back to the scheduler."""
+        plan = self.state.take_step_plan(now_s=time.monotonic())
+        sent: list[str] = []
+        received: list[str] = []
+        failed: set[str] = set()
+        for worker in self.workers:
+            worker.start_step(plan)
+        for worker in self.workers:
+            results = worker.take_results()
+            failed |= results.failed
+            for request_id in (*results.sent, *results.received):
+                self._reports[request_id] = self._reports.get(request_id, 0) + 1
+                if self._reports[request_id] == self.tp:
+                    del self._reports[request_id]
+                    (sent if request_id in results.sent else received).append(request_id)
+        self.state.transfer_results(sent=sent, received=received, failed=[r for r in received if r in failed])
+        for request_id in received:
+            assert request_id not in self.received, "a read was reported twice"
+            self.received[request_id] = request_id not in failed
+        for request_id in sent:
+            self._free += self.held.pop(request_id)
+
+    def prefill(self, tokens: int, *, reason: Any = "length") -> tuple[str, dict[str, object] | None]:
+        """Compute a prompt and finish it; return (request id, ticket)."""
+        request_id = f"{self.name}-{next(_request_numbers)}"
+        self.state.arrive(request_id, {"do_remote_decode": True}, prompt_tokens=tokens, now_s=time.monotonic())
+        blocks = self.take_blocks(request_id, tokens)
+        self.state.allocate(
+            request_id, block_ids=[blocks], new_block_ids=[blocks], external_tokens=0, now_s=time.monotonic()
+        )
+        self.step()
+        for rank in range(self.tp):
+            for layer in range(LAYERS):
+                share = HEADS // self.tp
+                for place, block in enumerate(blocks):
+                    self.memory[rank][layer][block] = page_of(request_id, layer, place)[rank * share : (rank + 1) * share]
+        decision = self.state.finish(
+            request_id, reason=reason, block_ids=[blocks], computed_tokens=tokens, now_s=time.monotonic()
+        )
+        self.step()
+        if not decision.keep_blocks:
+            self._free += self.held.pop(request_id)
+        return request_id, dict(decision.params) if decision.params is not None else None
+
+    def start_decode(self, ticket: Mapping[str, object] | None, tokens: int, *, hit_blocks: int = 0) -> str:
+        """Admit a request with a ticket and allocate its blocks; return its id."""
+        request_id = f"{self.name}-{next(_request_numbers)}"
+        self.state.arrive(request_id, ticket, prompt_tokens=tokens, now_s=time.monotonic())
+        external = self.state.external_tokens(request_id, computed_tokens=hit_blocks * TOKENS)
+        blocks = self.take_blocks(request_id, tokens)
+        self.state.allocate(
+            request_id,
+            block_ids=[blocks],
+            new_block_ids=[blocks[hit_blocks:]],
+            external_tokens=external,
+            now_s=time.monotonic(),
+        )
+        self.step()
+        return request_id
+
+    def wait_received(self, request_id: str, within_s: float = 20) -> bool:
+        """Step until the request's read has ended; return whether it was good."""
+        until = time.monotonic() + within_s
+        while request_id not in self.received:
+            assert time.monotonic() < until, f"{request_id} was never reported: {self.snapshot()}"
+            self.step()
+            time.sleep(0.002)
+        return self.received[request_id]
+
+    def wait_idle(self, within_s: float = 20) -> None:
+        """Step until no producer request holds blocks."""
+        until = time.monotonic() + within_s
+        while any(request_id.startswith(self.name) for request_id in self.held):
+            assert time.monotonic() < until, f"{self.name} still holds {list(self.held)}"
+            self.step()
+            time.sleep(0.005)
+
+    def assert_has(self, request_id: str, source: str, tokens: int, *, hit_blocks: int = 0) -> None:
+        """The request's pages equal those that `source` was computed with, on every rank and layer."""
+        blocks = self.held[request_id]
+        share = HEADS // self.tp
+        for rank, layer, place in itertools.product(range(self.tp), range(LAYERS), range(hit_blocks, -(-tokens // TOKENS))):
+            expected = page_of(source, layer, place)[rank * share : (rank + 1) * share]
+            np.testing.assert_array_equal(self.memory[rank][layer][blocks[place]], expected)
+
+    def finish(self, request_id: str, reason: Any = "length") -> None:
+        """End a decode request and free its blocks."""
+        blocks = self.held[request_id]
+        self.state.finish(request_id, reason=reason, block_ids=[blocks], computed_tokens=0, now_s=time.monotonic())
+        self._free += self.held.pop(request_id)
+
+    def take_blocks(self, request_id: str, tokens: int) -> list[int]:
+        count = -(-tokens // TOKENS)
+        assert len(self._free) >= count, "the simulated cache is full"
+        self.held[request_id] = [self._free.pop(0) for _ in range(count)]
+        return self.held[request_id]
+
+    def snapshot(self) -> object:
+        return self.state.snapshot(now_s=time.monotonic())
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.listener.close()
+
+
+def page_of(request_id: str, layer: int, place: int) -> np.ndarray[Any, Any]:
+    """The one true content of a prompt's page: different for every request, layer, place, head and element."""
+    seed = abs(hash((request_id, layer, place))) % (1 << 32)
+    return np.random.default_rng(seed).random((HEADS, TOKENS, 2 * HEAD_SIZE), np.float32)

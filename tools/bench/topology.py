@@ -1,0 +1,168 @@
+"""Speed of kv-topology: building rows, planning a large engine, and block ids into indices.
+
+Each measure is a median over interleaved runs of ours and a baseline in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_topology import from_document, plan_transfer, to_document
+from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kv_topology import RankGeometry, TransferPlan
+
+DENSE = ModelSpec(("attention",) * 64, kv_heads=8, head_dim=128)
+HYBRID = ModelSpec(
+    tuple("attention" if number % 8 == 0 else "mamba2" for number in range(64)),
+    kv_heads=8,
+    head_dim=128,
+    state=StateSpec(heads=128, head_dim=64, state_dim=128, groups=8),
+)
+
+
+def _timed(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _medians(ours: Callable[[], object], baseline: Callable[[], object], runs: int) -> tuple[float, float]:
+    """Return the medians (s) of two functions over interleaved runs, after one warm-up each."""
+    ours(), baseline()
+    pairs = [(_timed(ours), _timed(baseline)) for _ in range(runs)]
+    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
+
+
+def per_block_rows(addresses: Sequence[int], page_bytes: int, blocks: int, device: int) -> list[tuple[int, int, int]]:
+    """Build one descriptor tuple per block and region in a loop: what strided rows replace."""
+    descriptors: list[tuple[int, int, int]] = []
+    for address in addresses:
+        for block in range(blocks):
+            descriptors.append((address + block * page_bytes, page_bytes, device))
+    return descriptors
+
+
+def _dense_pair(blocks: int) -> tuple[RankGeometry, dict[tuple[int, int], RankGeometry]]:
+    engine = EngineSpec(block_tokens=16, layout="split-HND", block_count=blocks)
+    return build_engine(DENSE, engine)[0, 0], dict(build_engine(DENSE, engine))
+
+
+def _rows_of(plan: TransferPlan) -> object:
+    """Build the rows of both sides again from a plan's slices, without its cached ones."""
+    from kv_topology._link import Link
+
+    link = Link(plan.local, plan._links[0, 0].peer, plan.slices((0, 0)))  # noqa: SLF001 - measures the inside
+    return link.local_rows, link.peer_rows
+
+
+def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """(a) Rows of 64 layers x 2 fields x 20 000 blocks against a loop over blocks, and flatness in the blocks."""
+    results: list[dict[str, object]] = []
+    times: dict[int, float] = {}
+    for blocks in (2_000, 20_000):
+        local, peers = _dense_pair(blocks)
+        plan = plan_transfer(local, peers)
+        addresses = [region.base_address for region in local.regions]
+        page = local.regions[0].page_bytes
+        count = int(plan.peer_rows((0, 0))[:, 4].sum())
+        report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
+        # Ours builds both sides, so the loop does too.
+        ours, baseline = _medians(
+            lambda plan=plan: [_rows_of(plan) for _ in range(10)],
+            lambda a=addresses, p=page, b=blocks: (per_block_rows(a, p, b, 0), per_block_rows(a, p, b, 0)),
+            3,
+        )
+        times[blocks] = ours / 10
+        if blocks == 20_000:
+            results.append(_entry("rows of 2.56M descriptors", "ms", ours * 100, baseline * 1000, 1000, at_least=True))
+    flat = times[20_000] / times[2_000]
+    results.append(
+        {
+            "name": "rows, time for 20000 blocks over 2000 blocks",
+            "unit": "ratio",
+            "ours": times[20_000] * 1e3,
+            "baseline": times[2_000] * 1e3,
+            "ratio": flat,
+            "target": 1.5,
+            "met": flat <= 1.5,
+        }
+    )
+    return results
+
+
+def _entry(
+    name: str, unit: str, ours: float, baseline: float, target: float, *, at_least: bool = False
+) -> dict[str, object]:
+    ratio = baseline / ours if at_least else ours / baseline
+    met = ratio >= target if at_least else ratio <= target
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "baseline": baseline,
+        "ratio": ratio,
+        "target": target,
+        "met": met,
+    }
+
+
+def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """(b) A 64-layer hybrid engine: one consumer rank against 16 producer ranks, geometry in hand and from documents."""
+    local = build_engine(HYBRID, EngineSpec(1, block_tokens=1024, kernel_block_tokens=16, block_count=500))[0, 0]
+    peers = build_engine(HYBRID, EngineSpec(16, block_tokens=1024, kernel_block_tokens=16, block_count=500))
+    documents = {rank: to_document(peer) for rank, peer in peers.items()}
+    plan = plan_transfer(local, peers)
+    report(f"planning: {len(plan.producer_ranks)} producer ranks, {sum(len(plan.peer_rows(r)) for r in peers)} rows")
+
+    def parse() -> dict[tuple[int, int], RankGeometry]:
+        return {rank: from_document(document) for rank, document in documents.items()}
+
+    planning, parsing = _medians(lambda: plan_transfer(local, peers), parse, 15)
+    return [
+        {
+            "name": name,
+            "unit": "ms",
+            "ours": seconds * 1e3,
+            "baseline": 50.0,
+            "ratio": seconds / 0.05,
+            "target": 1.0,
+            "met": seconds <= 0.05,
+        }
+        for name, seconds in (("plan, 16 peer ranks", planning), ("parse and check 16 peer documents", parsing))
+    ]
+
+
+def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """(c) Indices of 10 000 block ids x 128 regions against bare outer sums of the same size."""
+    local, peers = _dense_pair(20_000)
+    plan = plan_transfer(local, peers)
+    generator = np.random.default_rng(5)
+    mine = generator.permutation(20_000)[:10_000]
+    theirs = generator.permutation(20_000)[:10_000]
+    first = (np.arange(128, dtype=np.int32) * 20_000)[:, None]
+    report(f"indices: {len(plan.indices((0, 0), [mine], [theirs])[0])} pairs")
+
+    def bare() -> object:
+        left, right = mine.astype(np.int32), theirs.astype(np.int32)
+        return (first + left).ravel(), (first + right).ravel()
+
+    ours, baseline = _medians(lambda: plan.indices((0, 0), [mine], [theirs]), bare, 25)
+    return [_entry("indices of 10000 ids x 128 regions", "ms", ours * 1e3, baseline * 1e3, 1.3)]
+
+
+def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """Return all measures as dictionaries with name, unit, ours, baseline, ratio, target and met."""
+    return [*bench_rows(report), *bench_planning(report), *bench_indices(report)]
+
+
+if __name__ == "__main__":
+    for line in run(print):
+        print(line)
