@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import TransferAgent
-from kv_nixl_agent.testing import CHECKS, FAULT_CHECKS, FakeFabric, RecordingPort, Stage, page_pattern, recording_factory
+from kv_nixl_agent.testing import (
+    CHECKS,
+    FAULT_CHECKS,
+    FakeFabric,
+    RecordingPort,
+    Stage,
+    page_pattern,
+    recording_factory,
+)
 
 PAGES, PAGE_BYTES = 32, 64
 

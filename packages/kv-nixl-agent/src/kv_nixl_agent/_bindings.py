@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -48,7 +49,7 @@ _UNLISTED: Final = frozenset({"num_threads", "split_batch_size", "engine_config"
 
 
 class _Agent(Protocol):
-    """The methods of `nixl_agent` that are used; handles are opaque, results as the library annotates or returns them."""
+    """The methods of `nixl_agent` that are used; handles are opaque."""
 
     backends: Mapping[str, int]
 
@@ -196,7 +197,7 @@ class NixlBinding:
         if self._strided is not False:
             try:
                 handle = agent.prep_xfer_dlist(owner, rows, kind)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - coded by _reraise
                 # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Probe once.
                 if self._strided or not isinstance(error, (TypeError, AttributeError)):
                     _reraise("prep_xfer_dlist", error)
@@ -316,10 +317,9 @@ def open_nixl(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]]
                 f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
                 backend=name,
             )
+        create_backend: Callable[[], None] = functools.partial(agent.create_backend, name, dict(parameters))
         try:
-            _attempt(
-                "create_backend", lambda name=name, parameters=parameters: agent.create_backend(name, dict(parameters))
-            )
+            _attempt("create_backend", create_backend)
         except AgentError as error:
             raise AgentError(
                 "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name

@@ -7,19 +7,22 @@ bodies run on the fake fabric, on real NIXL over DRAM between two processes, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
-from ._agent import TransferAgent
 from ._errors import AgentError
 from ._peer_process import page_pattern
 from ._values import TransferOrder, TransferResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
+
+    from ._agent import TransferAgent
+    from ._port import MemoryKind
 
 __all__ = ["CHECKS", "FAULT_CHECKS", "ProducerControl", "Stage"]
 
@@ -91,7 +94,8 @@ class Stage:
     Attributes:
         consumer: Agent under test, driven by `run_until`.
         producer: The other side.
-        read_pages: Returns the consumer's pages, uint8 (page_count, page_bytes); a copy where they are not host memory.
+        read_pages: Returns the consumer's pages, uint8 (page_count, page_bytes); a copy where they are not host
+            memory.
         local_rows: One strided row over the consumer's pages, as many and as large as the producer's.
         memory_kinds: Memory kinds of (local, peer) pages.
     """
@@ -100,7 +104,7 @@ class Stage:
     producer: ProducerControl
     read_pages: Callable[[], npt.NDArray[np.uint8]]
     local_rows: npt.NDArray[np.uint64]
-    memory_kinds: tuple[str, str] = ("DRAM", "DRAM")
+    memory_kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
     results: dict[str, TransferResult] = field(default_factory=dict[str, TransferResult])
     quiet: set[str] = field(default_factory=set[str])
 
@@ -112,8 +116,8 @@ class Stage:
             self.producer.agent_metadata,
             local_rows=self.local_rows,
             peer_rows=self.producer.rows,
-            memory_kind="VRAM" if peer_kind == "VRAM" else "DRAM",
-            local_kind="VRAM" if local_kind == "VRAM" else "DRAM",
+            memory_kind=peer_kind,
+            local_kind=local_kind,
             fence=self.producer.fence if has_fence else None,
         )
 
@@ -156,10 +160,12 @@ class Stage:
         pattern = page_pattern(seed, self.producer.page_count, self.producer.page_bytes)
         mine = self.read_pages()
         for ours, theirs in zip(local, peer, strict=True):
-            expect(bool((mine[ours] == pattern[theirs]).all()), f"local page {ours} is not the producer's page {theirs}")
+            expect(
+                bool((mine[ours] == pattern[theirs]).all()), f"local page {ours} is not the producer's page {theirs}"
+            )
 
 
-def expect(holds: bool, message: str) -> None:  # noqa: FBT001
+def expect(holds: bool, message: str) -> None:
     """Fail a check."""
     if not holds:
         raise AssertionError(message)
@@ -172,7 +178,7 @@ def expect_error(code: str, call: Callable[[], object]) -> None:
     except AgentError as error:
         expect(error.code == code, f"code {error.code} instead of {code}: {error}")
         return
-    expect(False, f"no error instead of {code}")  # noqa: FBT003
+    expect(False, f"no error instead of {code}")
 
 
 def make_order(transfer_id: str, local: object, peer: object, **arguments: object) -> TransferOrder:
@@ -189,13 +195,13 @@ def check_random_read(stage: Stage) -> None:
     random = np.random.default_rng(5)
     count = stage.producer.page_count
     local, peer = random.permutation(count)[: count // 2], random.permutation(count)[: count // 2]
-    before = stage.read_pages().copy()
+    before = np.array(stage.read_pages())
     result = stage.read("r", local, peer, notification=b"r:1")
     expect(result.outcome == "done", f"{result}")
     expect(result.bytes_moved == len(local) * stage.producer.page_bytes, f"{result.bytes_moved} bytes")
     stage.expect_pages(11, local.tolist(), peer.tolist())
     untouched = np.setdiff1d(np.arange(count), local)
-    expect(bool((stage.read_pages()[untouched] == before[untouched]).all()), "a page that was not asked for changed")
+    expect(np.array_equal(stage.read_pages()[untouched], before[untouched]), "a page that was not asked for changed")
     received = stage.await_notifications(1)
     expect(received == [(stage.consumer.name, b"r:1")], f"{received}")
 
@@ -250,12 +256,11 @@ def check_bad_input(stage: Stage) -> None:
     """Everything malformed is refused with its code, and the agent works on."""
     agent, producer = stage.consumer, stage.producer
     rows, theirs, metadata = stage.local_rows, producer.rows, producer.agent_metadata
-    outside = rows.copy()
+    outside = np.array(rows)
     outside[0, 0] += outside[0, 3] * np.uint64(1 << 20)
-    far = theirs.copy()
+    far = np.array(theirs)
     far[0, 0] += far[0, 3] * np.uint64(1 << 20)
-    kind = "VRAM" if stage.memory_kinds[1] == "VRAM" else "DRAM"
-    mine = "VRAM" if stage.memory_kinds[0] == "VRAM" else "DRAM"
+    mine, kind = stage.memory_kinds
 
     def add(blob: bytes = metadata, local: object = rows, peer: object = theirs) -> None:
         agent.add_peer("p", blob, local_rows=local, peer_rows=peer, memory_kind=kind, local_kind=mine)
@@ -309,8 +314,8 @@ def check_unequal_lengths(stage: Stage) -> None:
         stage.producer.agent_metadata,
         local_rows=table(stage.local_rows),
         peer_rows=table(stage.producer.rows),
-        memory_kind="VRAM" if stage.memory_kinds[1] == "VRAM" else "DRAM",
-        local_kind="VRAM" if stage.memory_kinds[0] == "VRAM" else "DRAM",
+        memory_kind=stage.memory_kinds[1],
+        local_kind=stage.memory_kinds[0],
     )
     expect_error("length-mismatch", lambda: stage.consumer.post(make_order("x", [0], [5])))
     result = stage.read("r", [0, 5], [1, 6])
@@ -331,8 +336,8 @@ def check_remove_and_add_again(stage: Stage) -> None:
         stage.producer.agent_metadata,
         local_rows=stage.local_rows,
         peer_rows=stage.producer.rows,
-        memory_kind="VRAM" if stage.memory_kinds[1] == "VRAM" else "DRAM",
-        local_kind="VRAM" if stage.memory_kinds[0] == "VRAM" else "DRAM",
+        memory_kind=stage.memory_kinds[1],
+        local_kind=stage.memory_kinds[0],
     )
     expect(stage.read("c", [2], [2]).outcome == "done", "third")
 
@@ -364,9 +369,9 @@ def check_stopped_producer(stage: Stage) -> None:
     expect(stage.consumer.has_quarantine, "removing the peer ended the quarantine")
     stage.producer.resume()
     stage.run_until(lambda: "stuck" in stage.quiet, 10.0, "quiet memory")
-    quiet = stage.read_pages().copy()
+    quiet = np.array(stage.read_pages())
     time.sleep(0.3)
-    expect(bool((stage.read_pages() == quiet).all()), "memory changed after it was reported quiet")
+    expect(np.array_equal(stage.read_pages(), quiet), "memory changed after it was reported quiet")
 
 
 CHECKS: tuple[Callable[[Stage], None], ...] = (

@@ -21,8 +21,10 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final, final
 
+from ._admission import admit, differing_pages
 from ._custody import Custody
 from ._errors import AgentError
+from ._failures import code_of, is_off_the_wire, late_message
 from ._fence_reader import FenceReader, Verdict
 from ._quarantine import Quarantine
 from ._transfer import FairQueue, Part, Transfer, split_into_parts
@@ -40,17 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["TransferEngine"]
 
 _QUARANTINE_POLL_S: Final = 1e-3
-# Errors that NIXL raises before anything reaches the wire.
-_REJECTIONS: Final = frozenset(
-    {
-        "nixl-invalid-param",
-        "nixl-not-found",
-        "nixl-mismatch",
-        "nixl-not-allowed",
-        "nixl-not-supported",
-        "nixl-not-posted",
-    }
-)
 
 
 @final
@@ -93,9 +84,10 @@ class TransferEngine:
             AgentError: a refusal, by which nothing is changed.
         """
         peer = self._peers.get(order.peer)
-        self._refuse_overload(order, peer)
-        if order.fence is not None:
-            _check_fence(order, peer)
+        transfer_id = order.transfer_id
+        if transfer_id in self._live or transfer_id in self.quarantine:
+            raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
+        admit(order, peer, self._options, waiting=self._queue.count, held=self.quarantine.count_of(peer))
         parts = split_into_parts(peer, order.local_indices, order.peer_indices, chunk_rows=self._options.chunk_rows)
         transfer = Transfer(order, peer, parts, now_s=self._clock())
         self._live[order.transfer_id] = transfer
@@ -105,20 +97,6 @@ class TransferEngine:
             return
         heapq.heappush(self._deadlines, (transfer.deadline_s, next(self._sequence), transfer))
         self._queue.push(transfer)
-
-    def _refuse_overload(self, order: TransferOrder, peer: Peer) -> None:
-        transfer_id = order.transfer_id
-        if transfer_id in self._live or transfer_id in self.quarantine:
-            raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
-        if self._queue.count >= self._options.max_queued:
-            raise AgentError("queue-full", f"{self._queue.count} transfers wait already; let some end first")
-        held = self.quarantine.count_of(peer)
-        if held >= self._options.max_quarantined_per_peer:
-            raise AgentError(
-                "quarantine-full",
-                f"{held} unfinished transfers of peer {peer.key!r} are in quarantine; it is probably stopped: replace or remove it",
-                peer=peer.key,
-            )
 
     def refuse(self, order: TransferOrder, error: AgentError) -> None:
         """Report an order that was not accepted as a failed transfer."""
@@ -149,11 +127,6 @@ class TransferEngine:
         if self._deadlines:
             self._end_late()
         return self._look_after() or moved
-
-    @property
-    def inflight_count(self) -> int:
-        """Transfers that are posted or verified right now."""
-        return len(self._posted)
 
     @property
     def is_busy(self) -> bool:
@@ -227,20 +200,13 @@ class TransferEngine:
 
     def _part_failed(self, transfer: Transfer, part: Part, error: AgentError) -> None:
         """End the transfer for an error of one part, which stays active unless it certainly is off the wire."""
-        is_disconnect = error.code == "nixl-disconnected"
-        if is_disconnect:
+        if error.code == "nixl-disconnected":
             transfer.peer.is_connected = False
         part.last_error = f"{error.code}: {error}"
-        if part in transfer.active and (is_disconnect or error.code in _REJECTIONS):
+        if part in transfer.active and is_off_the_wire(error):
             transfer.active.remove(part)
             self._part_over(transfer, part)
-        if is_disconnect:
-            code = "peer-disconnected"
-        elif error.code in _REJECTIONS:
-            code = "transfer-rejected"
-        else:
-            code = "transfer-failed" if error.code.startswith("nixl-") else error.code
-        self._end(transfer, "failed", code, f"{error} (peer {transfer.peer.key!r})")
+        self._end(transfer, "failed", code_of(error), f"{error} (peer {transfer.peer.key!r})")
 
     def _part_done(self, transfer: Transfer, part: Part) -> None:
         account = self._port.telemetry(part.handle)
@@ -304,10 +270,15 @@ class TransferEngine:
         """Check pages, notify, and report success."""
         now_s = self._clock()
         fence_s = now_s - transfer.data_done_s if transfer.order.fence is not None and transfer.data_done_s else 0.0
-        verdict, check_s = self._check_pages(transfer, now_s)
-        if verdict is not None:
-            self._end_by(transfer, verdict, fence_s=fence_s, check_s=check_s)
-            return
+        check_s = 0.0
+        if transfer.order.page_check is not None and transfer.descriptor_count:
+            differing = differing_pages(transfer.order.page_check)
+            check_s = self._clock() - now_s
+            self._statistics.count("page_checks")
+            if differing:
+                verdict = Verdict("failed", "checksum-mismatch", differing)
+                self._end_by(transfer, verdict, fence_s=fence_s, check_s=check_s)
+                return
         is_notified = transfer.is_attached
         if transfer.order.notification and not transfer.is_attached:
             is_notified = self._notify(transfer)
@@ -319,22 +290,6 @@ class TransferEngine:
         elif is_notified:
             self._statistics.count("notifications_sent")
         self._end(transfer, "done", fence_s=fence_s, check_s=check_s, is_notified=is_notified)
-
-    def _check_pages(self, transfer: Transfer, now_s: float) -> tuple[Verdict | None, float]:
-        check = transfer.order.page_check
-        if check is None or not transfer.descriptor_count:
-            return None, 0.0
-        try:
-            differing = check()
-        except Exception as error:  # noqa: BLE001 - the caller's code: an inability to check is a failed check
-            differing = [f"the page check raised {type(error).__name__}: {error}"]
-        check_s = self._clock() - now_s
-        self._statistics.count("page_checks")
-        if not differing:
-            return None, check_s
-        shown = "; ".join(differing[:4])
-        text = f"{len(differing)} pages differ from the producer's: {shown}"
-        return Verdict("failed", "checksum-mismatch", text), check_s
 
     def _notify(self, transfer: Transfer) -> bool:
         try:
@@ -351,14 +306,7 @@ class TransferEngine:
         self._end(transfer, verdict.outcome, verdict.code, verdict.message, fence_s=fence_s, check_s=check_s)
 
     def _end_at_deadline(self, transfer: Transfer) -> None:
-        limit_s = transfer.order.deadline_s
-        where = "in the queue" if not transfer.first_post_s else f"with {len(transfer.active)} parts in flight"
-        self._end(
-            transfer,
-            "timed-out",
-            "deadline-exceeded",
-            f"not seen to end within {limit_s:.3f} s ({where}); peer {transfer.peer.key!r} may be stopped or overloaded",
-        )
+        self._end(transfer, "timed-out", "deadline-exceeded", late_message(transfer))
 
     def _end(
         self,
@@ -446,15 +394,3 @@ class TransferEngine:
         if self._options.trace is not None:
             order = transfer.order
             self._options.trace(TraceEvent(self._clock(), order.transfer_id, order.peer, state, detail))
-
-
-def _check_fence(order: TransferOrder, peer: Peer) -> None:
-    assert order.fence is not None
-    slot, generation = order.fence
-    if peer.fence is None or order.operation != "read" or not 0 <= slot < peer.fence[2] or generation < 0:
-        words = 0 if peer.fence is None else peer.fence[2]
-        raise AgentError(
-            "bad-fence",
-            f"transfer {order.transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only reads are fenced",
-            peer=peer.key,
-        )

@@ -1,10 +1,11 @@
 """A fabric of in-process agents that moves real bytes and has NIXL's observed semantics, with faults on demand.
 
-What is modelled, as measured with NIXL 1.5.1: merging needs both lists to ascend and strides equal to lengths; empty, unequal
-or wrong indices are refused when a transfer is made; unregistered ranges when a list is prepared; a peer's lists go stale when
-it is removed; a second agent of a known name is refused; a dead peer raises a disconnect; a stopped peer leaves transfers in
-progress for ever; a completion notification leaves only when the reader sees the end of its transfer; releasing an active
-transfer succeeds, and its data may still land later; a peer that deregisters is not noticed.
+What is modelled, as measured with NIXL 1.5.1: merging needs both lists to ascend and strides equal to lengths;
+empty, unequal or wrong indices are refused when a transfer is made; unregistered ranges when a list is prepared; a
+peer's lists go stale when it is removed; a second agent of a known name is refused; a dead peer raises a
+disconnect; a stopped peer leaves transfers in progress for ever; a completion notification leaves only when the
+reader sees the end of its transfer; releasing an active transfer succeeds, and its data may still land later; a
+peer that deregisters is not noticed.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ class FakeNixl:
     def release_prepared(self, prepared: Handle) -> None:
         """Release a prepared list."""
         self._live("release_prepared")
-        assert isinstance(prepared, _Prepared)
+        if not isinstance(prepared, _Prepared):
+            raise AgentError("nixl-invalid-param", "release_prepared: not a prepared list")
 
     def make(
         self,
@@ -241,14 +243,13 @@ class FakeNixl:
     ) -> Handle:
         """Make a transfer."""
         self._live("make")
-        assert isinstance(local, _Prepared)
-        assert isinstance(peer, _Prepared)
+        if not isinstance(local, _Prepared) or not isinstance(peer, _Prepared) or peer.owner is None:
+            raise AgentError("nixl-invalid-param", "make: not a local and a peer list")
         if len(local_indices) != len(peer_indices) or not len(local_indices):
             raise AgentError("nixl-invalid-param", f"make: {len(local_indices)} against {len(peer_indices)} indices")
         for indices, side in ((local_indices, local), (peer_indices, peer)):
             if int(indices.min()) < 0 or int(indices.max()) >= len(side.descriptors):
                 raise AgentError("nixl-invalid-param", "make: index out of range")
-        assert peer.owner is not None
         known = self._peers.get(peer.owner)
         if known is None or known[0] != peer.incarnation:
             raise AgentError("nixl-not-found", f"make: stale list of {peer.owner!r}")
@@ -264,7 +265,7 @@ class FakeNixl:
     def post(self, transfer: Handle) -> Progress:
         """Start a transfer."""
         self._live("post")
-        assert isinstance(transfer, _Transfer)
+        transfer = _transfer_of(transfer)
         if transfer.polls_left >= 0 and not transfer.is_done:
             raise AgentError("nixl-active", "post: active already")
         transfer.polls_left = self._fabric.latency_polls
@@ -275,7 +276,7 @@ class FakeNixl:
     def check(self, transfer: Handle) -> Progress:
         """Ask for a posted transfer."""
         self._live("check")
-        assert isinstance(transfer, _Transfer)
+        transfer = _transfer_of(transfer)
         if transfer.polls_left < 0:
             raise AgentError("nixl-not-posted", "check: never posted")
         transfer.polls_left = max(0, transfer.polls_left - 1)
@@ -300,14 +301,14 @@ class FakeNixl:
     def release(self, transfer: Handle) -> None:
         """Release a transfer; an active one may still write later."""
         self._live("release")
-        assert isinstance(transfer, _Transfer)
+        transfer = _transfer_of(transfer)
         if transfer.polls_left >= 0 and not transfer.is_done and not transfer.failure and not transfer.is_released:
             self._fabric.orphan(transfer)
         transfer.is_released = True
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Account for a finished transfer."""
-        assert isinstance(transfer, _Transfer)
+        transfer = _transfer_of(transfer)
         return WireTelemetry(1.0, 1.0, int(transfer.copies[:, 2].sum()), transfer.merged)
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
@@ -345,14 +346,19 @@ class FakeNixl:
         self._fabric.hit(call)
 
 
+def _transfer_of(handle: Handle) -> _Transfer:
+    if not isinstance(handle, _Transfer):
+        raise AgentError("nixl-invalid-param", "not a transfer")
+    return handle
+
+
 def _merge(copies: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Join neighbours that follow each other on both sides."""
     ends = copies[:-1, :2] + copies[:-1, 2:]
     starts_run = np.concatenate(([True], (ends != copies[1:, :2]).any(axis=1)))
     first = np.flatnonzero(starts_run)
-    merged = copies[first].copy()
-    merged[:, 2] = np.add.reduceat(copies[:, 2], first)
-    return merged
+    lengths = np.add.reduceat(copies[:, 2], first)
+    return np.stack([copies[first, 0], copies[first, 1], lengths], axis=1)
 
 
 def _copy(transfer: _Transfer) -> None:

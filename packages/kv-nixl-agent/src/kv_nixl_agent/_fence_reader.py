@@ -1,8 +1,9 @@
 """The consumer's side of the fence: read one word of the peer's array after the data, and judge.
 
-The data read and the fence read are two operations without any order between them on the wire, so the fence is read only
-after the data was seen to be complete. The producer writes the new generation before it reports the blocks free. So a word
-that still shows the lease's generation proves that the blocks were still leased when the last byte had been read.
+The data read and the fence read are two operations without any order between them on the wire, so the fence is read
+only after the data was seen to be complete. The producer writes the new generation before it reports the blocks
+free. So a word that still shows the lease's generation proves that the blocks were still leased when the last byte
+had been read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from ._custody import Custody, Stray
 from ._errors import AgentError
+from ._failures import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FenceReader", "Verdict"]
 
 _SPIN_S: Final = 100e-6
+_NO_FENCE: Final = (0, 0)
 
 
 @final
@@ -83,8 +86,7 @@ class FenceReader:
         self._custody.watch(Stray(transfer.peer, handle, on_end))
 
     def _begin(self, transfer: Transfer) -> Verdict | None:
-        assert transfer.order.fence is not None
-        slot, generation = transfer.order.fence
+        slot, generation = transfer.order.fence or _NO_FENCE
         word = self._fences.take_scratch(generation)
         if word is None:
             return None  # all scratch words are in use; the next turn tries again
@@ -109,8 +111,7 @@ class FenceReader:
         return self._judge(transfer) if progress == "done" else None
 
     def _judge(self, transfer: Transfer) -> Verdict:
-        assert transfer.order.fence is not None
-        slot, generation = transfer.order.fence
+        slot, generation = transfer.order.fence or _NO_FENCE
         found = self._fences.read(transfer.fence_word)
         self._over(transfer)
         if found == generation:
@@ -118,8 +119,8 @@ class FenceReader:
         return Verdict(
             "fence-rejected",
             "fence-mismatch",
-            f"fence slot {slot} of peer {transfer.peer.key!r} shows generation {found}, the lease had {generation}: the producer "
-            "gave the blocks away before they were read",
+            f"fence slot {slot} of peer {transfer.peer.key!r} shows generation {found}, the lease had {generation}: "
+            "the producer gave the blocks away before they were read",
             str(found),
         )
 
@@ -129,8 +130,7 @@ class FenceReader:
         if is_disconnect:
             transfer.peer.is_connected = False
             self._over(transfer)
-        code = "peer-disconnected" if is_disconnect else "transfer-failed"
-        return Verdict("failed", code, f"the fence of peer {transfer.peer.key!r} could not be read: {error}")
+        return Verdict("failed", code_of(error), f"the fence of peer {transfer.peer.key!r} could not be read: {error}")
 
     def _over(self, transfer: Transfer) -> None:
         handle = transfer.fence_handle

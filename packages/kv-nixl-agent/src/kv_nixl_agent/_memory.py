@@ -73,7 +73,8 @@ class FenceArray:
         if not 0 <= slot < self.word_count or not 0 <= generation < CLOSED_GENERATION:
             raise AgentError(
                 "bad-fence",
-                f"fence slot {slot} with generation {generation}: slots are 0 to {self.word_count - 1}, generations 0 to 2**64-2",
+                f"fence slot {slot} with generation {generation}: slots are 0 to {self.word_count - 1}, "
+                "generations 0 to 2**64-2",
                 slot=slot,
             )
         self._memory[slot] = generation

@@ -1,11 +1,12 @@
 """Sealing of agent metadata with a checksum trailer.
 
-NIXL accepts many damaged blobs without a word, and a blob that it rejects half-way spoils the peer's name for the life
-of the agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers without
-this package skip it, and blobs without a trailer are still accepted (unless the options demand one).
+NIXL accepts many damaged blobs without a word, and a blob that it rejects half-way spoils the peer's name for the
+life of the agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers
+without this package skip it, and blobs without a trailer are still accepted (unless the options demand one).
 
-Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer counts
-as present when at least half of the magic bytes match, so that damage to the trailer itself is damage, not absence.
+Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer
+counts as present when at least half of the magic bytes match, so that damage to the trailer itself is damage, not
+absence.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def open_metadata(sealed: bytes, *, is_seal_required: bool = False) -> bytes:
     if is_seal_required:
         raise AgentError(
             "metadata-damaged",
-            f"agent metadata of {len(sealed)} bytes carries no checksum trailer; fetch it again, or allow peers without one",
+            f"agent metadata of {len(sealed)} bytes carries no checksum trailer; fetch it again, or allow peers "
+            "without one",
             received_bytes=len(sealed),
         )
     if not sealed.startswith(b"nixlSerDes|") or not sealed.endswith(b"|"):

@@ -28,9 +28,9 @@ def _demand(holds: bool, message: str, **context: object) -> None:
 class BackendOptions:
     """One NIXL backend and its parameters.
 
-    The defaults of UCX are measured (docs/transfers.md): worker threads win only from about a thousand descriptors on and
-    only where cores are free, so they are off; error handling stays at UCX's `peer`, without which a dead peer is
-    never noticed.
+    The defaults of UCX are measured (docs/transfers.md): worker threads win only from about a thousand descriptors
+    on and only where cores are free, so they are off; error handling stays at UCX's `peer`, without which a dead
+    peer is never noticed.
 
     Attributes:
         name: Plugin name.
@@ -83,7 +83,8 @@ class AgentOptions:
             and other peers get their turn in between. 0 posts everything at once.
         max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue. None for no cap.
         max_queued: Transfers that may wait before further ones are refused with `queue-full`.
-        max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are refused.
+        max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
+            refused.
         is_quiet_on_release: Promise that the transport writes nothing after a transfer handle was released. True for
             shared memory and CMA, False (the default) for TCP and whatever is not known: there, quarantine outlives
             even the removal of the peer.
@@ -134,7 +135,8 @@ class ThreadOptions:
         idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
         close_grace_s: How long `close` lets transfers in flight end before it abandons them.
-        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. The interpreter's default
+        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. The interpreter's
+            default
             of 5 ms is what a notification waits when the engine thread computes in Python; None leaves it alone.
         on_thread_start: Called first on the owner thread, for example to select a CUDA device.
     """

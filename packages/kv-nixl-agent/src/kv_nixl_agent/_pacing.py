@@ -17,8 +17,10 @@ __all__ = ["Pacer", "SwitchInterval"]
 
 @final
 class Pacer:
-    """Waits between turns: spins briefly while transfers are in flight, then sleeps longer and longer; sleeps on an event
-    when nothing is. A waker from any thread ends the idle sleep at once.
+    """Waits between turns of the loop.
+
+    While transfers are in flight it spins briefly, then sleeps longer and longer; otherwise it sleeps on an event.
+    A waker from any thread ends the idle sleep at once.
     """
 
     def __init__(self, options: ThreadOptions, clock: Callable[[], float]) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +22,8 @@ from ._options import AgentOptions, BackendOptions, ThreadOptions
 from ._thread import TransferThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import numpy.typing as npt
 
 __all__ = ["PeerProcess", "page_pattern"]
@@ -35,7 +36,9 @@ def page_pattern(seed: int, page_count: int, page_bytes: int) -> npt.NDArray[np.
     words = -(-page_bytes // 8)
     base = np.random.default_rng(seed).integers(0, 1 << 62, words, dtype=np.uint64)
     marks = np.arange(page_count, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
-    return (base[None, :] ^ marks).view(np.uint8)[:, :page_bytes]
+    content: npt.NDArray[np.uint64] = base[None, :] ^ marks
+    raw: npt.NDArray[np.uint8] = np.ndarray((page_count, words * 8), dtype=np.uint8, buffer=content.tobytes())
+    return raw[:, :page_bytes]
 
 
 @final
@@ -180,7 +183,7 @@ class _Child:
         self._pages[:] = page_pattern(seed, *self._pages.shape)
 
     def read_page(self, number: int) -> bytes:
-        return self._pages[number].tobytes()
+        return bytes(self._pages[number].tobytes())
 
     def write_fence(self, slot: int, generation: int) -> None:
         self._on_owner(lambda: self.thread.write_fence(slot, generation))

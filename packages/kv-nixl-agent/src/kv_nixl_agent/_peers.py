@@ -167,8 +167,8 @@ class PeerTable:
         except AgentError as error:
             raise AgentError(
                 "metadata-rejected",
-                f"NIXL cannot use the metadata of peer {key!r} ({len(blob)} bytes): {error}; fetch it again, and check that "
-                "both sides run compatible NIXL builds",
+                f"NIXL cannot use the metadata of peer {key!r} ({len(blob)} bytes): {error}; fetch it again, and check "
+                "that both sides run compatible NIXL builds",
                 peer=key,
             ) from error
         peer = Peer(key, agent_name, local, rows, fence)
@@ -217,10 +217,8 @@ class PeerTable:
         self._release_lists(peer)
         if self._by_name.get(peer.agent_name) is peer:
             del self._by_name[peer.agent_name]
-            try:
+            with contextlib.suppress(AgentError):  # NIXL forgets a dead peer by itself
                 self._port.remove_peer(peer.agent_name)
-            except AgentError:
-                pass  # NIXL forgets a dead peer by itself
 
     def prepare(self, peer: Peer) -> None:
         """Make sure that the peer's lists are ready, and that not too many peers' are.
@@ -261,8 +259,8 @@ class PeerTable:
         except AgentError as error:
             raise AgentError(
                 code,
-                f"NIXL cannot prepare {len(group)} {kind} rows of peer {peer.key!r}, the first is {group[0].tolist()}: {error}; "
-                "the peer's rows must lie in memory that its metadata registers",
+                f"NIXL cannot prepare {len(group)} {kind} rows of peer {peer.key!r}, the first is {group[0].tolist()}: "
+                f"{error}; the peer's rows must lie in memory that its metadata registers",
                 peer=peer.key,
             ) from error
 
@@ -277,11 +275,14 @@ class PeerTable:
     def _release_lists(self, peer: Peer) -> None:
         for kind in list(peer.local_lists):
             del peer.local_lists[kind]
-            _quietly(self._shared.give_back, kind, peer.local.groups[kind])
+            with contextlib.suppress(AgentError):
+                self._shared.give_back(kind, peer.local.groups[kind])
         for kind in list(peer.peer_lists):
-            _quietly(self._port.release_prepared, peer.peer_lists.pop(kind))
+            with contextlib.suppress(AgentError):
+                self._port.release_prepared(peer.peer_lists.pop(kind))
         if peer.fence_list is not None:
-            _quietly(self._port.release_prepared, peer.fence_list)
+            with contextlib.suppress(AgentError):
+                self._port.release_prepared(peer.fence_list)
             peer.fence_list = None
 
     def close(self) -> None:
@@ -290,10 +291,3 @@ class PeerTable:
         for peer in list(self._by_name.values()):
             peer.is_removed = True
             self._release(peer)
-
-
-def _quietly(call: object, *arguments: object) -> None:
-    """Release a handle; a refusal leaves nothing that we could still do."""
-    assert callable(call)
-    with contextlib.suppress(AgentError):
-        call(*arguments)

@@ -1,9 +1,10 @@
 """Quarantine: local memory that the wire may still write, although the transfer's result is out.
 
-NIXL's release of an active transfer is best effort. Over TCP, data of a released transfer was seen to land seconds later,
-even after the peer had been removed. So the handle of an unfinished transfer is kept and polled until NIXL says done or
-disconnected, and only then are the pages reported quiet. Nothing else ends a quarantine, except the closing of the agent
-(no worker is left that could write), and the removal of the peer where the caller promised `is_quiet_on_release`.
+NIXL's release of an active transfer is best effort. Over TCP, data of a released transfer was seen to land seconds
+later, even after the peer had been removed. So the handle of an unfinished transfer is kept and polled until NIXL
+says done or disconnected, and only then are the pages reported quiet. Nothing else ends a quarantine, except the
+closing of the agent (no worker is left that could write), and the removal of the peer where the caller promised
+`is_quiet_on_release`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Quarantine:
             if self._port.check(part.handle) == "done":
                 return True
         except AgentError as error:
-            if error.code == "nixl-disconnected":
+            # Never posted: the error came before anything reached the wire.
+            if error.code in ("nixl-disconnected", "nixl-not-posted"):
                 return True
             part.last_error = f"{error.code}: {error}"
         return self._is_quiet_on_release and transfer.peer.is_removed

@@ -1,8 +1,9 @@
 """Strided rows: checking, indexing and ordering.
 
-A row `(address, length_bytes, device, stride_bytes, count)` stands for `count` descriptors of `length_bytes` bytes, the
-first at `address`, each `stride_bytes` behind the one before. Descriptors are numbered through all rows of a table, so a
-table of a thousand regions with a million pages is a thousand rows, and block ids become indices by arithmetic.
+A row `(address, length_bytes, device, stride_bytes, count)` stands for `count` descriptors of `length_bytes` bytes,
+the first at `address`, each `stride_bytes` behind the one before. Descriptors are numbered through all rows of a
+table, so a table of a thousand regions with a million pages is a thousand rows, and block ids become indices by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class RowTable:
         """Length of every descriptor, 0 if they differ."""
         self._row_kind: npt.NDArray[np.int8] = np.array([one == "VRAM" for one in kinds], dtype=np.int8)
         self._is_mixed = bool((self._row_kind != self._row_kind[0]).any())
-        self._group_first = self._first[:-1].copy()
+        self._group_first: npt.NDArray[np.int64] = np.array(self._first[:-1])
         self.groups: dict[MemoryKind, Rows] = {}
         """Rows by memory kind, in table order."""
         for code, name in ((0, "DRAM"), (1, "VRAM")):
@@ -152,14 +153,14 @@ class RowTable:
         """Return the length in bytes of each named descriptor, int64 (n,)."""
         if self.uniform_bytes:
             return np.full(len(indices), self.uniform_bytes, dtype=np.int64)
-        return cast("npt.NDArray[np.int64]", self._lengths[self._rows_of(indices)])
+        return self._lengths[self._rows_of(indices)]
 
     def locate(self, indices: Indices) -> tuple[npt.NDArray[np.int8], Indices] | None:
         """Return (kind codes, indices inside the kind's group), or None when there is only one kind."""
         if not self._is_mixed:
             return None
         row = self._rows_of(indices)
-        inside = indices - self._first[row] + self._group_first[row]
+        inside: npt.NDArray[np.int64] = indices - self._first[row] + self._group_first[row]
         return self._row_kind[row], inside.astype(np.int32)
 
     def _rows_of(self, indices: Indices) -> npt.NDArray[np.intp]:

@@ -43,7 +43,7 @@ class Statistics:
     """Counts since the start, and times of the last 1024 transfers that were done."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._recent: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
 
     def count(self, name: str, amount: int = 1) -> None:

@@ -125,7 +125,7 @@ class Transfer:
 
 
 def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int) -> deque[Part]:
-    """Return the parts of a transfer: checked, ordered for merging, one memory kind per side, at most `chunk_rows` each.
+    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each.
 
     Raises:
         AgentError: `bad-indices`, `length-mismatch`.
@@ -160,8 +160,8 @@ def _uniform_bytes(peer: Peer, local: Indices, theirs: Indices) -> int:
         at = int(np.flatnonzero(differs)[0])
         raise AgentError(
             "length-mismatch",
-            f"local descriptor {int(local[at])} has {int(peer.local.lengths(local[at : at + 1])[0])} bytes, its partner "
-            f"{int(theirs[at])} of peer {peer.key!r} has {int(peer.rows.lengths(theirs[at : at + 1])[0])}",
+            f"local descriptor {int(local[at])} has {int(peer.local.lengths(local[at : at + 1])[0])} bytes, its "
+            f"partner {int(theirs[at])} of peer {peer.key!r} has {int(peer.rows.lengths(theirs[at : at + 1])[0])}",
             peer=peer.key,
         )
     return 0

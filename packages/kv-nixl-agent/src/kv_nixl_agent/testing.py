@@ -1,5 +1,7 @@
-"""Test doubles and checks: a fake NIXL that moves bytes and fails on demand, a port that counts handles, a producer in a
-process of its own, and the checks that every implementation of the port must pass.
+"""Test doubles and checks.
+
+A fake NIXL that moves bytes and fails on demand, a port that counts handles, a producer in a process of its own,
+and the checks that every implementation of the port must pass.
 """
 
 from ._checks import CHECKS, FAULT_CHECKS, ProducerControl, Stage

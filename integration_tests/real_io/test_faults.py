@@ -1,0 +1,193 @@
+"""Real processes that die, freeze, restart and give memory away, each within a time bound."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, TransferOrder
+from kv_nixl_agent.testing import PeerProcess, page_pattern
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def order(transfer_id, local, peer, **arguments):
+    arguments.setdefault("peer", "p")
+    return TransferOrder(
+        transfer_id,
+        local_indices=np.asarray(local, dtype=np.int32),
+        peer_indices=np.asarray(peer, dtype=np.int32),
+        **arguments,
+    )
+
+
+def wait_quiet(stage, transfer_id, limit_s=10.0):
+    result = stage.wait(transfer_id)
+    stage.run_until(lambda: result.is_memory_quiet or transfer_id in stage.quiet, limit_s, "quiet memory")
+    return result
+
+
+def test_killed_before_posting(make_stage):
+    stage = make_stage()
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage.producer.kill()
+    began = time.monotonic()
+    assert stage.read("r", [1], [1]).code == "peer-disconnected"
+    wait_quiet(stage, "r")
+    assert time.monotonic() - began < 5.0
+    assert not stage.consumer.peers()["p"]["is_connected"]
+
+
+def test_killed_while_posting(make_stage, transport):
+    options = AgentOptions(backends=(BackendOptions(engine_config=transport),), chunk_rows=256)
+    stage = make_stage(page_bytes=16384, page_count=4096, options=options)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    ids = np.random.default_rng(1).permutation(4096)
+    stage.consumer.post(order("r", ids, ids, deadline_s=20.0))
+    for _ in range(3):
+        stage.consumer.advance()
+    killer = threading.Thread(target=stage.producer.kill)
+    killer.start()
+    began = time.monotonic()
+    result = wait_quiet(stage, "r")
+    killer.join()
+    assert time.monotonic() - began < 10.0
+    assert result.outcome in {"failed", "done"}  # done only if all bytes were read before the kill
+    if result.outcome == "done":
+        stage.expect_pages(0, ids.tolist(), ids.tolist())
+    else:
+        assert result.code == "peer-disconnected"
+
+
+def test_killed_after_posting(make_stage):
+    stage = make_stage(page_bytes=1 << 20, page_count=128)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    ids = np.random.default_rng(1).permutation(128)
+    stage.consumer.post(order("r", ids, ids, deadline_s=20.0))
+    stage.consumer.advance()
+    stage.producer.kill()
+    began = time.monotonic()
+    result = wait_quiet(stage, "r")
+    assert time.monotonic() - began < 10.0
+    assert result.code in {"", "peer-disconnected"}
+
+
+def test_late_writes_of_a_stopped_producer_are_caught(make_stage, transport):
+    stage = make_stage(page_bytes=65536, page_count=512)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage.producer.fill(9)
+    ids = np.random.default_rng(1).permutation(512)
+    stage.producer.stop()
+    stage.consumer.post(order("r", ids, ids, deadline_s=0.5))
+    result = stage.wait("r")
+    if transport:  # over TCP the producer itself sends, so nothing can have arrived
+        assert result.outcome == "timed-out"
+    if result.outcome != "done":
+        assert not result.is_memory_quiet
+        with pytest.raises(AgentError) as error:
+            stage.consumer.post(order("r", ids, ids))
+        assert error.value.code == "duplicate-transfer"
+        stage.consumer.remove_peer("p")
+        for _ in range(200):
+            stage.consumer.advance()
+            time.sleep(0.001)
+        assert stage.consumer.has_quarantine, "removing the peer made the memory quiet"
+    stage.producer.resume()
+    if result.outcome != "done":
+        stage.run_until(lambda: "r" in stage.quiet, 10.0, "quiet memory")
+        at_rest = np.array(stage.read_pages())
+        time.sleep(0.5)
+        assert np.array_equal(stage.read_pages(), at_rest), "memory was written after it was reported quiet"
+
+
+def test_restart_under_the_same_name(make_stage, transport):
+    stage = make_stage()
+    stage.connect()
+    assert stage.read("first", [0], [0]).outcome == "done"
+    stage.producer.kill()
+    stage.read("dead", [1], [1])
+    again = PeerProcess("producer", page_bytes=4096, page_count=64, engine_config=transport)
+    try:
+        again.call("fill", 5)
+        stage.consumer.replace_peer(
+            "p", again.agent_metadata, local_rows=stage.local_rows, peer_rows=again.rows, fence=again.fence
+        )
+        result = stage.read("second", [2, 3], [7, 8])
+        assert result.outcome == "done", result
+        pattern = page_pattern(5, 64, 4096)
+        assert np.array_equal(stage.read_pages()[2:4], pattern[7:9])
+    finally:
+        stage.consumer.remove_peer("p")
+        again.close()
+
+
+def test_deregistered_under_a_reader(make_stage):
+    stage = make_stage()
+    stage.connect()
+    stage.producer.write_fence(0, 5)
+    assert stage.read("before", [0], [0], fence=(0, 5)).outcome == "done"
+    stage.producer.process.call("deregister")
+    result = stage.read("after", [1], [1], fence=(0, 5), deadline_s=5.0)
+    assert result.outcome != "done", "data of deregistered memory was taken for good"
+    wait_quiet(stage, "after")
+
+
+def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage):
+    """The word is bumped after the order is accepted and before its fence can be read: 1000 of 1000 are voided."""
+    stage = make_stage()
+    stage.connect()
+    ids = np.arange(8)
+    rejected = 0
+    for number in range(1000):
+        stage.producer.write_fence(1, 2 * number + 1)
+        stage.consumer.post(order(f"r{number}", ids, ids, fence=(1, 2 * number + 1), deadline_s=10.0))
+        stage.producer.write_fence(1, 2 * number + 2)
+        rejected += stage.wait(f"r{number}").outcome == "fence-rejected"
+    assert rejected == 1000
+
+
+def test_racing_leases_never_pass_void_data(make_stage):
+    """The producer rewrites its pages as soon as it has bumped the fence; whatever passes must be the old content."""
+    stage = make_stage(page_bytes=16384, page_count=64)
+    stage.connect()
+    ids, outcomes = np.arange(64), []
+    old, rounds = page_pattern(1, 64, 16384), 120
+    for number in range(rounds):
+        stage.producer.fill(1)
+        stage.producer.write_fence(2, 2 * number + 1)
+        stage.producer.process.begin("write_fence", 2, 2 * number + 2)  # ends the lease while the read is on its way
+        if number % 3:
+            time.sleep(0.0001 * (number % 3))
+        stage.consumer.post(order(f"r{number}", ids, ids, fence=(2, 2 * number + 1), deadline_s=10.0))
+        result = stage.wait(f"r{number}")
+        stage.producer.process.finish()
+        outcomes.append(result.outcome)
+        if result.outcome == "done":
+            assert np.array_equal(stage.read_pages(), old)
+    assert set(outcomes) <= {"done", "fence-rejected"}
+    assert "fence-rejected" in outcomes
+
+
+def test_closing_with_transfers_in_flight(make_stage):
+    stage = make_stage(page_bytes=65536, page_count=256)
+    stage.connect()
+    ids = np.random.default_rng(1).permutation(256)
+    for number in range(4):
+        stage.consumer.post(order(f"r{number}", ids, ids))
+    stage.consumer.advance()
+    began = time.monotonic()
+    stage.consumer.close()
+    assert time.monotonic() - began < 10.0
+    results = {result.transfer_id: result for result in stage.consumer.take_results()}
+    assert set(results) == {"r0", "r1", "r2", "r3"}
+    quiet = set(stage.consumer.take_quiet())
+    assert all(result.is_memory_quiet or name in quiet for name, result in results.items())
+    stage.consumer.close()
+    with pytest.raises(AgentError) as error:
+        stage.consumer.post(order("late", [0], [0]))
+    assert error.value.code == "agent-closed"
