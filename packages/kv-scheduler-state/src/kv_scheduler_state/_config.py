@@ -174,6 +174,10 @@ class SchedulerConfig:
                 self.load_failure_policy not in {"recompute", "fail"},
                 f"load_failure_policy is {self.load_failure_policy!r}, must be 'recompute' or 'fail'",
             ),
+            (
+                self.bidirectional and self.uses_host_buffer,
+                "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
+            ),
             (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
         )
         return (problem for is_broken, problem in checks if is_broken)

@@ -119,17 +119,8 @@ def _heartbeat_violations(live: Mapping[str, Live], consumers: ConsumerDesk) -> 
 
 
 def _outbox_violations(live: Mapping[str, Live], outbox: Outbox) -> Iterator[str]:
-    has_orders = bool(
-        outbox.reads
-        or outbox.expects
-        or outbox.grants
-        or outbox.releases
-        or outbox.revokes
-        or outbox.cancels
-        or outbox.saves
-    )
-    if has_orders != outbox.has_orders:
-        yield f"outbox says has_orders={outbox.has_orders}, it holds {'orders' if has_orders else 'nothing'}"
+    if outbox.holds_orders() != outbox.has_orders:
+        yield f"outbox says has_orders={outbox.has_orders}, and is wrong"
     for request_id in (*outbox.expects, *(grant.request_id for grant in outbox.grants), *outbox.saves):
         entry = live.get(request_id)
         if entry is None or entry.producer is None:

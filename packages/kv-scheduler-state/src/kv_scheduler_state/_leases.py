@@ -221,18 +221,17 @@ class LeaseTable:
     def release(self, request_id: str, *, now_s: float) -> None:
         """End a request that is not handed over after all, or a lease that the scheduler takes back.
 
+        A request that is not known here is accepted: a revocation may cross with the lease's own end.
+
         Raises:
-            IllegalTransition: `illegal-transition`, for a request that is not known here. One that has just ended is: a
-                revocation may cross with the lease's own end.
-            InvalidEvent: `invalid-event`.
+            InvalidEvent: `invalid-event`, for a time that is none.
         """
-        lease = self._leases.get(request_id)
-        if lease is None and request_id in self._past:
-            self._clock.observe(now_s)
-            return
         row = self._table.find(request_id, self._state(request_id), "release")
-        if lease is not None:
-            self._step(request_id, lease, row, self._clock.observe(now_s))
+        at_s = self._clock.observe(now_s)
+        lease = self._leases.get(request_id)
+        if lease is None:
+            lease = self._leases[request_id] = Lease(at_s)
+        self._step(request_id, lease, row, at_s)
 
     def take_ended(self, *, now_s: float) -> tuple[LeaseEnd, ...]:
         """Return the leases that ended since the last call, oldest first, after expiring those that are due.

@@ -41,6 +41,24 @@ class Outbox:
         self.cancels: list[str] = []
         self.saves: dict[str, list[Blocks]] = {}
 
+    def withdraw(self, request_id: str) -> bool:
+        """Drop what waits for a producer request; True if the workers have not heard of it."""
+        is_unheard = request_id in self.expects
+        self.expects.pop(request_id, None)
+        self.drop_saves(request_id)
+        return is_unheard
+
+    def drop_saves(self, request_id: str) -> None:
+        """Drop the saves that wait for a request."""
+        self.saves.pop(request_id, None)
+        self.has_orders = self.holds_orders()
+
+    def holds_orders(self) -> bool:
+        """Return what `has_orders` remembers, by looking."""
+        return bool(
+            self.reads or self.expects or self.grants or self.releases or self.revokes or self.cancels or self.saves
+        )
+
     def take(self, heartbeats: tuple[HeartbeatOrder, ...]) -> StepPlan:
         """Return everything that waits, together with `heartbeats`, and start afresh."""
         if not self.has_orders:

@@ -77,7 +77,7 @@ class ProducerDesk:
         """Forget what was saved of blocks that are gone."""
         self._step(half, row, now_s)
         if "forget-saves" in row.effects:
-            self._outbox.saves.pop(request_id, None)
+            self._outbox.drop_saves(request_id)
             half.saved_blocks = 0
 
     def finish(
@@ -118,13 +118,9 @@ class ProducerDesk:
         advance(half, row, now_s, self._config.trace_length)
 
     def _withdraw(self, request_id: str, half: ProducerHalf) -> None:
-        outbox = self._outbox
-        outbox.saves.pop(request_id, None)
-        if request_id in outbox.expects:
-            del outbox.expects[request_id]  # no worker has heard of it yet, and none needs to
-        else:
-            outbox.releases.append(request_id)
-            outbox.has_orders = True
+        if not self._outbox.withdraw(request_id):
+            self._outbox.releases.append(request_id)
+            self._outbox.has_orders = True
         # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
         # slot's next owner are applied after this one's.
         self._return_slot(half)

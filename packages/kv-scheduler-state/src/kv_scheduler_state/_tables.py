@@ -34,10 +34,7 @@ PRODUCER_TABLE: Final = Table(
         _T("prefilling", "hand-over", "leased", ("grant",), "Finished by length or stop: the lease starts."),
         _T("prefilling", "drop", GONE, ("withdraw",), "Aborted or failed: the workers forget it."),
         _T("prefilled", "allocate", "prefilled", (), "Engines may allocate a second time."),
-        _T(
-            "prefilled", "chunk", "prefilled", (), "Decode steps of a longer answer are not handed over chunk by chunk."
-        ),
-        _T("prefilled", "last-chunk", "prefilled", (), "As above; the prompt was complete before."),
+        _T("prefilled", "last-chunk", "prefilled", (), "Steps of a longer answer: the prompt is what is handed over."),
         _T("prefilled", "preempt", "preempted", ("forget-saves",), "Its blocks were taken; nothing of them counts."),
         _T("prefilled", "hand-over", "leased", ("grant",), "Finished by length or stop: the lease starts."),
         _T("prefilled", "drop", GONE, ("withdraw",), "Aborted or failed: the workers forget it."),
@@ -85,6 +82,7 @@ LEASE_TABLE: Final = Table(
     (
         _T(NEW, "expect", "expected", (), "The scheduler allocated the prompt; readers may be faster than the grant."),
         _T(NEW, "grant", "granted", ("start",), "A grant whose announcement was not used."),
+        _T(NEW, "release", GONE, (), "A withdrawal whose announcement was not used, or that crossed with the end."),
         _T("expected", "grant", "granted", ("start",), "The lease runs from here, on this worker's clock."),
         _T("expected", "grant-complete", GONE, ("end-read",), "All readers were faster than the grant."),
         _T("expected", "renew", "expected", (), "There is nothing to prolong yet."),

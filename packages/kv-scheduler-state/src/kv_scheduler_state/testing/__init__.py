@@ -1,0 +1,27 @@
+"""Models of the engines around this package, an explorer of every order of events, and checks for any implementation.
+
+Free of pytest: a failed check raises `ModelViolation`, which is an `AssertionError`.
+"""
+
+from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer, Peer
+from kv_scheduler_state.testing._explore import Exploration, World, decode_world, explore, pair_world, prefill_world
+from kv_scheduler_state.testing._model import ModelViolation, Step, demand
+from kv_scheduler_state.testing._prefill import PrefillSide
+from kv_scheduler_state.testing._prompt import Tables
+
+__all__ = [
+    "DecodeSide",
+    "Exploration",
+    "GenerousPeer",
+    "ModelViolation",
+    "Peer",
+    "PrefillSide",
+    "Step",
+    "Tables",
+    "World",
+    "decode_world",
+    "demand",
+    "explore",
+    "pair_world",
+    "prefill_world",
+]

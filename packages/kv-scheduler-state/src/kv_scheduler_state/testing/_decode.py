@@ -1,0 +1,369 @@
+"""A decode engine as small as it can be: scheduler, reading ranks, parked requests, and an eye on all of them.
+
+Like a real engine it dies when told nonsense: an id is only accepted as received while its request is parked, or was
+aborted while parked. The peer is whatever offers the five methods of `Peer`: a `PrefillSide`, or `GenerousPeer`,
+which always serves and so lets the decode side be explored alone.
+"""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state.testing._model import Step, demand, demand_refusal
+from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LEASE_S, Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_scheduler_state._decisions import FinishReason
+
+__all__ = ["DecodeSide", "GenerousPeer", "Peer"]
+
+
+class Peer(Protocol):
+    """What a decode engine meets of a prefill engine."""
+
+    readers: tuple[str, ...]
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return the ticket of a request, once there is one."""
+        ...
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Take a reader's completion."""
+        ...
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Take a heartbeat."""
+        ...
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Return whether a reader finds the ticket's generation in the fence words."""
+        ...
+
+    def is_freed(self, request_id: str) -> bool:
+        """Return whether the blocks belong to somebody else by now."""
+        ...
+
+
+@final
+class GenerousPeer:
+    """A peer that has every prompt and keeps it for ever."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers = tuple(f"reader-{rank}" for rank in range(readers))
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return a ticket with three blocks."""
+        return {
+            "do_remote_prefill": True,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": "prefill-0",
+            "remote_request_id": request_id,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+        }
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Return True."""
+        return bool(request_id)
+
+    def is_freed(self, request_id: str) -> bool:
+        """Return False."""
+        return not request_id
+
+
+@final
+class _Answer:
+    """What the engine, and the eye, know of one request."""
+
+    __slots__ = ("beaten_s", "in_flight", "is_notified", "orders", "preemptions", "ranks", "status")
+
+    def __init__(self, readers: int) -> None:
+        self.status = "absent"
+        self.preemptions = 0
+        self.orders = 0
+        self.is_notified = False
+        self.ranks = ["idle"] * readers
+        self.in_flight: frozenset[int] = frozenset()
+        self.beaten_s: float | None = None
+
+
+_REASONS: Final[dict[str, FinishReason]] = {"d-finish": "stop", "d-abort": "abort", "d-fail": "error"}
+_LAWFUL: Final = {
+    "absent": frozenset(("arrive",)),
+    "waiting": frozenset(("load", "hit", "finish", "external")),
+    "parked": frozenset(("finish", "received", "failed", "external")),
+    "aborting": frozenset(("received", "failed", "external")),
+    "running": frozenset(("hit", "preempt", "finish", "external")),
+    "failing": frozenset(("finish", "external")),
+    "gone": frozenset(("arrive",)),
+}
+_WANTS_LEASE: Final = frozenset(("waiting", "parked"))
+
+
+@final
+class DecodeSide:
+    """One decode engine whose ranks read `requests` requests from one peer."""
+
+    def __init__(
+        self, tables: Tables, peer: Peer, *, requests: int, fails_requests: bool = False, adversity: int = 1
+    ) -> None:
+        self.state = SchedulerState(
+            SchedulerConfig(
+                "decode-0",
+                "10.0.0.2",
+                5600,
+                groups=(GroupConfig(),),
+                lease_s=LEASE_S,
+                heartbeat_s=HEARTBEAT_S,
+                load_failure_policy="fail" if fails_requests else "recompute",
+                trace_length=1,
+            ),
+            producer_table=tables.producer,
+            consumer_table=tables.consumer,
+        )
+        self.peer = peer
+        self.answers = {f"d{index}": _Answer(len(peer.readers)) for index in range(requests)}
+        self.fails_requests = fails_requests
+        self.adversity = adversity
+
+    # ---- what can happen
+
+    def steps(self, now_s: float) -> list[Step]:
+        """Return everything that the engine, its ranks and the wire may do now."""
+        steps: list[Step] = []
+        for request_id, answer in self.answers.items():
+            steps += [(name, request_id) for name in self._names(request_id, answer)]
+            steps += [("d-deliver", request_id, str(rank)) for rank in sorted(answer.in_flight)]
+            for rank, doing in enumerate(answer.ranks):
+                if doing == "reading":
+                    steps.append(("d-read", request_id, str(rank)))
+                    if self.adversity:
+                        steps.append(("d-break", request_id, str(rank)))
+        if self.state.has_work() or self._is_heartbeat_due(now_s):
+            steps.append(("d-step",))
+        return steps
+
+    def _names(self, request_id: str, answer: _Answer) -> list[str]:
+        status = answer.status
+        names: list[str] = []
+        if status == "absent" and self.peer.ticket(_peer_id(request_id)) is not None:
+            names = ["d-arrive"]
+        elif status == "waiting":
+            names = ["d-load", "d-hit", "d-abort"]
+        elif status == "running":
+            names = ["d-allocate", "d-finish"]
+            if answer.preemptions < self.adversity:
+                names.append("d-preempt")
+        elif status == "failing":
+            names = ["d-fail"]
+        elif status in {"parked", "aborting"}:
+            names = ["d-abort"] if status == "parked" else []
+            if set(answer.ranks) <= {"ok", "bad"}:
+                names.append("d-report")
+        if answer.is_notified and self.adversity and not answer.in_flight:
+            names.append("d-repeat")
+        return names
+
+    def _is_heartbeat_due(self, now_s: float) -> bool:
+        return any(
+            answer.status in _WANTS_LEASE and (answer.beaten_s is None or now_s - answer.beaten_s >= HEARTBEAT_S)
+            for answer in self.answers.values()
+        )
+
+    def apply(self, step: Step, now_s: float) -> None:
+        """Do one of `steps` and check what can be checked at once."""
+        name = step[0]
+        if name == "d-step":
+            self._step(now_s)
+        else:
+            request_id, answer = step[1], self.answers[step[1]]
+            if len(step) > 2:
+                self._rank_step(name, request_id, answer, int(step[2]), now_s)
+            elif name in {"d-report", "d-repeat"}:
+                self._workers_step(name, request_id, answer, now_s)
+            else:
+                self._request_step(name, request_id, answer, now_s)
+        problems = self.state.check_invariants()
+        demand(not problems, "; ".join(problems))
+
+    def _request_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+        blocks = [[7, 8]]
+        if name == "d-arrive":
+            ticket = self.peer.ticket(_peer_id(request_id))
+            admission = self.state.arrive(request_id, ticket, prompt_tokens=32, now_s=now_s)
+            demand(admission.role == "consumer", f"{request_id}: its ticket became {admission}")
+            answer.status = "waiting"
+        elif name == "d-load":
+            demand(self.state.external_tokens(request_id, computed_tokens=0) == 32, f"{request_id}: nothing to load")
+            self.state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=32, now_s=now_s)
+            answer.status = "parked"
+        elif name in {"d-hit", "d-allocate"}:
+            if name == "d-allocate":
+                tokens = self.state.external_tokens(request_id, computed_tokens=0)
+                demand(tokens == 0, f"{request_id}: {tokens} tokens to load although the ticket is used up")
+            self.state.allocate(request_id, block_ids=blocks, new_block_ids=[[]], external_tokens=0, now_s=now_s)
+            answer.status = "running"
+        elif name == "d-preempt":
+            self.state.preempt(request_id, now_s=now_s)
+            answer.preemptions += 1
+        else:
+            decision = self.state.finish(
+                request_id, reason=_REASONS[name], block_ids=blocks, computed_tokens=32, now_s=now_s
+            )
+            demand(not decision.keep_blocks, f"{request_id}: a decode keeps its blocks")
+            answer.status = "aborting" if answer.status == "parked" else "gone"
+
+    def _workers_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+        if name == "d-repeat":
+            self.peer.notify(_peer_id(request_id), self.peer.readers[0], now_s)
+            return
+        failed = [request_id] if "bad" in answer.ranks else []
+        self.state.transfer_results(sent=[], received=[request_id], failed=failed)
+        answer.ranks = ["idle"] * len(answer.ranks)
+        if answer.status == "aborting":
+            answer.status = "gone"
+        elif failed and self.fails_requests:
+            answer.status = "failing"
+        else:
+            answer.status = "running"
+
+    def _rank_step(self, name: str, request_id: str, answer: _Answer, rank: int, now_s: float) -> None:
+        peer_id = _peer_id(request_id)
+        if name == "d-deliver":
+            answer.in_flight -= {rank}
+            self.peer.notify(peer_id, self.peer.readers[rank], now_s)
+        elif name == "d-break":
+            answer.ranks[rank] = "bad"
+        else:
+            is_intact = self.peer.is_fence_intact(peer_id)
+            demand(not (is_intact and self.peer.is_freed(peer_id)), f"{request_id}: read freed blocks, unnoticed")
+            answer.ranks[rank] = "ok" if is_intact else "bad"
+            self._send(answer, {rank})
+
+    def _send(self, answer: _Answer, ranks: set[int]) -> None:
+        answer.in_flight |= frozenset(ranks)
+        answer.is_notified = True
+
+    def _step(self, now_s: float) -> None:
+        plan = self.state.take_step_plan(now_s=now_s)
+        for order in plan.reads:
+            answer = self.answers[order.request_id]
+            answer.orders += 1
+            demand(answer.orders == 1, f"{order.request_id}: ordered {answer.orders} times")
+            waits = answer.status in {"parked", "aborting"}
+            demand(
+                order.is_reported == waits, f"{order.request_id}: reported={order.is_reported} while {answer.status}"
+            )
+            if order.is_notify_only:
+                demand(answer.status != "parked", f"{order.request_id}: parked for nothing")
+                self._send(answer, set(range(len(answer.ranks))))
+                answer.ranks = ["ok" if waits else "idle"] * len(answer.ranks)
+            else:
+                demand(answer.status == "parked", f"{order.request_id}: reads while {answer.status}")
+                answer.ranks = ["reading"] * len(answer.ranks)
+        for request_id in plan.cancels:
+            answer = self.answers[request_id]
+            demand(answer.status in {"aborting", "gone"}, f"{request_id}: cancelled while {answer.status}")
+            answer.ranks = ["bad" if doing == "reading" else doing for doing in answer.ranks]
+        for answer in self.answers.values():
+            if answer.status == "aborting":
+                demand("reading" not in answer.ranks, "an aborted read goes on")
+        self._beat({request_id for beat in plan.heartbeats for request_id in beat.peer_request_ids}, now_s)
+
+    def _beat(self, beaten: set[str], now_s: float) -> None:
+        for request_id, answer in self.answers.items():
+            if _peer_id(request_id) in beaten:
+                demand(answer.status in _WANTS_LEASE, f"{request_id}: renewed while {answer.status}")
+                self.peer.renew(_peer_id(request_id), now_s)
+                answer.beaten_s = now_s
+            elif answer.status in _WANTS_LEASE:
+                is_due = answer.beaten_s is None or now_s - answer.beaten_s >= HEARTBEAT_S
+                is_new = answer.beaten_s is None
+                demand(not is_due or is_new, f"{request_id}: not renewed since {answer.beaten_s}")
+
+    # ---- for the explorer
+
+    def heal_step(self) -> Step | None:
+        """Return what a well-behaved engine does next, or None if it only waits."""
+        for request_id, answer in self.answers.items():
+            if answer.in_flight:
+                return ("d-deliver", request_id, str(min(answer.in_flight)))
+            if "reading" in answer.ranks:
+                return ("d-read", request_id, str(answer.ranks.index("reading")))
+            if answer.status == "waiting":
+                return ("d-abort", request_id)
+            if answer.status in {"running", "failing"}:
+                return ("d-finish" if answer.status == "running" else "d-fail", request_id)
+            if answer.status in {"parked", "aborting"} and set(answer.ranks) <= {"ok", "bad"}:
+                return ("d-report", request_id)
+        return ("d-step",) if self.state.has_work() else None
+
+    def is_settled(self) -> bool:
+        """Whether nothing is left of any request, and every peer was told exactly once."""
+        ended = [answer for answer in self.answers.values() if answer.status != "absent"]
+        return not (self.state.live_count or self.state.has_work()) and all(answer.orders == 1 for answer in ended)
+
+    def probe(self, now_s: float) -> None:
+        """Demand that everything unlawful is refused now."""
+        for request_id, answer in self.answers.items():
+            for name, call in self._calls(request_id, now_s).items():
+                if name not in _LAWFUL[answer.status]:
+                    demand_refusal(f"{request_id}: {name} while {answer.status}", call)
+
+    def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
+        state, blocks = self.state, [[7, 8]]
+        allocate = partial(state.allocate, request_id, block_ids=blocks, new_block_ids=blocks, now_s=now_s)
+        return {
+            "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
+            "external": partial(state.external_tokens, request_id, computed_tokens=0),
+            "load": partial(allocate, external_tokens=32),
+            "hit": partial(allocate, external_tokens=0),
+            "preempt": partial(state.preempt, request_id, now_s=now_s),
+            "finish": partial(
+                state.finish, request_id, reason="abort", block_ids=blocks, computed_tokens=1, now_s=now_s
+            ),
+            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
+            "failed": partial(state.transfer_results, sent=[], received=[], failed=[request_id]),
+            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
+        }
+
+    def request_key(self, request_id: str, now_s: float) -> tuple[object, ...]:
+        """Return everything that tells this request's future, with times relative to now."""
+        answer = self.answers[request_id]
+        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        outbox = self.state._outbox  # noqa: SLF001
+        order = outbox.reads.get(request_id)
+        return (
+            answer.status,
+            answer.preemptions,
+            answer.orders,
+            answer.is_notified,
+            tuple(answer.ranks),
+            tuple(sorted(answer.in_flight)),
+            None if answer.beaten_s is None else min(now_s - answer.beaten_s, HEARTBEAT_S),
+            live and live.consumer and live.consumer.state,
+            order and (order.is_notify_only, order.is_reported),
+            request_id in outbox.cancels,
+        )
+
+    def shared_key(self, now_s: float) -> tuple[object, ...]:
+        """Return what no single request owns: when the peer's next heartbeat is due."""
+        book = self.state._consumers.heartbeats  # noqa: SLF001 -- as above
+        return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))  # noqa: SLF001
+
+
+def _peer_id(request_id: str) -> str:
+    return "p" + request_id[1:]

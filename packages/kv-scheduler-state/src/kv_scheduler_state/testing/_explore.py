@@ -1,0 +1,285 @@
+"""Every order of events, within a bound.
+
+`explore` walks a model breadth first. A state is a pickled world; two states with equal keys have equal futures and
+are visited once. From every state the world is then *healed*: nothing fails any more and everybody does what is left
+to do. A world that does not settle then has a request that never ends, a lease nobody ends, or a slot nobody returns.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+from kv_scheduler_state._blocks import BlockClipper
+from kv_scheduler_state._config import SchedulerConfig
+from kv_scheduler_state._errors import SchedulerStateError
+from kv_scheduler_state._machine import Table
+from kv_scheduler_state._ticket_reader import TicketReader
+from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
+from kv_scheduler_state.testing._model import ModelViolation, Step
+from kv_scheduler_state.testing._prefill import PrefillSide
+from kv_scheduler_state.testing._prompt import Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
+
+_HEAL_STEPS: Final = 400
+_MAX_TICKS: Final = 12
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """What an exploration found.
+
+    Attributes:
+        states: Different states that were visited.
+        transitions: Steps that were taken between them.
+        depth: Steps of the longest shortest way to a state.
+        is_complete: Whether every reachable state was visited, or a bound was met.
+        violation: The broken promise, or empty.
+        path: Steps that lead to it.
+    """
+
+    states: int
+    transitions: int
+    depth: int
+    is_complete: bool
+    violation: str = ""
+    path: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        bound = "complete" if self.is_complete else "bounded"
+        text = f"{self.states} states, {self.transitions} transitions, depth {self.depth}, {bound}"
+        return text if not self.violation else f"{text}; {self.violation} after {' '.join(map(str, self.path))}"
+
+
+@final
+class World:
+    """A prefill side, a decode side or both, and one clock."""
+
+    def __init__(self, prefill: PrefillSide | None, decode: DecodeSide | None) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.now_s = 0.0
+
+    def steps(self) -> list[Step]:
+        """Return everything that may happen next."""
+        steps: list[Step] = [("tick",)]
+        if self.prefill is not None:
+            steps += self.prefill.steps()
+            if self.decode is None:
+                steps += self._reader_steps(self.prefill)
+        if self.decode is not None:
+            steps += self.decode.steps(self.now_s)
+        return steps
+
+    def _reader_steps(self, prefill: PrefillSide) -> Iterator[Step]:
+        # Without a decode side the readers act on their own: once each, and one of them twice.
+        for request_id, prompt in prefill.prompts.items():
+            if prompt.ticket is not None:
+                yield from (("read", request_id, reader) for reader in prefill.readers)
+                yield ("renew", request_id)
+
+    def apply(self, step: Step) -> None:
+        """Let one of `steps` happen.
+
+        Raises:
+            ModelViolation: if the code under test breaks a promise, or refuses a lawful step.
+        """
+        try:
+            if step[0] == "tick":
+                self.now_s += 1.0
+            elif step[0].startswith("p-"):
+                cast("PrefillSide", self.prefill).apply(step, self.now_s)
+            elif step[0] == "read":
+                cast("PrefillSide", self.prefill).notify(step[1], step[2], self.now_s)
+            elif step[0] == "renew":
+                cast("PrefillSide", self.prefill).renew(step[1], self.now_s)
+            else:
+                cast("DecodeSide", self.decode).apply(step, self.now_s)
+        except SchedulerStateError as error:
+            raise ModelViolation(f"{step} was refused: {error}") from None
+
+    def probe(self) -> None:
+        """Demand that everything unlawful is refused in this state.
+
+        Raises:
+            ModelViolation: if something is accepted.
+        """
+        for side in (self.prefill, self.decode):
+            if side is not None:
+                side.probe(self.now_s)
+
+    def key(self) -> object:
+        """Return a value that is equal for states with equal futures; requests are interchangeable."""
+        now_s = self.now_s
+        prefill, decode = self.prefill, self.decode
+        count = len(prefill.prompts) if prefill is not None else len(cast("DecodeSide", decode).answers)
+        parts = [
+            (
+                prefill.request_key(f"p{index}", now_s) if prefill is not None else None,
+                decode.request_key(f"d{index}", now_s) if decode is not None else None,
+            )
+            for index in range(count)
+        ]
+        return tuple(sorted(map(repr, parts))), decode.shared_key(now_s) if decode is not None else ()
+
+    def heal(self) -> tuple[Step, ...]:
+        """Do everything that is left to do, without faults, until nothing is left.
+
+        Raises:
+            ModelViolation: if something is left although everybody did his part.
+        """
+        path: list[Step] = []
+        ticks = 0
+        while len(path) < _HEAL_STEPS and ticks < _MAX_TICKS:
+            step = self._heal_step()
+            if step is None or (step == ("p-poll",) and path and path[-1] == step):
+                if self._is_settled():
+                    return tuple(path)
+                step = ("tick",)
+                ticks += 1
+            self.apply(step)
+            path.append(step)
+        raise ModelViolation(f"something never ends: {self._leftovers()}")
+
+    def _heal_step(self) -> Step | None:
+        step = self.decode.heal_step() if self.decode is not None else None
+        return step if step is not None or self.prefill is None else self.prefill.heal_step()
+
+    def _is_settled(self) -> bool:
+        return all(side is None or side.is_settled() for side in (self.prefill, self.decode))
+
+    def _leftovers(self) -> str:
+        sides = [side.state for side in (self.prefill, self.decode) if side is not None]
+        requests = [entry for state in sides for entry in state.snapshot(now_s=self.now_s)]
+        tables = [] if self.prefill is None else [table.snapshot(now_s=self.now_s) for table in self.prefill.tables]
+        return f"requests {requests}, leases {tables}"
+
+
+def prefill_world(
+    tables: Tables | None = None, *, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False
+) -> World:
+    """Return a prefill engine whose readers do what they like."""
+    return World(
+        PrefillSide(tables or Tables(), requests=requests, readers=readers, workers=workers, is_plain=is_plain),
+        None,
+    )
+
+
+def decode_world(
+    tables: Tables | None = None, *, requests: int, readers: int = 2, fails_requests: bool = False
+) -> World:
+    """Return a decode engine whose peer always serves."""
+    peer = GenerousPeer(readers)
+    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests)
+    return World(None, side)
+
+
+def pair_world(tables: Tables | None = None, *, requests: int, readers: int = 2, adversity: int = 0) -> World:
+    """Return a prefill and a decode engine that hand over to each other."""
+    prefill = PrefillSide(tables or Tables(), requests=requests, readers=readers, adversity=adversity)
+    return World(prefill, DecodeSide(tables or Tables(), prefill, requests=requests, adversity=adversity))
+
+
+def explore(
+    make_world: Callable[[], World], *, max_states: int | None = None, max_depth: int | None = None
+) -> Exploration:
+    """Visit every state within the bounds, heal each of them, and stop at the first broken promise.
+
+    Args:
+        make_world: Returns the first state.
+        max_states: Most states to visit; None for all of them.
+        max_depth: Most steps from the first state; None for any number.
+    """
+    first = make_world()
+    codec = _Codec(first)
+    seen = {first.key()}
+    paths: dict[int, tuple[int, Step]] = {}
+    queue = deque([(0, 0, codec.save(first))])
+    transitions = depth = 0
+    is_complete = True
+    while queue:
+        number, depth, saved = queue.popleft()
+        if max_depth is not None and depth >= max_depth:
+            is_complete = False
+            continue
+        for step in codec.load(saved).steps():
+            world = codec.load(saved)
+            transitions += 1
+            try:
+                world.apply(step)
+                key = world.key()
+                if key in seen:
+                    continue
+                if max_states is not None and len(seen) >= max_states:
+                    is_complete = False
+                    continue
+                seen.add(key)
+                following = codec.save(world)
+                world.probe()
+                world.heal()
+            except ModelViolation as error:
+                path = (*_path(paths, number), step)
+                return Exploration(len(seen), transitions, depth + 1, is_complete, str(error), path)
+            paths[len(seen)] = (number, step)
+            queue.append((len(seen), depth + 1, following))
+    return Exploration(len(seen), transitions, depth, is_complete)
+
+
+def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    while number in paths:
+        number, step = paths[number]
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+@final
+class _Codec:
+    """Copies worlds by pickling; what never changes is shared and not copied."""
+
+    def __init__(self, first: World) -> None:
+        self._shared: list[object] = []
+        self._numbers: dict[int, int] = {}
+        self._table: dict[type, Any] = {
+            **copyreg.dispatch_table,
+            **dict.fromkeys((Table, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType), self._reduce),
+        }
+        self.save(first)
+
+    def _reduce(self, value: object) -> tuple[object, tuple[int]]:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._shared)
+            self._shared.append(value)
+        return _recall, (number,)
+
+    def save(self, world: World) -> bytes:
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = self._table
+        pickler.dump(world)
+        return buffer.getvalue()
+
+    def load(self, saved: bytes) -> World:
+        _RECALL.append(self._shared)
+        try:
+            return cast("World", pickle.loads(saved))  # noqa: S301 -- bytes that this process wrote a moment ago
+        finally:
+            _RECALL.pop()
+
+
+_RECALL: Final[list[list[object]]] = []
+
+
+def _recall(number: int) -> object:
+    return _RECALL[-1][number]

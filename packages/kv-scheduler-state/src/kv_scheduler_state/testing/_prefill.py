@@ -1,0 +1,388 @@
+"""A prefill engine as small as it can be: scheduler, workers, block owner, and an eye on all of them.
+
+The engine here follows the rules that a real one enforces by dying: it accepts an id as sent only for a request whose
+blocks it keeps, and it frees nothing else. The eye knows the truth (who really read what, when a lease really ends)
+without asking the code under test.
+"""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast, final
+
+from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+from kv_scheduler_state._leases import LeaseTable
+from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state._ticket import prefill_request_params
+from kv_scheduler_state.testing._model import Step, demand, demand_refusal
+from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt, Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PrefillSide"]
+
+
+@final
+class PrefillSide:
+    """One prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        requests: int,
+        readers: int,
+        workers: int = 1,
+        adversity: int = 1,
+        is_plain: bool = False,
+    ) -> None:
+        self.state = SchedulerState(
+            SchedulerConfig(
+                "prefill-0",
+                "10.0.0.1",
+                5600,
+                groups=(GroupConfig(),),
+                lease_s=LEASE_S,
+                heartbeat_s=HEARTBEAT_S,
+                fence_slots=requests,
+                uses_host_buffer=not is_plain,
+                trace_length=1,
+            ),
+            producer_table=tables.producer,
+            consumer_table=tables.consumer,
+        )
+        self.tables = [
+            LeaseTable(admits_all_readers=False, max_pause_s=1e9, table=tables.lease) for _ in range(workers)
+        ]
+        self.words = [[0] * requests for _ in range(workers)]
+        self.readers = tuple(f"reader-{rank}" for rank in range(readers))
+        for table in self.tables:
+            for reader in self.readers:
+                table.admit_reader(reader)
+        self.prompts = {f"p{index}": Prompt(workers) for index in range(requests)}
+        self.adversity = adversity
+        # A plain engine reads device memory, so it saves nothing, and its workers do not use the announcements.
+        self.is_plain = is_plain
+
+    # ---- what can happen
+
+    def steps(self) -> list[Step]:
+        """Return everything that the engine may do now."""
+        steps: list[Step] = []
+        for request_id, prompt in self.prompts.items():
+            steps += [(name, request_id) for name in self._names(prompt)]
+        if self.state.has_work():
+            steps.append(("p-step",))
+        if self._can_poll():
+            steps.append(("p-poll",))
+        return steps
+
+    def _names(self, prompt: Prompt) -> list[str]:
+        status = prompt.status
+        if status == "absent":
+            return ["p-arrive"]
+        if status in {"waiting", "preempted"}:
+            return ["p-allocate", "p-abort"]
+        if status == "running":
+            return ["p-abort", *self._running_names(prompt)]
+        if not self.adversity or prompt.ticket is None:
+            return []
+        names = [] if prompt.is_forged else ["p-forge"]
+        return [*names, "p-revoke"] if status == "kept" and not prompt.is_revoked else names
+
+    def _running_names(self, prompt: Prompt) -> list[str]:
+        names: list[str] = []
+        is_computed = self.is_plain or prompt.chunks == 2
+        if is_computed:
+            names += ["p-finish"] if prompt.is_stepped else []
+        else:
+            names += ["p-last"] if prompt.chunks else ["p-chunk", "p-last"]
+        if is_computed and not self.is_plain and prompt.decoded < self.adversity:
+            names.append("p-decode")
+        if self.adversity and not prompt.is_allocated_twice:
+            names.append("p-again")
+        if prompt.preemptions < self.adversity:
+            names.append("p-preempt")
+        return names
+
+    def _can_poll(self) -> bool:
+        return any(table.live_count() or table._ended for table in self.tables)  # noqa: SLF001
+
+    def apply(self, step: Step, now_s: float) -> None:
+        """Do one of `steps` and check what can be checked at once."""
+        name, request_id = step[0], step[1] if len(step) > 1 else ""
+        if name == "p-step":
+            self._step(now_s)
+        elif name == "p-poll":
+            self._poll(now_s)
+        else:
+            self._request_step(name, request_id, self.prompts[request_id], now_s)
+        problems = (
+            *self.state.check_invariants(),
+            *[text for table in self.tables for text in table.check_invariants()],
+        )
+        demand(not problems, "; ".join(problems))
+
+    def _request_step(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
+        blocks = [self._blocks(request_id)]
+        if name == "p-arrive":
+            self.state.arrive(request_id, prefill_request_params(), prompt_tokens=32, now_s=now_s)
+            prompt.status = "waiting"
+        elif name == "p-allocate":
+            self.state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
+            prompt.status, prompt.chunks, prompt.saved = "running", 0, frozenset()
+            prompt.is_stepped = False
+        elif name in {"p-chunk", "p-last", "p-decode"}:
+            self._chunk_step(name, request_id, prompt)
+        elif name == "p-again":
+            self.state.allocate(request_id, block_ids=blocks, new_block_ids=[[]], external_tokens=0, now_s=now_s)
+            prompt.is_allocated_twice = True
+        elif name == "p-preempt":
+            self.state.preempt(request_id, now_s=now_s)
+            prompt.status = "preempted"
+            prompt.preemptions += 1
+        elif name == "p-revoke":
+            self.state.revoke(request_id, now_s=now_s)
+            prompt.is_revoked = True
+        elif name == "p-forge":
+            prompt.is_forged = True
+            for table in self.tables:
+                table.read_complete(request_id, reader="mallory", reader_count=1, now_s=now_s)
+        else:
+            self._end(name, request_id, prompt, now_s)
+
+    def _chunk_step(self, name: str, request_id: str, prompt: Prompt) -> None:
+        if name == "p-decode":
+            for _ in range(2):
+                self.state.scheduled(request_id, new_block_ids=[[99]], is_prompt_complete=True)
+            prompt.decoded += 1
+            return
+        blocks = self._blocks(request_id)
+        new = blocks[prompt.chunks :] if name == "p-last" else blocks[:1]
+        self.state.scheduled(request_id, new_block_ids=[new], is_prompt_complete=name == "p-last")
+        prompt.chunks = 2 if name == "p-last" else 1
+        prompt.is_stepped = False
+
+    def _end(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
+        decision = self.state.finish(
+            request_id,
+            reason="length" if name == "p-finish" else "abort",
+            block_ids=[self._blocks(request_id)],
+            computed_tokens=32,
+            now_s=now_s,
+        )
+        demand(decision.keep_blocks == (name == "p-finish"), f"{request_id}: {name} led to {decision}")
+        if not decision.keep_blocks:
+            prompt.status = "dropped"
+            return
+        is_saved = self.is_plain or prompt.saved == frozenset(self._blocks(request_id))
+        demand(is_saved, f"{request_id}: handed over with {prompt.saved} saved")
+        prompt.status = "kept"
+        prompt.ticket = dict(decision.params or {})
+        demand(self.is_fence_intact(request_id), f"{request_id}: its ticket left before its fence was written")
+
+    def _step(self, now_s: float) -> None:
+        plan = self.state.take_step_plan(now_s=now_s)
+        for request_id, blocks in plan.saves:
+            prompt = self.prompts[request_id]
+            demand(prompt.status == "running", f"{request_id}: saved while {prompt.status}")
+            demand(not self.is_plain and 99 not in blocks[0], f"{request_id}: saved {blocks}, which nobody will read")
+            prompt.saved |= frozenset(blocks[0])
+        for words, table in zip(self.words, self.tables, strict=True):
+            for order in plan.fences:
+                words[order.slot] = order.generation
+            table.apply(replace(plan, expects=()) if self.is_plain else plan, now_s=now_s)
+        for grant in plan.grants:
+            prompt = self.prompts[grant.request_id]
+            demand(prompt.status == "kept", f"{grant.request_id}: granted while {prompt.status}")
+            prompt.deadlines = [now_s + grant.lease_s] * len(self.tables)
+        for request_id in plan.releases:
+            demand(self.prompts[request_id].status == "dropped", f"{request_id}: released without an abort")
+            self.prompts[request_id].is_release_told = not self.is_plain
+        for prompt in self.prompts.values():
+            prompt.is_stepped = True
+            prompt.is_revocation_told = prompt.is_revoked
+
+    def _poll(self, now_s: float) -> None:
+        for worker, table in enumerate(self.tables):
+            for end in table.take_ended(now_s=now_s):
+                prompt = self.prompts[end.request_id]
+                if end.fence is not None:
+                    slot, generation = end.fence
+                    demand(self.words[worker][slot] != generation, f"{end.request_id}: its fence does not change")
+                    self.words[worker][slot] = generation
+                if end.reason == "released":
+                    demand(prompt.status == "dropped", f"{end.request_id}: released while {prompt.status}")
+                    demand(not end.is_reported, f"{end.request_id}: the engine has forgotten it, and is told")
+                    prompt.released |= {worker}
+                    continue
+                demand(end.is_reported, f"{end.request_id}: {end.reason}, but nobody is told")
+                is_counted = end.readers_done == len(self.readers) or end.reason == "expired"
+                demand(is_counted, f"{end.request_id}: read by all, {end.readers_done} were counted")
+                self._check_end(end.request_id, prompt, worker, end.reason, now_s)
+                prompt.deadlines[worker] = None
+                prompt.reported |= {worker}
+            for request_id, prompt in self.prompts.items():
+                deadline_s = prompt.deadlines[worker]
+                is_over = prompt.is_revocation_told or (deadline_s is not None and deadline_s <= now_s)
+                demand(not is_over or worker in prompt.reported, f"{request_id}: its lease is over, unnoticed")
+                is_known = not prompt.is_release_told or worker in prompt.released
+                demand(is_known, f"{request_id}: its release is not told on")
+        for request_id, prompt in self.prompts.items():
+            if len(prompt.reported) == len(self.tables) and prompt.status != "freed":
+                demand(prompt.status == "kept", f"{request_id}: reported as sent while {prompt.status}")
+                self.state.transfer_results(sent=[request_id], received=[], failed=[])
+                demand(not self.is_fence_intact(request_id), f"{request_id}: freed, and its fence still says it is not")
+                prompt.status = "freed"
+
+    def _check_end(self, request_id: str, prompt: Prompt, worker: int, reason: str, now_s: float) -> None:
+        demand(prompt.status == "kept", f"{request_id}: its lease ended while {prompt.status}")
+        demand(worker not in prompt.reported, f"{request_id}: ended twice on worker {worker}")
+        deadline_s = prompt.deadlines[worker]
+        if reason == "read":
+            demand(prompt.delivered[worker] == frozenset(self.readers), f"{request_id}: freed under a reader")
+        else:
+            is_due = prompt.is_revoked or (deadline_s is not None and deadline_s <= now_s)
+            demand(is_due, f"{request_id}: expired at {now_s}, its lease runs to {deadline_s}")
+
+    # ---- what the other side does to it
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return the ticket of a request, once there is one."""
+        return self.prompts[request_id].ticket
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Deliver a reader's completion to every worker."""
+        prompt = self.prompts[request_id]
+        for worker, table in enumerate(self.tables):
+            verdict = table.read_complete(request_id, reader=reader, reader_count=len(self.readers), now_s=now_s)
+            demand(
+                verdict != "counted" or reader not in prompt.delivered[worker],
+                f"{request_id}: {reader} was counted twice",
+            )
+            if verdict != "unknown":  # a worker that uses no announcements does not hear a reader before the grant
+                prompt.delivered[worker] |= {reader}
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Deliver a heartbeat to every worker."""
+        prompt = self.prompts[request_id]
+        for worker, table in enumerate(self.tables):
+            table.renew(request_id, now_s=now_s)
+            deadline_s = prompt.deadlines[worker]
+            if deadline_s is not None:
+                # A lease that is due but not yet looked at is still a lease: its renewal was waiting in the queue.
+                prompt.deadlines[worker] = max(deadline_s, now_s + RENEWAL_S)
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Whether the fence words say what the ticket says."""
+        ticket = self.prompts[request_id].ticket
+        fence = None if ticket is None else ticket.get("kv_fence")
+        demand(isinstance(fence, list), f"{request_id}: no fence in the ticket although a slot was free")
+        slot, generation = cast("list[int]", fence)
+        return all(words[slot] == generation for words in self.words)
+
+    def is_freed(self, request_id: str) -> bool:
+        """Whether the engine has given the blocks to somebody else."""
+        return self.prompts[request_id].status == "freed"
+
+    # ---- for the explorer
+
+    def heal_step(self) -> Step | None:
+        """Return what a well-behaved engine does next, or None if it only waits."""
+        for request_id, prompt in self.prompts.items():
+            if prompt.status not in {"waiting", "preempted", "running"}:
+                continue
+            if prompt.status == "running" and prompt.chunks < 2 and not self.is_plain:
+                return ("p-last", request_id)
+            if self.state.has_work():
+                return ("p-step",)
+            is_done = prompt.status == "running" and prompt.is_stepped
+            return ("p-finish" if is_done else "p-abort", request_id)
+        if self.state.has_work():
+            return ("p-step",)
+        is_awaited = any(
+            prompt.status == "kept" or (prompt.is_release_told and not prompt.released)
+            for prompt in self.prompts.values()
+        )
+        return ("p-poll",) if is_awaited else None
+
+    def is_settled(self) -> bool:
+        """Whether nothing is left of any request: no record, no lease, no slot in use."""
+        return not (self.state.live_count or self.state.has_work() or any(table.live_count() for table in self.tables))
+
+    def probe(self, now_s: float) -> None:
+        """Demand that everything unlawful is refused now."""
+        for request_id, prompt in self.prompts.items():
+            calls = self._calls(request_id, now_s)
+            lawful = LAWFUL[prompt.status]
+            if prompt.is_revoked and prompt.status == "kept":
+                lawful = lawful - {"revoke"}
+            for name, call in calls.items():
+                if name not in lawful:
+                    demand_refusal(f"{request_id}: {name} while {prompt.status}", call)
+            for table in self.tables:
+                lease = table._leases.get(request_id)  # noqa: SLF001
+                if lease is not None:
+                    demand_refusal(f"{request_id}: expected twice", partial(table.expect, request_id, now_s=now_s))
+                if lease is not None and lease.state == "granted":
+                    grant = partial(table.grant, request_id, lease_s=1.0, fence=None, now_s=now_s)
+                    demand_refusal(f"{request_id}: granted twice", grant)
+
+    def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
+        state, blocks = self.state, [self._blocks(request_id)]
+        allocate = partial(state.allocate, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
+        finish = partial(state.finish, block_ids=blocks, computed_tokens=1, now_s=now_s)
+        return {
+            "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
+            "allocate": partial(allocate, request_id),
+            "scheduled": partial(state.scheduled, request_id, new_block_ids=blocks, is_prompt_complete=True),
+            "preempt": partial(state.preempt, request_id, now_s=now_s),
+            "finish": partial(finish, request_id, reason="length"),
+            "abort": partial(finish, request_id, reason="abort"),
+            "revoke": partial(state.revoke, request_id, now_s=now_s),
+            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
+            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
+        }
+
+    def request_key(self, request_id: str, now_s: float) -> tuple[object, ...]:
+        """Return everything that tells this request's future, with times relative to now."""
+        prompt = self.prompts[request_id]
+        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        outbox = self.state._outbox  # noqa: SLF001
+        return (
+            prompt.status,
+            prompt.is_stepped,
+            prompt.chunks,
+            prompt.preemptions,
+            (prompt.is_revoked, prompt.is_revocation_told),
+            prompt.is_forged,
+            tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
+            tuple(tuple(sorted(readers)) for readers in prompt.delivered),
+            tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
+            tuple(sorted(prompt.reported)),
+            (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
+            live and live.producer and live.producer.state,
+            tuple(_lease_key(table, request_id, now_s) for table in self.tables),
+            prompt.ticket is not None and self.is_fence_intact(request_id),
+            request_id in outbox.expects,
+            any(grant.request_id == request_id for grant in outbox.grants),
+            request_id in outbox.releases,
+            request_id in outbox.revokes,
+            tuple(outbox.saves.get(request_id, ())) and len(outbox.saves[request_id]),
+        )
+
+    def _blocks(self, request_id: str) -> list[int]:
+        first = 10 * (int(request_id[1:]) + 1)
+        return [first, first + 1]
+
+
+def _lease_key(table: LeaseTable, request_id: str, now_s: float) -> tuple[object, ...] | None:
+    lease = table._leases.get(request_id)  # noqa: SLF001
+    if lease is None:
+        return None
+    left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
+    return lease.state, left_s, tuple(sorted(lease.readers)), lease.readers_needed

@@ -1,0 +1,83 @@
+"""What the models know of a prompt, and what is lawful for it when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._machine import Table
+
+__all__ = ["HEARTBEAT_S", "LAWFUL", "LEASE_S", "RENEWAL_S", "Prompt", "Tables"]
+
+LAWFUL: Final = {
+    "absent": frozenset(("arrive",)),
+    "waiting": frozenset(("allocate", "abort")),
+    "running": frozenset(("allocate", "scheduled", "preempt", "finish", "abort")),
+    "preempted": frozenset(("allocate", "abort")),
+    "kept": frozenset(("revoke", "sent")),
+    "dropped": frozenset(("arrive",)),
+    "freed": frozenset(("arrive",)),
+}
+
+LEASE_S = 3.0
+HEARTBEAT_S = 1.0
+RENEWAL_S = LEASE_S * 2 / 3
+
+
+@final
+class Tables:
+    """The machines under test; the shipped ones unless told otherwise."""
+
+    __slots__ = ("consumer", "lease", "producer")
+
+    def __init__(
+        self, producer: Table = PRODUCER_TABLE, consumer: Table = CONSUMER_TABLE, lease: Table = LEASE_TABLE
+    ) -> None:
+        self.producer = producer
+        self.consumer = consumer
+        self.lease = lease
+
+
+@final
+class Prompt:
+    """What the engine, and the eye, know of one request."""
+
+    __slots__ = (
+        "chunks",
+        "deadlines",
+        "decoded",
+        "delivered",
+        "is_allocated_twice",
+        "is_forged",
+        "is_release_told",
+        "is_revocation_told",
+        "is_revoked",
+        "is_stepped",
+        "preemptions",
+        "released",
+        "reported",
+        "saved",
+        "status",
+        "ticket",
+    )
+
+    def __init__(self, workers: int) -> None:
+        self.status = "absent"
+        self.is_stepped = False
+        self.chunks = 0
+        self.preemptions = 0
+        self.is_revoked = False
+        self.is_revocation_told = False
+        self.is_forged = False
+        self.is_allocated_twice = False
+        self.is_release_told = False
+        self.decoded = 0
+        self.released: frozenset[int] = frozenset()
+        self.saved: frozenset[int] = frozenset()
+        self.ticket: dict[str, object] | None = None
+        # Per worker: who really reported, and when the lease really ends (None: not granted or ended).
+        self.delivered: list[frozenset[str]] = [frozenset()] * workers
+        self.deadlines: list[float | None] = [None] * workers
+        self.reported: frozenset[int] = frozenset()

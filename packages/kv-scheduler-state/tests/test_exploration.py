@@ -1,0 +1,90 @@
+"""Every order of events for up to three requests and two readers, and a planted bug in every transition.
+
+`KV_PROOF=full` explores further and plants every possible bug instead of a selection (many minutes).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from kv_scheduler_state import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table
+from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
+
+IS_FULL = os.environ.get("KV_PROOF") == "full"
+
+WORLDS = {
+    "prefill, 1 request, host buffer": (lambda: prefill_world(requests=1), None),
+    "prefill, 1 request, device memory": (lambda: prefill_world(requests=1, is_plain=True), None),
+    "prefill, 1 request, 2 workers": (lambda: prefill_world(requests=1, workers=2), 600),
+    "prefill, 2 requests": (lambda: prefill_world(requests=2), 1200),
+    "prefill, 3 requests": (lambda: prefill_world(requests=3), 1200),
+    "decode, 1 request": (lambda: decode_world(requests=1), None),
+    "decode, 1 request, failures are final": (lambda: decode_world(requests=1, fails_requests=True), None),
+    "decode, 2 requests": (lambda: decode_world(requests=2), 1500),
+    "decode, 3 requests": (lambda: decode_world(requests=3), 1500),
+    "pair, 1 request": (lambda: pair_world(requests=1), None),
+    "pair, 1 request, faults": (lambda: pair_world(requests=1, adversity=1), 1500),
+    "pair, 2 requests": (lambda: pair_world(requests=2), 1200),
+    "pair, 3 requests, faults": (lambda: pair_world(requests=3, adversity=1), 1200),
+}
+COMPLETE = {name for name, (_, bound) in WORLDS.items() if bound is None}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_order_of_events_breaks_a_promise(name, capsys):
+    make_world, bound = WORLDS[name]
+    result = explore(make_world, max_states=bound if bound is None or not IS_FULL else 40 * bound)
+    with capsys.disabled():
+        print(f"\n  {name}: {result}", end="")
+    assert not result.violation
+    assert result.is_complete or name not in COMPLETE
+    assert result.states > 100
+
+
+def planted_bugs():
+    """Every row without itself, without each effect, and leading somewhere else."""
+    for kind, table in (("producer", PRODUCER_TABLE), ("consumer", CONSUMER_TABLE), ("lease", LEASE_TABLE)):
+        for index, row in enumerate(table.rows):
+            name = f"{kind}: {row.state} x {row.event}"
+            others = [state for state in table.states if state not in {row.target, "new"}]
+            # The selection still moves every row, each to another wrong place.
+            wrong = others if IS_FULL else [others[index % len(others)]]
+            changes = [(f"{name}, removed", ())]
+            changes += [
+                (f"{name}, without {effect}", (replace(row, effects=tuple(e for e in row.effects if e != effect)),))
+                for effect in row.effects
+            ]
+            changes += [(f"{name}, to {state}", (replace(row, target=state),)) for state in wrong]
+            for label, rows in changes:
+                yield label, kind, (*table.rows[:index], *rows, *table.rows[index + 1 :])
+
+
+BUGS = {label: (kind, rows) for label, kind, rows in planted_bugs()}
+
+
+@pytest.mark.parametrize("label", BUGS)
+def test_a_planted_bug_in_any_transition_is_caught(label):
+    kind, rows = BUGS[label]
+    tables = Tables(**{kind: Table(kind, rows)})
+    worlds = (
+        [lambda: decode_world(tables, requests=1), lambda: decode_world(tables, requests=1, fails_requests=True)]
+        if kind == "consumer"
+        else [lambda: prefill_world(tables, requests=1, is_plain=True), lambda: prefill_world(tables, requests=1)]
+    )
+    assert any(explore(world, max_states=1400).violation for world in worlds)
+
+
+def test_a_violation_comes_with_its_path():
+    rows = tuple(row for row in CONSUMER_TABLE.rows if (row.state, row.event) != ("reading", "done"))
+    result = explore(lambda: decode_world(Tables(consumer=Table("consumer", rows)), requests=1))
+    assert "no transition for event 'done'" in str(result)
+    assert result.path == (("d-arrive", "d0"), ("d-load", "d0"))
+
+
+def test_a_bound_on_depth_is_kept():
+    result = explore(lambda: decode_world(requests=1), max_depth=3)
+    assert (result.depth, result.is_complete) == (3, False)
