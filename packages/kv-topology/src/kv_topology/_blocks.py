@@ -23,11 +23,15 @@ from kv_topology._errors import InvalidBlocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology._arrays import Bools, Ints
+    from kv_topology._arrays import Bools, Indices, Ints
     from kv_topology._boxes import Pairing
     from kv_topology._model import Group
 
 __all__ = ["BlockPairs", "align", "block_array", "clip_window", "kernel_pages", "pair_blocks", "window_blocks"]
+
+
+_SLOTS_PER_PLACE = 64
+"""How sparse ids may be before sorting is cheaper than a table of all slots."""
 
 
 def window_blocks(window_tokens: int, block_tokens: int) -> int:
@@ -80,7 +84,24 @@ def block_array(ids: Sequence[int], block_count: int, side: str, group: int, nul
     return array
 
 
+def place_order(places: Ints) -> Indices | None:
+    """Return the order that sorts places, by writing each into its slot; None if some repeat or lie too far apart."""
+    slots = int(places.max()) + 1
+    if slots > _SLOTS_PER_PLACE * len(places) + 4096:
+        return None
+    owner = np.full(slots, -1, dtype=np.int32)
+    owner[places] = np.arange(len(places), dtype=np.int32)
+    order = owner[owner >= 0]
+    return order if len(order) == len(places) else None
+
+
 def _check_unique(array: Ints, group: int, null_block: int | None) -> None:
+    slots = int(array.max()) + 1
+    if slots <= _SLOTS_PER_PLACE * len(array) + 4096:
+        seen = np.zeros(slots, dtype=np.bool_)
+        seen[array] = True
+        if np.count_nonzero(seen) == len(array):
+            return
     ordered = np.sort(array)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if null_block is not None:
@@ -154,9 +175,11 @@ class BlockPairs:
 def _sorted_pairs(local_page: Ints, local_unit: Ints, peer_page: Ints, peer_unit: Ints, units: int) -> BlockPairs:
     """Sort by the peer's place, so that NIXL can merge neighbours where both sides ascend together."""
     place = peer_page * units + peer_unit if units > 1 else peer_page
-    if len(place) > 1 and bool((np.diff(place) < 0).any()):
-        order = np.argsort(place, kind="stable")
-        return BlockPairs(local_page[order], local_unit[order], peer_page[order], peer_unit[order])
+    if len(place) > 1 and bool((place[1:] < place[:-1]).any()):
+        known = place_order(place)
+        order = known if known is not None else np.argsort(place, kind="stable")
+        sorted_units = (local_unit[order], peer_unit[order]) if local_unit is not peer_unit else (local_unit, peer_unit)
+        return BlockPairs(local_page[order], sorted_units[0], peer_page[order], sorted_units[1])
     return BlockPairs(local_page, local_unit, peer_page, peer_unit)
 
 
@@ -179,10 +202,16 @@ def pair_blocks(
     Raises:
         InvalidBlocks: `peer-blocks-too-few` when local tokens lie before or too far beyond the peer's list.
     """
+    _check_cover(pairing, firsts, len(local_ids), len(peer_ids))
+    if _is_one_to_one(pairing, null_blocks):
+        start = firsts[0] - firsts[1]
+        near, far = local_ids[max(0, -start) :], peer_ids[max(0, start) :]
+        count = min(len(near), len(far))
+        zeros = np.zeros(count, dtype=np.int64)
+        return _sorted_pairs(near[:count], zeros, far[:count], zeros, 1)
     unit = pairing.unit_tokens
     per_local, per_peer = pairing.local.block_tokens // unit, pairing.peer.block_tokens // unit
     packed = np.arange(firsts[0] * per_local, (firsts[0] + len(local_ids)) * per_local, dtype=np.int64)
-    _check_cover(pairing, firsts, len(local_ids), len(peer_ids))
     deal = pairing.local.deal
     units = packed
     if deal.size > 1:
@@ -207,6 +236,16 @@ def pair_blocks(
     )
 
 
+def _is_one_to_one(pairing: Pairing, null_blocks: tuple[int | None, int | None]) -> bool:
+    """Return whether block ids are page ids on both sides and pages hold the same tokens: no arithmetic is needed."""
+    groups = (pairing.local, pairing.peer)
+    return (
+        null_blocks == (None, None)
+        and pairing.local_units == pairing.peer_units == 1
+        and all(group.pages_per_block == group.deal.size == 1 for group in groups)
+    )
+
+
 def _real(local_block: Ints, peer_block: Ints, null_blocks: tuple[int | None, int | None]) -> Bools:
     """Return which pairs have a real local block; a real block fed from a null one is an error."""
     real = np.ones(len(local_block), dtype=np.bool_)
@@ -228,8 +267,11 @@ def _check_cover(pairing: Pairing, firsts: tuple[int, int], local_count: int, pe
     mine, theirs = pairing.local.span_tokens, pairing.peer.span_tokens
     start, peer_start = firsts[0] * mine, firsts[1] * theirs
     stop, peer_stop = start + local_count * mine, peer_start + peer_count * theirs
+    window = pairing.peer.window_tokens
+    # What lies before the window is not needed, wherever the last token is in the last block.
+    is_head_spare = bool(window) and peer_stop - peer_start >= window + theirs - 1
     # A local list may end one block later: the last token is computed here when the producer stopped before it.
-    if start < peer_start or stop - peer_stop > mine:
+    if (start < peer_start and not is_head_spare) or stop - peer_stop > mine:
         raise InvalidBlocks(
             f"Local blocks stand for tokens [{start}, {stop}), the peer's for [{peer_start}, {peer_stop}).",
             code="peer-blocks-too-few",

@@ -62,8 +62,9 @@ def _blocks(engine: EngineSpec, kinds: tuple[LayerKind, ...], tokens: int, skip:
     ids = np.random.default_rng(seed).permutation(engine.block_count).tolist()
     lists: list[list[int]] = []
     for kind in kinds:
-        count = 1 if kind in {"mamba2", "mamba1", "gated-delta"} else -(-tokens // (engine.block_tokens * engine.dcp))
-        lists.append(ids[skip:count] if count > 1 or not skip else ids[:count])
+        is_state = kind in {"mamba2", "mamba1", "gated-delta"}
+        count = 1 if is_state else -(-tokens // (engine.block_tokens * engine.dcp))
+        lists.append(ids[0 if is_state else skip : count])
         ids = ids[count:]
     return lists
 
