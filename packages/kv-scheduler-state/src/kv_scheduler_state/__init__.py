@@ -19,6 +19,7 @@ from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._lease import LeaseEnd, LeaseEndReason, ReaderVerdict
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._machine import Table, Transition
+from kv_scheduler_state._peer import PeerAddress
 from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state._plan_codec import PLAN_VERSION
 from kv_scheduler_state._scheduler import SchedulerState
@@ -56,6 +57,7 @@ __all__ = [
     "MAX_GENERATION",
     # the ticket
     "HandoffTicket",
+    "PeerAddress",
     "TicketReader",
     "TicketKind",
     "ParamsKind",

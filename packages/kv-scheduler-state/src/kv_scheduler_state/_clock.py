@@ -51,6 +51,8 @@ class ObservedClock:
         if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s < math.inf:
             require_time(now_s)
         last_s = self._last_s
+        if now_s == last_s:
+            return self.observed_s
         self._last_s = now_s
         if last_s is None:
             # Starting at the first reading keeps observed and real time equal while nothing unusual happens.

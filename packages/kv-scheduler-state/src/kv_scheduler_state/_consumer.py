@@ -41,13 +41,16 @@ class ConsumerDesk:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    __slots__ = ("_config", "_outbox", "heartbeats", "table")
+    __slots__ = ("_backoff_tokens", "_config", "_no_blocks", "_outbox", "_trace_length", "heartbeats", "table")
 
     def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
         self.table = table
         self.heartbeats = HeartbeatBook(config.heartbeat_period_s)
         self._config = config
         self._outbox = outbox
+        self._trace_length = config.trace_length
+        self._backoff_tokens = config.backoff_tokens
+        self._no_blocks: Blocks = tuple([() for _ in config.groups])
 
     def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerHalf:
         """Begin the life of a request whose prompt is to be read."""
@@ -59,7 +62,7 @@ class ConsumerDesk:
             now_s,
         )
         row = self.table.find(request_id, NEW, "arrive")
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in row.effects and not is_readback:
             half.peer = self.heartbeats.start(ticket, now_s)
@@ -70,7 +73,7 @@ class ConsumerDesk:
         if half.state != "queued":
             return 0
         tokens = half.loadable_tokens - computed_tokens
-        return tokens if tokens >= max(half.least_tokens, 1) else 0
+        return tokens if tokens > 0 and tokens >= half.least_tokens else 0
 
     def allocate(
         self,
@@ -83,15 +86,17 @@ class ConsumerDesk:
         now_s: float,
     ) -> None:
         """Order the read, or with no external token the notification alone."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "order-read" in row.effects:
             self._order(request_id, half, local_blocks, computed_blocks, external_tokens)
-        self._finish_effects(request_id, half, row)
+        if row.effects:
+            self._finish_effects(request_id, half, row)
 
     def settle(self, request_id: str, half: ConsumerHalf, row: Transition, now_s: float) -> None:
         """Apply an event that carries nothing else: the read's end, a preemption or the request's end."""
-        self._step(half, row, now_s)
-        self._finish_effects(request_id, half, row)
+        advance(half, row, now_s, self._trace_length)
+        if row.effects:
+            self._finish_effects(request_id, half, row)
 
     def failure_event(self) -> str:
         """Return the event by which the failure policy calls a failed read."""
@@ -100,25 +105,21 @@ class ConsumerDesk:
     def _finish_effects(self, request_id: str, half: ConsumerHalf, row: Transition) -> None:
         effects = row.effects
         if "order-notify" in effects:
-            self._order(request_id, half, tuple([() for _ in self._config.groups]), (), 0)
+            self._order(request_id, half, self._no_blocks, (), 0)
         if "cancel-read" in effects:
             self._cancel(request_id)
         if "stop-heartbeat" in effects and half.peer is not None:
             self.heartbeats.stop(half.peer, half.ticket.peer_request_id)
             half.peer = None
 
-    def _step(self, half: ConsumerHalf, row: Transition, now_s: float) -> None:
-        advance(half, row, now_s, self._config.trace_length)
-
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int) -> int:
-        backoff = self._config.backoff_tokens
         held = ticket.peer_tokens
         if ticket.kind == "readback":
             # A recurrent state cannot be cut: it fits only a prompt that contains all it has seen.
             if held is None or (self._config.has_state and held > prompt_tokens):
                 return 0
             return min(held, prompt_tokens)
-        loadable = max(0, prompt_tokens - backoff)
+        loadable = max(0, prompt_tokens - self._backoff_tokens)
         # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
         return min(loadable, held) if held else loadable
 
@@ -133,14 +134,8 @@ class ConsumerDesk:
         ticket = half.ticket
         self._outbox.reads[request_id] = ReadOrder(
             request_id,
-            ticket.peer_engine_id,
+            ticket.peer,
             ticket.peer_request_id,
-            ticket.peer_host,
-            ticket.peer_port,
-            ticket.peer_tp,
-            ticket.peer_pp,
-            ticket.peer_dcp,
-            ticket.registration_generation if ticket.generation is None else ticket.generation,
             ticket.peer_block_ids,
             local_blocks,
             ticket.fence,
@@ -148,7 +143,6 @@ class ConsumerDesk:
             external_tokens > 0,
             external_tokens,
             computed_blocks,
-            ticket.dialect,
         )
         self._outbox.has_orders = True
 
@@ -159,4 +153,4 @@ class ConsumerDesk:
             self._outbox.has_orders = True
         else:
             # No worker has seen the read: what is left of it is to tell the peer, and to report to the parked engine.
-            self._outbox.reads[request_id] = replace(order, local_block_ids=tuple([() for _ in order.local_block_ids]))
+            self._outbox.reads[request_id] = replace(order, local_block_ids=self._no_blocks)

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state._plan import HeartbeatOrder
 
 if TYPE_CHECKING:
+    from kv_scheduler_state._peer import PeerAddress
     from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["HeartbeatBook", "HeartbeatPeer"]
-
-_PeerKey = tuple[str, str, int, int, int, int]
 
 
 @final
 class HeartbeatPeer:
     """The leases held at one peer engine."""
 
-    __slots__ = ("counts", "key", "order")
+    __slots__ = ("address", "counts", "order")
 
-    def __init__(self, key: _PeerKey) -> None:
-        self.key = key
+    def __init__(self, address: PeerAddress) -> None:
+        self.address = address
         # Two local requests may hold the same ticket: the lease is renewed until the last of them is done.
         self.counts: dict[str, int] = {}
         self.order: HeartbeatOrder | None = None
@@ -45,23 +44,16 @@ class HeartbeatBook:
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
-        self._peers: dict[_PeerKey, HeartbeatPeer] = {}
+        self._peers: dict[PeerAddress, HeartbeatPeer] = {}
         self._due: list[tuple[float, int, HeartbeatPeer]] = []
         self._sequence = 0
 
     def start(self, ticket: HandoffTicket, now_s: float) -> HeartbeatPeer:
         """Renew a ticket's lease from now on, and return the peer to stop it with."""
-        key = (
-            ticket.peer_engine_id,
-            ticket.peer_host,
-            ticket.peer_port,
-            ticket.peer_tp,
-            ticket.peer_pp,
-            ticket.peer_dcp,
-        )
-        peer = self._peers.get(key)
+        address = ticket.peer
+        peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[key] = HeartbeatPeer(key)
+            peer = self._peers[address] = HeartbeatPeer(address)
             self._push(now_s, peer)
         counts = peer.counts
         counts[ticket.peer_request_id] = counts.get(ticket.peer_request_id, 0) + 1
@@ -89,10 +81,10 @@ class HeartbeatBook:
             peer = heappop(due)[2]
             if not peer.counts:
                 # Kept until now, so that a request that comes and goes cannot make heartbeats denser than the period.
-                del self._peers[peer.key]
+                del self._peers[peer.address]
                 continue
             if peer.order is None:
-                peer.order = HeartbeatOrder(*peer.key, tuple(peer.counts))
+                peer.order = HeartbeatOrder(peer.address, tuple(peer.counts))
             orders.append(peer.order)
             self._push(now_s + self._period_s, peer)
         return tuple(orders)
@@ -100,8 +92,8 @@ class HeartbeatBook:
     def holders(self) -> dict[tuple[str, str], int]:
         """Return how many local requests hold each (peer engine, peer request)."""
         return {
-            (key[0], request_id): count
-            for key, peer in self._peers.items()
+            (address.engine_id, request_id): count
+            for address, peer in self._peers.items()
             for request_id, count in peer.counts.items()
         }
 

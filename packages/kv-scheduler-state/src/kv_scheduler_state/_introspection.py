@@ -46,7 +46,7 @@ def describe(request_id: str, live: Live, now_s: float) -> dict[str, object]:
     if consumer is not None:
         entry["consumer"] = {
             **_half("consumer", consumer, now_s),
-            "peer_engine_id": consumer.ticket.peer_engine_id,
+            "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
             "is_renewed": consumer.peer is not None,
@@ -109,7 +109,7 @@ def _heartbeat_violations(live: Mapping[str, Live], consumers: ConsumerDesk) -> 
         if half is None:
             continue
         if half.peer is not None:
-            key = (half.ticket.peer_engine_id, half.ticket.peer_request_id)
+            key = (half.ticket.peer.engine_id, half.ticket.peer_request_id)
             wanted[key] = wanted.get(key, 0) + 1
         should_renew = half.state in {"queued", "reading"} and half.ticket.kind == "handoff"
         if (half.peer is not None) != should_renew:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state._blocks import Blocks
+    from kv_scheduler_state._peer import PeerAddress
 
 __all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrder", "StepPlan"]
 
@@ -23,14 +24,8 @@ class ReadOrder:
 
     Attributes:
         request_id: The local request.
-        peer_engine_id: Engine to read from.
+        peer: Engine to read from.
         peer_request_id: The request's id there; notifications carry this one.
-        peer_host: Address of the peer's side channel.
-        peer_port: Port of the peer's side channel.
-        peer_tp: Tensor-parallel size of the peer.
-        peer_pp: Pipeline-parallel size of the peer.
-        peer_dcp: Decode-context-parallel size of the peer.
-        peer_generation: Registration generation that the ticket was written under, or None.
         peer_block_ids: Blocks to read, per group; the tail of a group belongs to the tail of the local one.
         local_block_ids: Blocks to fill, per group. All empty: nothing to read, only notify the peer.
         fence: (slot, generation) to verify after the read, or None if the peer has no fences.
@@ -39,18 +34,11 @@ class ReadOrder:
             the request before it was aborted.
         external_tokens: Prompt tokens that the read covers.
         local_computed_blocks: Blocks per group in front of `local_block_ids` that a prefix hit covers.
-        dialect: Connector version that the peer announced, or None.
     """
 
     request_id: str
-    peer_engine_id: str
+    peer: PeerAddress
     peer_request_id: str
-    peer_host: str
-    peer_port: int
-    peer_tp: int
-    peer_pp: int
-    peer_dcp: int
-    peer_generation: int | None
     peer_block_ids: Blocks
     local_block_ids: Blocks
     fence: tuple[int, int] | None
@@ -58,7 +46,47 @@ class ReadOrder:
     is_reported: bool
     external_tokens: int = 0
     local_computed_blocks: tuple[int, ...] = ()
-    dialect: int | None = None
+
+    @property
+    def peer_engine_id(self) -> str:
+        """Engine that holds the blocks."""
+        return self.peer.engine_id
+
+    @property
+    def peer_host(self) -> str:
+        """Address of the peer's side channel."""
+        return self.peer.host
+
+    @property
+    def peer_port(self) -> int:
+        """Port of the peer's side channel."""
+        return self.peer.port
+
+    @property
+    def peer_tp(self) -> int:
+        """Tensor-parallel size of the peer."""
+        return self.peer.tp
+
+    @property
+    def peer_pp(self) -> int:
+        """Pipeline-parallel size of the peer."""
+        return self.peer.pp
+
+    @property
+    def peer_dcp(self) -> int:
+        """Decode-context-parallel size of the peer."""
+        return self.peer.dcp
+
+    @property
+    def peer_generation(self) -> int | None:
+        """Registration generation that the ticket was written under, or None."""
+        peer = self.peer
+        return peer.registration_generation if peer.generation is None else peer.generation
+
+    @property
+    def peer_dialect(self) -> int | None:
+        """Connector version that the peer announced, or None."""
+        return self.peer.dialect
 
     @property
     def is_notify_only(self) -> bool:
@@ -72,22 +100,42 @@ class HeartbeatOrder:
     """Leases of one peer engine that are to be renewed now.
 
     Attributes:
-        peer_engine_id: Engine that holds the blocks.
-        peer_host: Address of its side channel.
-        peer_port: Port of its side channel.
-        peer_tp: Its tensor-parallel size.
-        peer_pp: Its pipeline-parallel size.
-        peer_dcp: Its decode-context-parallel size.
+        peer: Engine that holds the blocks.
         peer_request_ids: Requests there, oldest first, each once.
     """
 
-    peer_engine_id: str
-    peer_host: str
-    peer_port: int
-    peer_tp: int
-    peer_pp: int
-    peer_dcp: int
+    peer: PeerAddress
     peer_request_ids: tuple[str, ...]
+
+    @property
+    def peer_engine_id(self) -> str:
+        """Engine that holds the blocks."""
+        return self.peer.engine_id
+
+    @property
+    def peer_host(self) -> str:
+        """Address of the peer's side channel."""
+        return self.peer.host
+
+    @property
+    def peer_port(self) -> int:
+        """Port of the peer's side channel."""
+        return self.peer.port
+
+    @property
+    def peer_tp(self) -> int:
+        """Tensor-parallel size of the peer."""
+        return self.peer.tp
+
+    @property
+    def peer_pp(self) -> int:
+        """Pipeline-parallel size of the peer."""
+        return self.peer.pp
+
+    @property
+    def peer_dcp(self) -> int:
+        """Decode-context-parallel size of the peer."""
+        return self.peer.dcp
 
 
 @final

@@ -1,9 +1,9 @@
 """Step plans as bytes: documented JSON, version 1.
 
 The document is an object with the key "version" (1) and one key per non-empty part of the plan, named like the
-attribute. Orders are arrays of the order's attributes in the order of their declaration; a missing tail takes the
-defaults, and elements behind the known ones are ignored, so that a later minor version may append. Block ids are
-arrays of arrays, an absent fence is null.
+attribute. Orders, and the peers in them, are arrays of their attributes in the order of declaration; a missing tail
+takes the defaults, and elements behind the known ones are ignored, so that a later minor version may append. Block
+ids are arrays of arrays, an absent fence is null.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Final, cast
 
 from kv_scheduler_state._errors import PlanDecodeError, quote
+from kv_scheduler_state._peer import PeerAddress
 from kv_scheduler_state._plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 
 __all__ = ["PLAN_VERSION", "decode_plan", "encode_plan"]
@@ -29,10 +30,14 @@ def encode_plan(plan: StepPlan) -> bytes:
     for name in _PARTS:
         part = cast("tuple[object, ...]", getattr(plan, name))
         if part:
-            order_type = _ORDERS.get(name)
-            names = () if order_type is None else order_type.__slots__
-            document[name] = [[getattr(order, field) for field in names] if names else order for order in part]
+            document[name] = [_plain(order) for order in part]
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _plain(order: object) -> object:
+    if not isinstance(order, _ORDERS):
+        return order
+    return [_plain(getattr(order, name)) for name in order.__slots__]
 
 
 def decode_plan(data: bytes) -> StepPlan:
@@ -137,31 +142,29 @@ def _order(order_type: type[Any], *readers: _Reader) -> _Reader:
 
 
 _PARTS: Final = tuple(field.name for field in fields(StepPlan))
-_ORDERS: Final[dict[str, type[Any]]] = {
-    "reads": ReadOrder,
-    "fences": FenceOrder,
-    "grants": GrantOrder,
-    "heartbeats": HeartbeatOrder,
-}
-_PEER: Final[tuple[_Reader, ...]] = (_text, _integer, _integer, _integer, _integer)
+_ORDERS: Final = (ReadOrder, HeartbeatOrder, FenceOrder, GrantOrder, PeerAddress)
+_optional_integer: Final = _optional(_integer)
+_peer: Final = _order(
+    PeerAddress,
+    *(_text, _text),
+    *(_integer, _integer, _integer, _integer),
+    *(_optional_integer, _optional_integer, _optional_integer),
+)
 _READERS: Final[dict[str, _Reader]] = {
     "reads": _order(
         ReadOrder,
-        *(_text, _text, _text),
-        *_PEER,
-        _optional(_integer),
+        *(_text, _peer, _text),
         *(_blocks, _blocks),
         *(_optional(_fence), _optional(_seconds)),
         _boolean,
         _integer,
         _integers,
-        _optional(_integer),
     ),
     "fences": _order(FenceOrder, _text, _integer, _integer),
     "grants": _order(GrantOrder, _text, _seconds, _optional(_fence)),
     "releases": _text,
     "saves": _save,
-    "heartbeats": _order(HeartbeatOrder, _text, *_PEER, _texts),
+    "heartbeats": _order(HeartbeatOrder, _peer, _texts),
     "expects": _text,
     "revokes": _text,
     "cancels": _text,

@@ -40,7 +40,7 @@ class ProducerDesk:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    __slots__ = ("_clipper", "_config", "_outbox", "_template", "fences", "table")
+    __slots__ = ("_clipper", "_config", "_outbox", "_template", "_trace_length", "fences", "table")
 
     def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
         self.table = table
@@ -49,16 +49,17 @@ class ProducerDesk:
         self._clipper = clipper
         self._outbox = outbox
         self._template = _params_template(config)
+        self._trace_length = config.trace_length
 
     def arrive(self, request_id: str, *, is_readback: bool, now_s: float) -> ProducerHalf:
         """Begin the life of a request that is to be handed over."""
         half = ProducerHalf(is_readback=is_readback, now_s=now_s)
-        self._step(half, self.table.find(request_id, NEW, "arrive"), now_s)
+        advance(half, self.table.find(request_id, NEW, "arrive"), now_s, self._trace_length)
         return half
 
     def allocate(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "announce" in row.effects:
             fence = half.fence = self.fences.take()
             outbox = self._outbox
@@ -67,7 +68,7 @@ class ProducerDesk:
 
     def scheduled(self, request_id: str, half: ProducerHalf, row: Transition, blocks: Blocks, now_s: float) -> None:
         """Order the host-buffer save of a chunk."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "save" in row.effects and self._config.uses_host_buffer and any(blocks):
             self._outbox.saves.setdefault(request_id, []).append(blocks)
             self._outbox.has_orders = True
@@ -75,7 +76,7 @@ class ProducerDesk:
 
     def preempt(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
         """Forget what was saved of blocks that are gone."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "forget-saves" in row.effects:
             self._outbox.drop_saves(request_id)
             half.saved_blocks = 0
@@ -90,7 +91,7 @@ class ProducerDesk:
         now_s: float,
     ) -> dict[str, object] | None:
         """Grant the lease and return the ticket's params, or withdraw the request and return None."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         effects = row.effects
         if "grant" in effects:
             lease_s = self._config.readback_lease_s if half.is_readback else self._config.lease_s
@@ -103,19 +104,16 @@ class ProducerDesk:
 
     def revoke(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "order-revoke" in row.effects:
             self._outbox.revokes.append(request_id)
             self._outbox.has_orders = True
 
     def sent(self, half: ProducerHalf, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
-        self._step(half, row, now_s)
+        advance(half, row, now_s, self._trace_length)
         if "return-slot" in row.effects:
             self._return_slot(half)
-
-    def _step(self, half: ProducerHalf, row: Transition, now_s: float) -> None:
-        advance(half, row, now_s, self._config.trace_length)
 
     def _withdraw(self, request_id: str, half: ProducerHalf) -> None:
         if not self._outbox.withdraw(request_id):

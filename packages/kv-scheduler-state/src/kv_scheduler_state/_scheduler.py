@@ -61,7 +61,17 @@ class SchedulerState:
         consumer_table: The consumer machine; another one only makes sense to a proof.
     """
 
-    __slots__ = ("_clipper", "_clock", "_config", "_consumers", "_live", "_outbox", "_producers", "_tickets")
+    __slots__ = (
+        "_backoff_tokens",
+        "_clipper",
+        "_clock",
+        "_config",
+        "_consumers",
+        "_live",
+        "_outbox",
+        "_producers",
+        "_tickets",
+    )
 
     def __init__(
         self,
@@ -71,6 +81,7 @@ class SchedulerState:
         consumer_table: Table = CONSUMER_TABLE,
     ) -> None:
         self._config = config
+        self._backoff_tokens = config.backoff_tokens
         self._clock = ObservedClock()
         self._clipper = BlockClipper(config.groups)
         self._outbox = Outbox()
@@ -123,7 +134,7 @@ class SchedulerState:
                 return BYSTANDER
             if kind != "handoff":
                 role = "producer"
-                backoff = self._config.backoff_tokens
+                backoff = self._backoff_tokens
                 truncate_tokens = backoff if prompt_tokens > backoff else 0
                 live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
             if kind != "prefill":
@@ -301,36 +312,40 @@ class SchedulerState:
             Either is raised only after every legal id has been applied, and then for the first that was not: a caller
             who logs and goes on loses nothing.
         """
-        events = [(request_id, "sent") for request_id in sent]
+        refusals: list[SchedulerStateError] = []
+        for request_id in sent:
+            self._settle(request_id, "sent", refusals)
         if failed:
             failure = self._consumers.failure_event()
+            for request_id in failed:
+                self._settle(request_id, failure, refusals)
             broken = set(failed)
-            events += [(request_id, failure) for request_id in failed]
-            events += [(request_id, "done") for request_id in received if request_id not in broken]
-        else:
-            events += [(request_id, "done") for request_id in received]
-        refusals = [refusal for refusal in [self._settle(*event) for event in events] if refusal is not None]
+            received = [request_id for request_id in received if request_id not in broken]
+        for request_id in received:
+            self._settle(request_id, "done", refusals)
         if refusals:
             raise refusals[0]
 
-    def _settle(self, request_id: str, event: str) -> SchedulerStateError | None:
+    def _settle(self, request_id: str, event: str, refusals: list[SchedulerStateError]) -> None:
         at_s = self._clock.observed_s
         try:
             live = self._find(request_id, event)
             if event == "sent":
-                if live.producer is None:
-                    return UnknownRequest(request_id, event)
-                row = self._producers.table.find(request_id, live.producer.state, event)
-                self._producers.sent(live.producer, row, at_s)
+                producer = live.producer
+                if producer is None:
+                    raise UnknownRequest(request_id, event)
+                row = self._producers.table.find(request_id, producer.state, event)
+                self._producers.sent(producer, row, at_s)
             else:
-                if live.consumer is None:
-                    return UnknownRequest(request_id, event)
-                row = self._consumers.table.find(request_id, live.consumer.state, event)
-                self._consumers.settle(request_id, live.consumer, row, at_s)
+                consumer = live.consumer
+                if consumer is None:
+                    raise UnknownRequest(request_id, event)
+                row = self._consumers.table.find(request_id, consumer.state, event)
+                self._consumers.settle(request_id, consumer, row, at_s)
         except SchedulerStateError as error:
-            return error
-        self._forget_if_ended(request_id, live)
-        return None
+            refusals.append(error)
+        else:
+            self._forget_if_ended(request_id, live)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return everything that the workers must be told since the last call.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kv_scheduler_state._blocks import Blocks
+    from kv_scheduler_state._peer import PeerAddress
 
 __all__ = ["KNOWN_KEYS", "NO_EXTRA", "HandoffTicket", "TicketKind", "prefill_request_params"]
 
@@ -56,40 +57,24 @@ class HandoffTicket:
     Attributes:
         kind: "handoff": a prefill's blocks for the decode (`do_remote_prefill`). "readback": a decode's blocks for the
             next turn's prefill (`do_remote_decode` with blocks).
-        peer_engine_id: Engine that holds the blocks (`remote_engine_id`).
+        peer: Engine that holds the blocks.
         peer_request_id: The request's id there (`remote_request_id`).
-        peer_host: Address of its side channel (`remote_host`).
-        peer_port: Port of its side channel (`remote_port`).
         peer_block_ids: Blocks per KV-cache group, in token order (`remote_block_ids`).
-        peer_tp: Tensor-parallel size (`tp_size`, 1 if absent).
-        peer_dcp: Decode-context-parallel size (`dcp_size`, 1 if absent).
-        peer_pp: Pipeline-parallel size (`pp_size`, 1 if absent).
         peer_tokens: Tokens that the blocks hold (`remote_num_tokens`), or None if the peer did not say.
         lease_s: Length of the lease (`kv_lease_s`), or None.
         fence: (slot, generation) of the fence word (`kv_fence`), or None.
-        generation: Registration generation of the producer (`kv_generation`), or None.
-        registration_generation: vLLM's own counter of that name (`remote_registration_generation`), or None.
-        dialect: Connector version of the producer (`kv_dialect`), or None.
         expiry_clock_s: vLLM's `remote_blocks_expiry_time`, a reading of the *peer's* clock; kept, never compared here.
         transfer_mode: "pull", or None if the peer did not say.
         extra: Keys that this package does not know, untouched.
     """
 
     kind: TicketKind
-    peer_engine_id: str
+    peer: PeerAddress
     peer_request_id: str
-    peer_host: str
-    peer_port: int
     peer_block_ids: Blocks
-    peer_tp: int = 1
-    peer_dcp: int = 1
-    peer_pp: int = 1
     peer_tokens: int | None = None
     lease_s: float | None = None
     fence: tuple[int, int] | None = None
-    generation: int | None = None
-    registration_generation: int | None = None
-    dialect: int | None = None
     expiry_clock_s: float | None = None
     transfer_mode: Literal["pull"] | None = None
     extra: Mapping[str, object] = field(default_factory=lambda: NO_EXTRA, hash=False)
@@ -101,23 +86,23 @@ class HandoffTicket:
             "do_remote_prefill": self.kind == "handoff",
             "do_remote_decode": self.kind == "readback",
             "remote_block_ids": [list(group) for group in self.peer_block_ids],
-            "remote_engine_id": self.peer_engine_id,
+            "remote_engine_id": self.peer.engine_id,
             "remote_request_id": self.peer_request_id,
-            "remote_host": self.peer_host,
-            "remote_port": self.peer_port,
-            "tp_size": self.peer_tp,
-            "dcp_size": self.peer_dcp,
-            "pp_size": self.peer_pp,
+            "remote_host": self.peer.host,
+            "remote_port": self.peer.port,
+            "tp_size": self.peer.tp,
+            "dcp_size": self.peer.dcp,
+            "pp_size": self.peer.pp,
         }
         optional: dict[str, object] = {
             "remote_num_tokens": self.peer_tokens,
             "remote_blocks_expiry_time": self.expiry_clock_s,
             "transfer_mode": self.transfer_mode,
-            "remote_registration_generation": self.registration_generation,
+            "remote_registration_generation": self.peer.registration_generation,
             "kv_lease_s": self.lease_s,
             "kv_fence": None if self.fence is None else list(self.fence),
-            "kv_generation": self.generation,
-            "kv_dialect": self.dialect,
+            "kv_generation": self.peer.generation,
+            "kv_dialect": self.peer.dialect,
         }
         params.update((key, value) for key, value in optional.items() if value is not None)
         return params

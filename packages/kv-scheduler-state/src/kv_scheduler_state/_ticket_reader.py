@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
 from kv_scheduler_state._config import MAX_GENERATION, TicketLimits
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state._peer import PeerAddress
 from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, TicketKind
 
 if TYPE_CHECKING:
@@ -21,6 +22,19 @@ ParamsKind = Literal["none", "prefill", "handoff", "readback"]
 _MAX_CLOCK_S: Final = 1e15
 _INT_ONLY: Final = {int}
 _LISTS: Final = (list, tuple)
+_PEER_KEYS: Final = (
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "pp_size",
+    "dcp_size",
+    "kv_generation",
+    "remote_registration_generation",
+    "kv_dialect",
+    "transfer_mode",
+)
+_MAX_PEERS: Final = 1024
 _Params = Mapping[object, object]
 
 
@@ -35,7 +49,7 @@ class TicketReader:
         reads_back: Whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
     """
 
-    __slots__ = ("_groups", "_hosts", "_limits", "_reads_back")
+    __slots__ = ("_groups", "_hosts", "_limits", "_peers", "_reads_back")
 
     def __init__(
         self,
@@ -49,6 +63,7 @@ class TicketReader:
         self._limits = limits or TicketLimits()
         self._hosts = hosts or HostPolicy()
         self._reads_back = reads_back
+        self._peers: dict[tuple[object, ...], PeerAddress] = {}
 
     def classify(self, params: object) -> ParamsKind:
         """Return what a request's params ask for.
@@ -59,11 +74,14 @@ class TicketReader:
         if params is None:
             return "none"
         fields = self._mapping(params)
-        reads = _flag(fields, "do_remote_prefill")
-        serves = _flag(fields, "do_remote_decode")
-        if reads and serves:
-            raise TicketError("ticket-flags", "do_remote_prefill and do_remote_decode are both true; set one of them")
+        reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
+        if reads is not True and reads is not False and reads is not None:
+            _refuse_type("do_remote_prefill", reads, "true, false or null")
+        if serves is not True and serves is not False and serves is not None:
+            _refuse_type("do_remote_decode", serves, "true, false or null")
         if reads:
+            if serves:
+                raise TicketError("ticket-flags", "do_remote_prefill and do_remote_decode are both true; set one only")
             return "handoff"
         if not serves:
             return "none"
@@ -81,7 +99,36 @@ class TicketReader:
                 `ticket-text`, `ticket-host`, `ticket-blocks`, `ticket-groups`, `ticket-empty` or `ticket-mode`.
         """
         fields = self._mapping(params)
-        limits = self._limits
+        return HandoffTicket(
+            kind,
+            self._peer(fields),
+            self._text(fields, "remote_request_id"),
+            self._blocks(fields),
+            _integer(fields, "remote_num_tokens", 0, self._limits.max_tokens),
+            _seconds(fields, "kv_lease_s", self._limits.max_lease_s),
+            self._fence(fields),
+            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
+            None if fields.get("transfer_mode") is None else "pull",
+            NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
+        )
+
+    def _peer(self, fields: _Params) -> PeerAddress:
+        # One engine writes the same into all its tickets, so its address is checked once. The types belong to the key
+        # because 1, 1.0 and True are equal.
+        values = tuple(map(fields.get, _PEER_KEYS))
+        key = (values, *map(type, values))
+        try:
+            known = self._peers.get(key)
+        except TypeError:
+            known = None  # a list or an object among them: the checks will say where
+        if known is None:
+            known = self._check_peer(fields)
+            if len(self._peers) >= _MAX_PEERS:
+                self._peers.clear()
+            self._peers[key] = known
+        return known
+
+    def _check_peer(self, fields: _Params) -> PeerAddress:
         mode = fields.get("transfer_mode")
         if mode is not None and mode != "pull":
             raise TicketError(
@@ -91,27 +138,20 @@ class TicketReader:
             )
         host = self._text(fields, "remote_host")
         self._hosts.require(host)
-        generation = _integer(fields, "kv_generation", 0, MAX_GENERATION)
-        registration = _integer(fields, "remote_registration_generation", 0, MAX_GENERATION)
-        return HandoffTicket(
-            kind,
+        port = _integer(fields, "remote_port", 1, 65535)
+        if port is None:
+            _refuse_type("remote_port", None, "an integer")
+        most = self._limits.max_parallel
+        return PeerAddress(
             self._text(fields, "remote_engine_id"),
-            self._text(fields, "remote_request_id"),
             host,
-            _required(fields, "remote_port", _integer(fields, "remote_port", 1, 65535)),
-            self._blocks(fields),
-            _integer(fields, "tp_size", 1, limits.max_parallel) or 1,
-            _integer(fields, "dcp_size", 1, limits.max_parallel) or 1,
-            _integer(fields, "pp_size", 1, limits.max_parallel) or 1,
-            _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
-            _seconds(fields, "kv_lease_s", limits.max_lease_s),
-            self._fence(fields),
-            generation,
-            registration,
+            port,
+            _integer(fields, "tp_size", 1, most) or 1,
+            _integer(fields, "pp_size", 1, most) or 1,
+            _integer(fields, "dcp_size", 1, most) or 1,
+            _integer(fields, "kv_generation", 0, MAX_GENERATION),
+            _integer(fields, "remote_registration_generation", 0, MAX_GENERATION),
             _integer(fields, "kv_dialect", 0, 1 << 16),
-            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
-            "pull" if mode is not None else None,
-            self._extra(fields),
         )
 
     def _mapping(self, params: object) -> _Params:
@@ -202,38 +242,21 @@ class TicketReader:
             )
         return slot, generation
 
-    @staticmethod
-    def _extra(fields: _Params) -> Mapping[str, object]:
-        if KNOWN_KEYS.issuperset(fields):
-            return NO_EXTRA
-        extra: dict[str, object] = {}
-        for key, value in fields.items():
-            if not isinstance(key, str):
-                raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is no string")
-            if key not in KNOWN_KEYS:
-                extra[key] = value
-        return MappingProxyType(extra)
+
+def _extra(fields: _Params) -> Mapping[str, object]:
+    extra: dict[str, object] = {}
+    for key, value in fields.items():
+        if not isinstance(key, str):
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is no string")
+        if key not in KNOWN_KEYS:
+            extra[key] = value
+    return MappingProxyType(extra)
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
     if value is None:
         raise TicketError("ticket-missing", f"{name} is missing; it must be {wanted}", field=name)
     raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be {wanted}", field=name)
-
-
-def _flag(fields: _Params, name: str) -> bool:
-    value = fields.get(name)
-    if value is None or value is False:
-        return False
-    if value is not True:
-        _refuse_type(name, value, "true, false or null")
-    return True
-
-
-def _required(fields: _Params, name: str, value: int | None) -> int:
-    if value is None:
-        _refuse_type(name, fields.get(name), "an integer")
-    return value
 
 
 def _integer(fields: _Params, name: str, least: int, most: int) -> int | None:

@@ -19,6 +19,7 @@ from kv_scheduler_state._blocks import BlockClipper
 from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table
+from kv_scheduler_state._peer import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
 from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
 from kv_scheduler_state.testing._model import ModelViolation, Step
@@ -252,7 +253,9 @@ class _Codec:
         self._numbers: dict[int, int] = {}
         self._table: dict[type, Any] = {
             **copyreg.dispatch_table,
-            **dict.fromkeys((Table, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType), self._reduce),
+            **dict.fromkeys(
+                (Table, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType, PeerAddress), self._reduce
+            ),
         }
         self.save(first)
 
