@@ -1,6 +1,15 @@
+"""Shared fixtures: free ports, and a listener, a client and raw questions over loopback TCP."""
+
 import socket
 
 import pytest
+import zmq
+
+from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
+from kv_handshake.testing import sample_envelopes
+
+FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
+QUICK = Timing(deadline_s=2.0, attempt_s=0.4, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.3, hold_most_s=1.0)
 
 
 @pytest.fixture
@@ -8,3 +17,48 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def listener():
+    served = Listener(
+        "127.0.0.1", 0, payloads=sample_envelopes([(0, rank) for rank in range(8)]), limits=QueryLimits(queries_per_s=0)
+    )
+    served.start()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client():
+    made = Client(LocalOffer(factors=FACTORS), timing=QUICK, seed=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def raw():
+    """A factory of plain ZeroMQ sockets, closed at the end."""
+    context = zmq.Context()
+
+    def connect(kind, port, host="127.0.0.1"):
+        sock = context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVTIMEO, 5000)
+        sock.connect(f"tcp://{host}:{port}")
+        return sock
+
+    yield connect
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def ask(listener, raw):
+    """Send one query as a REQ socket does; return the reply's frames."""
+    sock = raw(zmq.REQ, listener.port)
+
+    def send(query):
+        sock.send(query)
+        return sock.recv_multipart()
+
+    return send

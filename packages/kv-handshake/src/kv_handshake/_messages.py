@@ -167,6 +167,7 @@ class AgentMetadata(
 
 
 _FIELD_DEFAULTS: Mapping[str, object] = {
+    "block_strides": None,
     "physical_blocks_per_logical_kv_block": 1,
     "region_num_blocks": None,
     "region_group_ids": None,
@@ -326,15 +327,12 @@ def encode_metadata(metadata: Mapping[str, object], dialect: Dialect) -> bytes:
     document: dict[str, object] = {}
     for name in dialect.metadata_fields:
         if name not in metadata and name not in _FIELD_DEFAULTS:
-            if name == "block_strides" and "block_lens" in metadata:
-                document[name] = metadata["block_lens"]
-                continue
             raise ConfigurationError(
                 "missing-field", f"agent metadata of version {dialect.version} needs {name!r}", field=name
             )
         document[name] = metadata[name] if name in metadata else _FIELD_DEFAULTS[name]
-    if document.get("block_strides", ()) is None:
-        document["block_strides"] = document["block_lens"]
+    if "block_strides" in document and document["block_strides"] is None:
+        document["block_strides"] = document["block_lens"]  # blocks without gaps
     for name, key in (("fence", "kvh_fence"), ("geometry", "kvh_geometry")):
         if metadata.get(name) is not None:
             document[key] = metadata[name]

@@ -1,0 +1,192 @@
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import (
+    ConfigurationError,
+    compatibility_hash,
+    compatibility_id,
+    dialect_of,
+    dialect_of_vllm,
+    differing_factors,
+    explain_hash,
+    hashed_factors,
+    suspected_factors,
+)
+from kv_handshake._factors import check_factors
+
+FULL = {
+    "vllm_version": "0.32.0+cpu",
+    "nixl_connector_version": 14,
+    "model": "org/model",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "num_hidden_layers": 32,
+    "attn_backend_name": "CPU_ATTN",
+    "cache_dtype": "auto",
+    "is_hma_enabled": True,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FACTOR_SETS = st.dictionaries(st.text(min_size=1, max_size=8), JSON, max_size=6)
+
+
+@given(FACTOR_SETS)
+def test_hash_is_sha256_of_sorted_json(factors):
+    assert compatibility_hash(factors) == hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
+
+
+@given(FACTOR_SETS, FACTOR_SETS)
+def test_differences_are_exactly_the_differing_names(local, peer):
+    names = {each.name for each in differing_factors(local, peer)}
+    for name in {*local, *peer}:
+        is_same = json.dumps(local.get(name), sort_keys=True) == json.dumps(peer.get(name), sort_keys=True)
+        assert (name in names) == (not is_same)
+
+
+def test_differences_are_symmetric_and_ordered():
+    peer = {**FULL, "dtype": "torch.float16", "attn_backend_name": "FLASH_ATTN", "engine_name": "x"}
+    forth, back = differing_factors(FULL, peer), differing_factors(peer, FULL)
+    assert [each.name for each in forth] == ["dtype", "attn_backend_name", "engine_name"]
+    assert [(each.name, each.local, each.peer) for each in back] == [
+        (each.name, each.peer, each.local) for each in forth
+    ]
+    assert str(forth[0]) == 'dtype: local "torch.bfloat16", peer "torch.float16"'
+
+
+def test_tuples_and_lists_are_the_same_factor():
+    assert differing_factors({"groups": (1, 2)}, {"groups": [1, 2]}) == ()
+
+
+@pytest.mark.parametrize(
+    ("local", "peer", "group"),
+    [
+        ({"vllm_version": "0.32.0"}, {"vllm_version": "0.32.1"}, "may-differ"),
+        ({"vllm_version": "0.32.0"}, {"vllm_version": "0.31.0"}, "must-match"),
+        ({"vllm_version": "0.32.0"}, {}, "must-match"),
+        ({"model": "/a"}, {"model": "/b"}, "must-match"),
+        ({"model": "/a", "model_identity": "i"}, {"model": "/b", "model_identity": "i"}, "informative"),
+        ({"model": "/a", "model_identity": "i"}, {"model": "/b"}, "must-match"),
+        ({"sliding_window": 4096}, {}, "must-match"),
+        ({"newer": 1}, {"newer": 2}, "must-match"),
+        ({"newer": 1}, {}, "informative"),
+    ],
+)
+def test_group_of_a_difference(local, peer, group):
+    differences = {each.name: each.group for each in differing_factors(local, peer)}
+    assert differences[next(iter(local))] == group
+
+
+def test_a_factor_that_is_none_equals_a_missing_one():
+    assert differing_factors({"sliding_window": None}, {}) == ()
+
+
+@pytest.mark.parametrize("version", range(2, 16))
+def test_vllm_hash_takes_only_its_own_names(version):
+    dialect = dialect_of(version)
+    own = {name: FULL.get(name, False) for name in dialect.hash_factors}
+    assert hashed_factors({**own, "sliding_window": 5}, dialect) == own
+
+
+def test_other_engines_hash_everything():
+    factors = {"model": "m", "dtype": "x"}
+    assert hashed_factors(factors, dialect_of(14)) == factors
+
+
+def test_compatibility_id_ignores_what_may_differ():
+    same = [
+        FULL,
+        {**FULL, "vllm_version": "0.32.7"},
+        {**FULL, "attn_backend_name": "FLASH_ATTN"},
+        {**FULL, "engine_name": "x", "draft_model": None, "unheard_of": 1},
+    ]
+    assert len({compatibility_id(each) for each in same}) == 1
+    assert compatibility_id({**FULL, "dtype": "other"}) != compatibility_id(FULL)
+    with_identity = [{**FULL, "model": path, "model_identity": "i"} for path in ("/a", "/b")]
+    assert compatibility_id(with_identity[0]) == compatibility_id(with_identity[1])
+
+
+@pytest.mark.parametrize("bad", [{"a": {1, 2}}, {"a": b"x"}, {"a": object()}])
+def test_factors_must_be_json(bad):
+    with pytest.raises(ConfigurationError) as caught:
+        compatibility_hash(bad)
+    assert caught.value.code == "invalid-factors"
+
+
+def test_too_many_factors():
+    with pytest.raises(ConfigurationError):
+        check_factors({str(index): 0 for index in range(257)})
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [("0.20.2", 2), ("0.21.0", 3), ("0.25.1", 4), ("0.26.0", 5), ("v0.28.0", 7), ("0.32.0+cpu", 14), ("0.40.0", 15)],
+)
+def test_dialect_of_a_release(release, version):
+    assert dialect_of_vllm(release).version == version
+
+
+@pytest.mark.parametrize("release", ["", "0", "new", "0.19.0"])
+def test_no_dialect_of_other_text(release):
+    with pytest.raises(ConfigurationError) as caught:
+        dialect_of_vllm(release)
+    assert caught.value.code == "unknown-dialect"
+
+
+@pytest.mark.parametrize("version", [1, 16, -1])
+def test_no_dialect_outside_the_range(version):
+    with pytest.raises(ConfigurationError):
+        dialect_of(version)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "torch.float32"},
+        {"cache_dtype": "fp8"},
+        {"attn_backend_name": "FLASH_ATTN"},
+        {"is_hma_enabled": False},
+        {"num_kv_heads": 4},
+        {"head_size": 64},
+        {"num_hidden_layers": 28},
+        {"transfer_mode": "push"},
+        {"vllm_version": "0.32.1"},
+        {"vllm_version": "0.31.0+cpu", "nixl_connector_version": 13},
+    ],
+)
+def test_a_bare_hash_is_explained(change):
+    found = explain_hash(FULL, compatibility_hash({**FULL, **change}), dialect_of(14))
+    assert {each.name: each.peer for each in found} == change
+
+
+def test_two_changes_need_more_depth():
+    peer_hash = compatibility_hash({**FULL, "dtype": "torch.float32", "is_hma_enabled": False})
+    assert explain_hash(FULL, peer_hash, dialect_of(14)) == ()
+    found = explain_hash(FULL, peer_hash, dialect_of(14), depth=2)
+    assert [each.name for each in found] == ["dtype", "is_hma_enabled"]
+
+
+def test_a_model_is_only_found_if_supposed():
+    peer_hash = compatibility_hash({**FULL, "model": "/other"})
+    assert explain_hash(FULL, peer_hash, dialect_of(14)) == ()
+    assert suspected_factors(FULL, dialect_of(14)) == ("model", "speculative_config")
+    (found,) = explain_hash(FULL, peer_hash, dialect_of(14), supposed={"model": ["/x", "/other"]})
+    assert (found.name, found.peer) == ("model", "/other")
+
+
+def test_explaining_engines_that_are_not_vllm():
+    local = {"dtype": "torch.float16", "vllm_version": 3}
+    (found,) = explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))
+    assert found.name == "dtype"
+    nameless = {"vllm_version": "0.32.0"}
+    (found,) = explain_hash(nameless, compatibility_hash({"vllm_version": "0.32.1"}), dialect_of(14))
+    assert found.peer == "0.32.1"

@@ -1,0 +1,193 @@
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import (
+    CODES,
+    Codec,
+    ConfigurationError,
+    HandshakeError,
+    WireError,
+    decode_clock,
+    decode_envelope,
+    decode_metadata,
+    dialect_of,
+    encode_query,
+    parse_query,
+)
+from kv_handshake._messages import encode_clock, encode_metadata, reconstruct_blocks_ratio
+from kv_handshake._policy import LocalOffer
+from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
+
+FACTORS = {"model": "m"}
+
+
+@pytest.mark.parametrize("version", range(2, 16))
+def test_metadata_survives_the_way(version):
+    values = sample_metadata(regions=3)
+    frame = Codec().encode_envelope(values, FACTORS, dialect=version, rank=(0, 2))
+    metadata = decode_metadata(decode_envelope(frame))
+    names = set(dialect_of(version).metadata_fields) | {"fence", "geometry", "generation"}
+    for name in names & set(values):
+        expected = values[name]
+        assert getattr(metadata, name) == (tuple(expected) if isinstance(expected, list) else expected), name
+    assert metadata.factors == FACTORS
+    assert set(msgspec.msgpack.decode(decode_envelope(frame).agent_metadata_bytes)) == set(
+        dialect_of(version).metadata_fields
+    ) | {"kvh_fence", "kvh_geometry"}
+
+
+def test_defaults_of_optional_fields():
+    least = {name: value for name, value in sample_metadata().items() if name in dialect_of(2).metadata_fields}
+    metadata = decode_metadata(decode_envelope(Codec().encode_envelope(least, {}, dialect=15)))
+    assert metadata.block_strides == metadata.block_lens
+    assert (metadata.region_names, metadata.dcp_size, metadata.physical_blocks_per_logical_kv_block) == (None, 1, 1)
+    assert (metadata.generation, metadata.fence, metadata.geometry) == (None, None, None)
+    explicit = decode_metadata(
+        decode_envelope(Codec().encode_envelope({**least, "block_strides": None}, {}, dialect=15))
+    )
+    assert explicit.block_strides == metadata.block_lens
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block", "ratio"),
+    [
+        ((36_864, 2_097_152), 8192, 261),
+        ((18_432, 1_048_576), 4096, 261),
+        ((9216, 524_288), 4096, 131),
+        ((0, 0), 4096, 1),
+    ],
+)
+def test_blocks_ratio_of_version_2(sizes, block, ratio):
+    assert reconstruct_blocks_ratio(sizes, (block,)) == ratio
+    values = {**sample_metadata(regions=1), "ssm_sizes": sizes, "block_lens": [block]}
+    frame = Codec().encode_envelope(values, {}, dialect=2)
+    assert decode_metadata(decode_envelope(frame)).physical_blocks_per_logical_kv_block == ratio
+
+
+def test_blocks_ratio_without_regions():
+    assert reconstruct_blocks_ratio((1, 1), ()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"num_blocks": 0}, "invalid-metadata"),
+        ({"device_id": -1}, "invalid-metadata"),
+        ({"ssm_sizes": (-1, 0)}, "invalid-metadata"),
+        ({"engine_id": "x" * 600}, "invalid-metadata"),
+        ({"block_lens": [1]}, "invalid-metadata"),
+        ({"region_num_blocks": [-1, 0]}, "invalid-metadata"),
+        ({"region_members": [["a"]]}, "invalid-metadata"),
+        ({"ple_block_len": 0}, "invalid-metadata"),
+        ({"packed_member_layouts": {"a": (-1, 4)}}, "invalid-metadata"),
+        ({"packed_member_layouts": {"a": (0, 0)}}, "invalid-metadata"),
+        ({"fence": (8, 0, 0)}, "invalid-metadata"),
+        ({"kv_cache_layout": 5}, "malformed-metadata"),
+        ({"kv_caches_base_addr": [2**64, 0]}, "invalid-argument"),
+        ({"device_id": object()}, "invalid-argument"),
+    ],
+)
+def test_metadata_that_peers_would_refuse_is_not_written(changes, code):
+    with pytest.raises(HandshakeError) as caught:
+        encode_metadata({**sample_metadata(), **changes}, dialect_of(15))
+    assert caught.value.code == code
+
+
+def test_packed_members_are_read():
+    values = {**sample_metadata(), "packed_member_layouts": {"a": (0, 64)}, "region_members": [["a"], ["b", "c"]]}
+    metadata = decode_metadata(decode_envelope(Codec().encode_envelope(values, {}, dialect=15)))
+    assert metadata.packed_member_layouts == {"a": (0, 64)}
+    assert metadata.region_members == (("a",), ("b", "c"))
+
+
+def test_missing_field_is_named():
+    values = sample_metadata()
+    del values["block_size"]
+    with pytest.raises(ConfigurationError, match="block_size") as caught:
+        Codec().encode_envelope(values, {}, dialect=14)
+    assert caught.value.context["field"] == "block_size"
+
+
+def test_envelope_bounds():
+    with pytest.raises(WireError) as caught:
+        decode_envelope(bytes(17 * 1024 * 1024))
+    assert caught.value.code == "oversized-reply"
+    many = {str(index): 0 for index in range(300)}
+    frame = msgspec.msgpack.encode({"compatibility_hash": "", "agent_metadata_bytes": b"", "kvh_factors": many})
+    with pytest.raises(WireError, match="300 factors"):
+        decode_envelope(frame)
+
+
+def test_unknown_keys_are_skipped():
+    envelope = msgspec.msgpack.decode(sample_envelopes()[0, 0])
+    envelope["from_the_future"] = {"a": [1]}
+    assert decode_envelope(msgspec.msgpack.encode(envelope)).rank == (0, 0)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_clock_survives_the_way(clock_s):
+    assert decode_clock(encode_clock(clock_s)) == clock_s
+    assert len(encode_clock(clock_s)) == 9
+
+
+@given(st.integers(2, 15), st.integers(0, 65_535), st.integers(0, 65_535))
+def test_query_survives_the_way(version, pp, tp):
+    dialect = dialect_of(version)
+    rank = (pp if dialect.query_fields == 3 else 0, tp)
+    query = parse_query(encode_query(rank, dialect))
+    assert (query.command, query.rank, query.wants_clock) == ("metadata", rank, dialect.has_clock_frame)
+
+
+@pytest.mark.parametrize(("rank", "version"), [((1, 0), 4), ((0, -1), 14), ((0, 65_536), 14), ((70_000, 0), 14)])
+def test_rank_that_cannot_be_asked(rank, version):
+    with pytest.raises(ConfigurationError) as caught:
+        encode_query(rank, dialect_of(version))
+    assert caught.value.code == "invalid-argument"
+
+
+@given(st.randoms(use_true_random=False))
+def test_damaged_envelope_is_refused_or_whole(rng):
+    """A damaged frame is refused with a code, or the damage hit nothing that is read."""
+    frame = mutate(rng, sample_envelopes()[0, 0])
+    try:
+        metadata = decode_metadata(decode_envelope(frame))
+    except WireError as refusal:
+        metadata, code = None, refusal.code
+    else:
+        code = ""
+    assert metadata is not None or code in CODES
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_or_read(data):
+    for read in (parse_query, decode_envelope, decode_clock):
+        with contextlib.suppress(WireError):
+            assert read(data) is not None
+
+
+def test_every_code_is_described():
+    for code, facts in CODES.items():
+        assert code == code.lower()
+        assert facts.meaning.endswith(".")
+        error = HandshakeError(code, "text", number=1)
+        assert (error.fault, error.is_retry_safe, error.context["number"]) == (facts.fault, facts.is_retry_safe, 1)
+        assert code in repr(error)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"policy": "strict"},
+        {"capabilities": {"a": "perhaps"}},
+        {"protocol": (2, 1)},
+        {"protocol": (0, 1)},
+        {"factors": {"a": b""}},
+    ],
+)
+def test_bad_offers(arguments):
+    with pytest.raises(ConfigurationError):
+        LocalOffer(**arguments)

@@ -1,0 +1,117 @@
+import pytest
+
+from kv_handshake import Codec, LocalOffer, compatibility_hash, decode_envelope, dialect_of, judge
+from kv_handshake._messages import Envelope, encode_refusal
+from kv_handshake.testing import sample_metadata
+
+VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {
+    "vllm_version": "0.32.0",
+    "nixl_connector_version": 14,
+    "dtype": "torch.bfloat16",
+    "model": "/models/a",
+}
+
+
+def peer(factors, **arguments):
+    """An envelope of one of our own engines."""
+    return decode_envelope(Codec(**arguments).encode_envelope(sample_metadata(), factors, dialect=14))
+
+
+def silent(factors):
+    """An envelope of vLLM's own connector."""
+    return Envelope(compatibility_hash=compatibility_hash(factors), agent_metadata_bytes=b"")
+
+
+def judged(local, envelope, **arguments):
+    return judge(LocalOffer(factors=local, **arguments), envelope, 14)
+
+
+@pytest.mark.parametrize("policy", ["exact", "negotiated", "off"])
+@pytest.mark.parametrize("make", [peer, silent])
+def test_equal_engines_are_accepted(policy, make):
+    verdict = judged(VLLM, make(VLLM), policy=policy)
+    assert (verdict.code, verdict.differences, verdict.warnings) == ("", (), ())
+
+
+@pytest.mark.parametrize("make", [peer, silent])
+def test_another_dtype_is_refused_by_name(make):
+    other = make({**VLLM, "dtype": "torch.float16"})
+    for policy, code in (("exact", "hash-mismatch"), ("negotiated", "factors-differ")):
+        verdict = judged(VLLM, other, policy=policy)
+        assert (verdict.code, [each.name for each in verdict.differences]) == (code, ["dtype"])
+        assert verdict.message == 'dtype: local "torch.bfloat16", peer "torch.float16"'
+        assert not verdict.is_accepted
+    verdict = judged(VLLM, other, policy="off")
+    assert verdict.is_accepted
+    assert "dtype" in verdict.warnings[0]
+
+
+@pytest.mark.parametrize("make", [peer, silent])
+def test_patch_release_is_no_reason(make):
+    other = make({**VLLM, "vllm_version": "0.32.1"})
+    assert judged(VLLM, other).code == "hash-mismatch"
+    verdict = judged(VLLM, other, policy="negotiated")
+    assert verdict.is_accepted
+    assert "vllm_version" in verdict.warnings[0]
+
+
+def test_model_path_is_no_reason_if_the_identity_agrees():
+    local, other = {**VLLM, "model_identity": "i"}, {**VLLM, "model": "/models/b", "model_identity": "i"}
+    assert judged(local, peer(other)).code == "hash-mismatch"
+    assert judged(local, peer(other), policy="negotiated").is_accepted
+    assert judged(VLLM, peer({**VLLM, "model": "/b"}), policy="negotiated").code == "factors-differ"
+
+
+def test_an_unexplained_hash_is_refused():
+    verdict = judged(VLLM, silent({**VLLM, "model": "/b"}), policy="negotiated")
+    assert verdict.code == "hash-mismatch"
+    assert "does not send its factors" in verdict.message
+    assert "check is off" in judged(VLLM, silent({**VLLM, "model": "/b"}), policy="off").warnings[0]
+
+
+def test_factors_outside_the_hash_count_too():
+    for policy in ("exact", "negotiated"):
+        verdict = judged({**VLLM, "sliding_window": 4096}, peer({**VLLM, "sliding_window": 1024}), policy=policy)
+        assert (verdict.code, verdict.differences[0].name) == ("factors-differ", "sliding_window")
+
+
+def test_operator_may_let_a_factor_differ():
+    verdict = judged(
+        {**VLLM, "quantization": "fp8"}, peer(VLLM), policy="negotiated", may_differ=frozenset({"quantization"})
+    )
+    assert verdict.is_accepted
+    assert "quantization" in verdict.warnings[0]
+
+
+def test_a_long_hash_text_is_cut():
+    envelope = Envelope(compatibility_hash="x" * 10_000, agent_metadata_bytes=b"")
+    assert len(judged(VLLM, envelope).message) < 400
+
+
+def test_protocol_ranges():
+    assert judged(VLLM, peer(VLLM, protocol=(1, 3)), protocol=(2, 5)).protocol == 3
+    assert judged(VLLM, silent(VLLM), protocol=(2, 5)).protocol is None
+    for ours, theirs in (((1, 1), (2, 3)), ((4, 5), (2, 3))):
+        assert judged(VLLM, peer(VLLM, protocol=theirs), protocol=ours).code == "protocol-range"
+
+
+def test_capabilities():
+    theirs = {"fence": "supported", "streamed": "absent", "later": "required"}
+    ours = {"fence": "supported", "later": "supported", "push": "supported"}
+    assert judged(VLLM, peer(VLLM, capabilities=theirs), capabilities=ours).capabilities == {"fence", "later"}
+    verdict = judged(VLLM, peer(VLLM, capabilities=theirs), capabilities={"fence": "supported"})
+    assert (verdict.code, "peer requires 'later'" in verdict.message) == ("capability-missing", True)
+    verdict = judged(VLLM, silent(VLLM), capabilities={"fence": "required"})
+    assert (verdict.code, "engine requires 'fence'" in verdict.message) == ("capability-missing", True)
+
+
+def test_a_level_of_a_later_version_counts_as_absent():
+    envelope = Envelope(
+        compatibility_hash=compatibility_hash(VLLM), agent_metadata_bytes=b"", capabilities={"fence": "preferred"}
+    )
+    assert judged(VLLM, envelope, capabilities={"fence": "supported"}).capabilities == frozenset()
+
+
+def test_refusal():
+    verdict = judged(VLLM, decode_envelope(encode_refusal("not-ready", "soon")))
+    assert (verdict.code, "not-ready: soon" in verdict.message) == ("refused", True)

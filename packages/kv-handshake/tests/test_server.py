@@ -1,0 +1,110 @@
+import random
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import (
+    ADVERTISEMENT_QUERY,
+    CODES,
+    ConfigurationError,
+    ServerCore,
+    decode_clock,
+    decode_envelope,
+    dialect_of,
+    encode_query,
+)
+from kv_handshake.testing import hostile_queries, sample_envelopes
+
+ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])
+GOOD = encode_query((0, 1), dialect_of(14))
+
+
+def code_of(frames):
+    return decode_envelope(frames[0]).refusal.code
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_get_an_answer_or_a_coded_refusal(query):
+    core = ServerCore(ENVELOPES)
+    frames = core.respond(query, clock_s=1.0)
+    assert 1 <= len(frames) <= 2
+    assert sum(map(len, frames)) < 10_000
+    refusal = decode_envelope(frames[0]).refusal
+    assert refusal is None or refusal.code in CODES
+    assert core.respond(GOOD, clock_s=2.0)[0] == ENVELOPES[0, 1]
+
+
+def test_many_hostile_queries():
+    core = ServerCore(ENVELOPES)
+    stream = hostile_queries(random.Random(7))
+    for _ in range(20_000):
+        frames = core.respond(next(stream), clock_s=1.0)
+        assert decode_envelope(frames[0])
+    counts = core.statistics()
+    assert sum(counts.values()) == 20_000
+    assert len(counts) >= 6, "the mutations reach too few refusals"
+
+
+def test_time_is_bounded_for_the_worst_queries():
+    core = ServerCore(ENVELOPES)
+    began = time.perf_counter()
+    for query in (b"\x91" * 256, b"\xdd\xff\xff\xff\xff", b"\x81\x01" * 128, b"\xdf\xff\xff\xff\xff" * 51):
+        core.respond(query, clock_s=0.0)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_old_and_new_dialects():
+    core = ServerCore(ENVELOPES)
+    assert core.respond(encode_query((0, 1), dialect_of(4)), clock_s=7.0) == (ENVELOPES[0, 1],)
+    payload, clock = core.respond(encode_query((1, 0), dialect_of(5)), clock_s=7.0)
+    assert (payload, decode_clock(clock)) == (ENVELOPES[1, 0], 7.0)
+    assert core.statistics() == {"answered": 2}
+    assert "answered=2" in repr(core)
+
+
+def test_unusual_encoding_of_a_good_query():
+    wide = b"\xdc\x00\x03\xc5\x00\x0cget_meta_msg\xcd\x00\x00\xcd\x00\x01"
+    payload, clock = ServerCore(ENVELOPES).respond(wide, clock_s=7.0)
+    assert (payload, decode_clock(clock)) == (ENVELOPES[0, 1], 7.0)
+    narrow = b"\xdc\x00\x02\xc5\x00\x0cget_meta_msg\xcd\x00\x01"
+    assert ServerCore(ENVELOPES).respond(narrow, clock_s=7.0) == (ENVELOPES[0, 1],)
+
+
+def test_unknown_rank_and_not_ready_keep_the_dialects_frames():
+    core = ServerCore(ENVELOPES)
+    frames = core.respond(encode_query((0, 7), dialect_of(14)), clock_s=7.0)
+    assert (code_of(frames), decode_clock(frames[1])) == ("unknown-rank", 7.0)
+    assert "3 ranks are served" in decode_envelope(frames[0]).refusal.message
+    empty = ServerCore().respond(encode_query((0, 0), dialect_of(2)), clock_s=7.0)
+    assert (code_of(empty), len(empty)) == ("not-ready", 1)
+
+
+def test_replace_swaps_everything():
+    core = ServerCore(ENVELOPES)
+    core.replace({(0, 0): b"other"})
+    assert core.respond(encode_query((0, 0), dialect_of(2)), clock_s=0.0) == (b"other",)
+    assert code_of(core.respond(GOOD, clock_s=0.0)) == "unknown-rank"
+    with pytest.raises(ConfigurationError):
+        core.replace({(0, -1): b""})
+
+
+def test_advertisement():
+    core = ServerCore(ENVELOPES)
+    assert code_of(core.respond(ADVERTISEMENT_QUERY, clock_s=0.0)) == "no-advertisement"
+    core.replace(ENVELOPES, advertisement=b"{}")
+    assert core.respond(ADVERTISEMENT_QUERY, clock_s=0.0) == (b"{}",)
+    core.replace({})
+    assert core.respond(ADVERTISEMENT_QUERY, clock_s=0.0) == (b"{}",)
+    wide = b"\xdc\x00\x01" + msgspec.msgpack.encode(b"get_advertisement")
+    assert core.respond(wide, clock_s=0.0) == (b"{}",)
+
+
+def test_deferred_queries_get_the_frames_they_expect():
+    core = ServerCore(ENVELOPES)
+    frames = core.defer(GOOD, wait_s=0.5, clock_s=3.0)
+    assert (code_of(frames), decode_clock(frames[1])) == ("rate-limited", 3.0)
+    assert decode_envelope(frames[0]).refusal.retry_after_s == 0.5
+    assert len(core.defer(b"junk", wait_s=0.5, clock_s=3.0)) == 1

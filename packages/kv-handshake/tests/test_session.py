@@ -1,0 +1,178 @@
+"""The client's state machine: piped into the server core, whole and byte by byte, and everything that can go wrong."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import TRANSITIONS, ClientSession, Codec, ConfigurationError, LocalOffer, ServerCore, WireError
+from kv_handshake._messages import encode_clock
+from kv_handshake.testing import sample_envelopes, sample_metadata
+
+FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
+RANKS = [(0, 0), (0, 1), (0, 2)]
+
+
+def session(ranks=RANKS, version=14, **arguments):
+    return ClientSession(ranks=ranks, version=version, offer=LocalOffer(factors=FACTORS), **arguments)
+
+
+def ask_all(asker, core, *, chunk=None, ahead=1, now_s=1.0):
+    """Pipe a session into a core, with `ahead` queries under way, in chunks of bytes."""
+    replies = []
+    while not asker.is_over:
+        while asker.queries_left and len(replies) < ahead:
+            replies.append(core.respond(asker.next_query(now_s=now_s), clock_s=100.0))
+        frames = replies.pop(0)
+        if chunk is None:
+            asker.receive_message(frames, now_s=now_s + 0.5)
+            continue
+        for index, frame in enumerate(frames):
+            pieces = [frame[at : at + chunk] for at in range(0, len(frame), chunk)] or [b""]
+            for number, piece in enumerate(pieces):
+                is_last = number + 1 == len(pieces)
+                asker.receive(piece, ends_frame=is_last, ends_message=index + 1 == len(frames), now_s=now_s + 0.5)
+
+
+@pytest.mark.parametrize("version", range(2, 16))
+@pytest.mark.parametrize("chunk", [None, 1, 7, 100_000])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_all_ranks_in_every_dialect(version, chunk, ahead):
+    asker = session(version=version, engine_id="engine-a", generation=1)
+    ask_all(asker, ServerCore(sample_envelopes(RANKS, dialect=version)), chunk=chunk, ahead=ahead)
+    assert asker.error is None
+    assert asker.state == "done"
+    assert {rank: peer.device_id for rank, peer in asker.peers.items()} == {(0, 0): 0, (0, 1): 1, (0, 2): 2}
+    assert asker.rtt_s == 0.5
+    assert asker.clock_offset_s == (None if version < 5 else 100.0 - 1.25)
+    assert asker.missing_ranks == ()
+    assert asker.queries_left == 0
+    assert asker.verdict.is_accepted
+    assert "done" in repr(asker)
+
+
+def test_shortest_round_trip_sets_the_clock():
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    for sent_s, took_s, clock_s in ((0.0, 5.0, 50.0), (10.0, 1.0, 60.5), (20.0, 3.0, 99.0)):
+        query = asker.next_query(now_s=sent_s)
+        asker.receive_message(core.respond(query, clock_s=clock_s), now_s=sent_s + took_s)
+    assert (asker.rtt_s, asker.clock_offset_s) == (1.0, 60.5 - 10.5)
+
+
+def fails(frames, code, *, asked=1, **arguments):
+    asker = session(**arguments)
+    for _ in range(asked):
+        asker.next_query(now_s=0.0)
+    asker.receive_message(frames, now_s=1.0)
+    assert asker.state == "failed"
+    assert asker.error.code == code
+    assert asker.queries_left == 0
+    return asker
+
+
+def good(rank=(0, 0), **arguments):
+    return (sample_envelopes([rank], **arguments)[rank], encode_clock(5.0))
+
+
+def test_unexpected_replies():
+    fails(good(), "unexpected-reply", asked=0)
+    fails((), "unexpected-reply")
+    fails((*good(), b"third"), "unexpected-reply")
+    fails(good()[:1], "unexpected-reply")
+    fails(good(dialect=4), "unexpected-reply", version=4)
+
+
+def test_damaged_replies():
+    fails((b"", b""), "malformed-envelope")
+    fails((good()[0], b""), "malformed-clock")
+    fails((bytes(17 * 1024 * 1024),), "oversized-reply")
+    assert fails(good(rank=(0, 1)), "rank-mismatch").missing_ranks == tuple(RANKS)
+
+
+def test_oversized_reply_is_noticed_before_its_end():
+    asker = session()
+    asker.next_query(now_s=0.0)
+    for _ in range(20):
+        asker.receive(bytes(1024 * 1024), ends_frame=False, ends_message=False, now_s=0.0)
+    assert asker.error.code == "oversized-reply"
+
+
+def test_wrong_engine_and_generation():
+    fails(good(), "engine-mismatch", engine_id="engine-b")
+    fails(good(), "generation-mismatch", generation=2)
+
+
+def test_ranks_of_two_lives_are_not_mixed():
+    for change, code in (({"generation": 2}, "generation-mismatch"), ({"engine_id": "other"}, "engine-mismatch")):
+        asker = session()
+        asker.next_query(now_s=0.0)
+        asker.next_query(now_s=0.0)
+        asker.receive_message(good(), now_s=1.0)
+        second = Codec().encode_envelope({**sample_metadata(), **change}, FACTORS, dialect=14, rank=(0, 1))
+        asker.receive_message((second, encode_clock(5.0)), now_s=1.0)
+        assert asker.error.code == code
+
+
+def test_refusal_carries_the_peers_code():
+    core = ServerCore(sample_envelopes([(0, 9)]))
+    asker = session()
+    asker.receive_message(core.respond(asker.next_query(now_s=0.0), clock_s=1.0), now_s=1.0)
+    assert asker.error.code == "refused"
+    assert asker.error.context["peer_code"] == "unknown-rank"
+    assert asker.error.context["rank"] == (0, 0)
+
+
+def test_mismatch_names_factors():
+    asker = fails(good(factors={**FACTORS, "dtype": "torch.float16"}), "hash-mismatch")
+    assert asker.error.context["names"] == ("dtype",)
+
+
+def test_nothing_happens_after_the_end():
+    asker = fails((), "unexpected-reply")
+    first = asker.error
+    asker.fail(WireError("refused", "later"))
+    asker.receive(b"", ends_frame=True, ends_message=True, now_s=0.0)
+    assert asker.error is first
+    with pytest.raises(ConfigurationError, match="no query is left"):
+        asker.next_query(now_s=0.0)
+
+
+@pytest.mark.parametrize("ranks", [[], [(0, 0), (0, 0)]])
+def test_ranks_must_be_some_and_distinct(ranks):
+    with pytest.raises(ConfigurationError):
+        session(ranks=ranks)
+
+
+def test_table_is_closed():
+    """Every target is a state, and the final states have no way out."""
+    assert {target for events in TRANSITIONS.values() for target in events.values()} <= set(TRANSITIONS)
+    assert not TRANSITIONS["done"]
+    assert not TRANSITIONS["failed"]
+
+
+@given(st.data())
+def test_no_sequence_of_inputs_raises(data):
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    pending = []
+    for _ in range(data.draw(st.integers(0, 20))):
+        action = data.draw(st.sampled_from(["query", "reply", "junk", "piece", "fail"]))
+        if action == "query" and asker.queries_left:
+            pending.append(core.respond(asker.next_query(now_s=0.0), clock_s=1.0))
+        elif action == "reply" and pending:
+            asker.receive_message(pending.pop(0), now_s=1.0)
+        elif action == "junk":
+            asker.receive_message([data.draw(st.binary(max_size=20))], now_s=1.0)
+        elif action == "piece":
+            asker.receive(data.draw(st.binary(max_size=5)), ends_frame=False, ends_message=False, now_s=1.0)
+        elif action == "fail":
+            asker.fail(WireError("refused", "enough"))
+        assert asker.state in TRANSITIONS
+        assert (asker.state == "failed") == (asker.error is not None)
+
+
+def test_extension_keys_of_the_wrong_type_are_refused():
+    envelope = msgspec.msgpack.decode(good()[0])
+    envelope["kvh_rank"] = "first"
+    fails((msgspec.msgpack.encode(envelope), encode_clock(1.0)), "malformed-envelope")

@@ -1,0 +1,241 @@
+"""Streams, advertisements, pacing, endpoints, keys and states."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import (
+    Advertisement,
+    ClientSecurity,
+    ConfigurationError,
+    ServerSecurity,
+    StreamReader,
+    Timing,
+    WireError,
+    decode_advertisement,
+    encode_stream,
+    generate_keypair,
+    pairing_problems,
+    read_authorized_keys,
+    read_public_key,
+    read_secret_key,
+    state_diagram,
+)
+from kv_handshake._endpoint import check_endpoint, is_wildcard, parse_endpoint, tcp_url
+from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+
+ADVERTISEMENT = Advertisement(
+    engine_id="e", host="10.0.0.1", port=5600, dialect=14, compatibility_id="00ff", modes=("pull", "push")
+)
+
+
+def changed(**changes):
+    values = {name: getattr(ADVERTISEMENT, name) for name in Advertisement.__struct_fields__}
+    return Advertisement(**{**values, **changes})
+
+
+@given(st.lists(st.lists(st.binary(max_size=30), min_size=1, max_size=4), max_size=5), st.integers(1, 40))
+def test_stream_in_pieces_of_any_size(messages, piece):
+    data = b"".join(encode_stream(message) for message in messages)
+    reader = StreamReader()
+    found = [message for at in range(0, len(data), piece) for message in reader.feed(data[at : at + piece])]
+    assert found == [tuple(message) for message in messages]
+
+
+@pytest.mark.parametrize("data", [b"\x7f\xff\xff\xff", b"\x80\0\0\0" * 5])
+def test_stream_limits(data):
+    with pytest.raises(WireError) as caught:
+        StreamReader().feed(data)
+    assert caught.value.code == "malformed-stream"
+
+
+def test_stream_counts_all_frames_of_a_message():
+    with pytest.raises(WireError):
+        StreamReader(max_message_bytes=10).feed(encode_stream([b"x" * 6, b"y" * 6]))
+    assert StreamReader(max_message_bytes=10).feed(encode_stream([b"x" * 6]) * 3) == [(b"x" * 6,)] * 3
+
+
+@pytest.mark.parametrize("frames", [[], [b""] * 5, [bytes(17 * 1024 * 1024)]])
+def test_stream_messages_that_cannot_be_written(frames):
+    with pytest.raises(ConfigurationError):
+        encode_stream(frames)
+
+
+def test_advertisement_survives_the_way():
+    assert decode_advertisement(ADVERTISEMENT.encode()) == ADVERTISEMENT
+    assert decode_advertisement(ADVERTISEMENT.encode()[:-1] + b',"new":1}') == ADVERTISEMENT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "a b"},
+        {"port": 0},
+        {"dialect": 1},
+        {"engine_id": ""},
+        {"compatibility_id": "no hex"},
+        {"tp_size": 0},
+        {"generation": -1},
+        {"protocol": (2, 1)},
+    ],
+)
+def test_bad_advertisements(changes):
+    with pytest.raises(ConfigurationError):
+        changed(**changes).encode()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff", b"{}" + b" " * 20_000, ADVERTISEMENT.encode().replace(b"5600", b"0")]
+)
+def test_advertisement_from_bad_bytes(data):
+    with pytest.raises(WireError) as caught:
+        decode_advertisement(data)
+    assert caught.value.code == "malformed-advertisement"
+
+
+def test_pairing():
+    consumer = changed(engine_id="c")
+    assert pairing_problems(ADVERTISEMENT, consumer, mode="push") == ()
+    assert len(pairing_problems(ADVERTISEMENT, ADVERTISEMENT)) == 1
+    problems = pairing_problems(
+        changed(modes=("pull",)), changed(engine_id="c", compatibility_id="aa", modes=(), protocol=(2, 3)), mode="push"
+    )
+    assert len(problems) == 4
+    assert "only nothing" in problems[2]
+
+
+def test_buckets():
+    buckets = TokenBuckets(rate_per_s=10, burst=3, capacity=2)
+    assert [buckets.wait_s("a", 0.0) for _ in range(4)] == [0, 0, 0, 0.1]
+    assert buckets.wait_s("a", 0.1) == 0
+    assert buckets.wait_s("b", 0.1) == 0
+    assert buckets.wait_s("c", 0.1) == 0  # "a" is forgotten: it was not seen for longest
+    assert buckets.wait_s("a", 0.1) == 0
+    assert TokenBuckets(rate_per_s=0, burst=0).wait_s("a", 0.0) == 0
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_backoff_is_bounded(failures, chance):
+    delay_s = Backoff(0.1, 5.0).delay_s(failures, chance)
+    assert 0.05 <= delay_s <= 5.0
+
+
+def test_failures_are_remembered_for_longer_and_longer():
+    memory = FailureMemory(Backoff(1.0, 8.0), capacity=2)
+    for failures, hold_s in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)):
+        memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
+        blocking = memory.blocking("p", 100.0 + hold_s - 0.01)
+        assert (blocking.failures, blocking.code) == (failures, "timed-out")
+        assert memory.blocking("p", 100.0 + hold_s) is None
+    memory.forget("p")
+    assert memory.blocking("p", 100.0) is None
+    for peer in "abc":
+        memory.record(peer, code="timed-out", message="m", now_s=100.0, chance=0.0)
+    assert len(memory) == 2
+    assert memory.blocking("a", 100.0) is None
+
+
+def test_log_gate():
+    gate = LogGate(period_s=10.0)
+    assert [gate.admit("t", now_s) for now_s in (0.0, 1.0, 2.0, 10.0, 11.0)] == [0, None, None, 2, None]
+    assert gate.admit("other", 1.0) == 0
+    assert gate.held_total == 3
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "fe80::1%eth0", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"]
+)
+def test_hosts_that_are_fine(host):
+    check_endpoint(host, 1)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        ".",
+        "a b",
+        "tcp://a",
+        "a/b",
+        "a;b",
+        "a..b",
+        "\u6f22",
+        "x" * 64,
+        "a." * 200,
+        "a:b",
+        "[::1]",
+        "eth0;127.0.0.1:1",
+    ],
+)
+def test_hosts_that_are_not(host):
+    with pytest.raises(ConfigurationError) as caught:
+        check_endpoint(host, 1)
+    assert caught.value.code == "invalid-endpoint"
+
+
+@pytest.mark.parametrize(("port", "is_server"), [(0, False), (-1, True), (65_536, True)])
+def test_ports_that_are_not(port, is_server):
+    with pytest.raises(ConfigurationError):
+        check_endpoint("127.0.0.1", port, allows_any_port=is_server)
+
+
+def test_endpoint_texts():
+    assert parse_endpoint("[::1]:5600") == ("::1", 5600)
+    assert parse_endpoint("host:1") == ("host", 1)
+    assert tcp_url("::1", 1) == "tcp://[::1]:1"
+    assert tcp_url("*", 0) == "tcp://*:*"
+    assert is_wildcard("::")
+    for text in ("host", "host:", "host:x", ":1", "host:123456"):
+        with pytest.raises(ConfigurationError):
+            parse_endpoint(text)
+
+
+def test_key_files(tmp_path):
+    public, secret = generate_keypair()
+    public_file, secret_file = tmp_path / "engine-a.key", tmp_path / "secret"
+    public_file.write_text(public + "\n")
+    secret_file.write_text(secret)
+    secret_file.chmod(0o600)
+    assert read_public_key(public_file) == public
+    assert read_secret_key(secret_file) == secret
+    assert read_authorized_keys(tmp_path) == {public: "engine-a"}
+    for mode in (0o640, 0o604, 0o666):
+        secret_file.chmod(mode)
+        with pytest.raises(ConfigurationError, match=f"{mode:04o}") as caught:
+            read_secret_key(secret_file)
+        assert caught.value.code == "insecure-key-file"
+    assert secret not in repr(ServerSecurity(public, secret)) + repr(ClientSecurity(public, secret, public))
+
+
+def test_bad_key_files(tmp_path):
+    file = tmp_path / "k"
+    for content in (b"", b"short", b"\xff" * 40, b"~" * 40):
+        file.write_bytes(content)
+        file.chmod(0o600)
+        for read in (read_public_key, read_secret_key):
+            with pytest.raises(ConfigurationError) as caught:
+                read(file)
+            assert caught.value.code == "invalid-key-file"
+    for read in (read_public_key, read_secret_key):
+        with pytest.raises(ConfigurationError):
+            read(tmp_path / "none")
+    with pytest.raises(ConfigurationError):
+        read_authorized_keys(tmp_path)
+    with pytest.raises(ConfigurationError):
+        ServerSecurity("x", "y")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"deadline_s": 0}, {"attempt_s": 1e9}, {"pipeline": 0}, {"pipeline": 65}, {"connections": 0}]
+)
+def test_bad_timing(changes):
+    with pytest.raises(ConfigurationError):
+        Timing(**changes)
+
+
+def test_state_diagram_shows_every_transition():
+    text = state_diagram()
+    assert text.startswith("stateDiagram-v2\n    [*] --> idle\n")
+    assert "    receiving --> done: last-rank-accepted\n" in text
+    assert "    failed --> [*]\n" in text

@@ -1,0 +1,195 @@
+"""The conformance vectors: append-only, and read correctly by this implementation and by an independent one."""
+
+import json
+import math
+import runpy
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kv_handshake import (
+    StreamReader,
+    WireError,
+    compatibility_hash,
+    decode_advertisement,
+    decode_clock,
+    decode_envelope,
+    decode_metadata,
+    parse_notification,
+    parse_query,
+)
+from kv_handshake._vectors import load_vectors, vectors_text
+
+SOURCE = runpy.run_path(str(Path(__file__).with_name("vector_source.py")))
+DATA_FILE, LOCK_FILE, RELEASES = SOURCE["DATA_FILE"], SOURCE["LOCK_FILE"], SOURCE["RELEASES"]
+lock_line = SOURCE["lock_line"]
+VECTORS = load_vectors()
+
+
+def of_kind(kind):
+    return [pytest.param(each, id=each.name) for each in VECTORS if each.kind == kind]
+
+
+def test_vectors_are_append_only():
+    locked = LOCK_FILE.read_text().splitlines()
+    stored = [lock_line(vector) for vector in json.loads(DATA_FILE.read_text())["vectors"]]
+    assert len(locked) >= 157, "a published vector was taken out of the lock file"
+    assert stored == locked, "published vectors must stay as they are; run vector_source.py to append new ones"
+
+
+def test_names_are_unique_and_every_kind_is_there():
+    assert len({each.name for each in VECTORS}) == len(VECTORS)
+    assert {each.kind for each in VECTORS} >= {"query", "refused-query", "envelope", "refusal", "hash", "notification"}
+    assert {each.expect.get("dialect") for each in VECTORS if each.kind == "envelope"} == set(range(2, 16))
+
+
+@pytest.mark.parametrize("vector", of_kind("query"))
+def test_query(vector):
+    query = parse_query(vector.data)
+    seen = {"command": query.command, "pp": query.rank[0], "tp": query.rank[1], "clock": query.wants_clock}
+    assert seen == vector.expect
+
+
+@pytest.mark.parametrize("version", list(RELEASES))
+def test_query_is_what_that_release_sends(version):
+    (vector,) = [each for each in VECTORS if each.name == f"query-v{version}-pp0-tp3"]
+    assert vector.data.hex() == RELEASES[version]["query"]
+
+
+@pytest.mark.parametrize("vector", of_kind("refused-query"))
+def test_refused_query(vector):
+    with pytest.raises(WireError) as caught:
+        parse_query(vector.data)
+    assert caught.value.code == vector.expect["code"]
+
+
+@pytest.mark.parametrize("vector", of_kind("envelope"))
+def test_envelope(vector):
+    envelope = decode_envelope(vector.data)
+    metadata = msgspec.to_builtins(decode_metadata(envelope))
+    assert envelope.compatibility_hash == vector.expect["compatibility_hash"]
+    assert json.loads(json.dumps(envelope.rank)) == vector.expect.get("rank")
+    assert envelope.capabilities == vector.expect.get("capabilities", {})
+    renamed = {name.replace("kvh_", ""): value for name, value in metadata.items()}
+    for name, value in vector.expect["metadata"].items():
+        found = getattr(decode_metadata(envelope), name)
+        found = found.hex() if isinstance(found, bytes) else renamed[name]
+        assert json.loads(json.dumps(found)) == value, name
+
+
+@pytest.mark.parametrize("vector", of_kind("refused-envelope"))
+def test_refused_envelope(vector):
+    with pytest.raises(WireError) as caught:
+        decode_metadata(decode_envelope(vector.data))
+    assert caught.value.code == vector.expect["code"]
+
+
+@pytest.mark.parametrize("vector", of_kind("refusal"))
+def test_refusal(vector):
+    refusal = decode_envelope(vector.data).refusal
+    assert msgspec.to_builtins(refusal) == vector.expect
+    assert vector.expect["code"] in decode_envelope(vector.data).compatibility_hash
+
+
+@pytest.mark.parametrize("vector", of_kind("clock"))
+def test_clock(vector):
+    assert decode_clock(vector.data) == vector.expect["clock_s"]
+
+
+@pytest.mark.parametrize("vector", of_kind("refused-clock"))
+def test_refused_clock(vector):
+    with pytest.raises(WireError) as caught:
+        decode_clock(vector.data)
+    assert caught.value.code == "malformed-clock"
+
+
+@pytest.mark.parametrize("vector", of_kind("hash"))
+def test_hash(vector):
+    assert compatibility_hash(vector.expect["factors"]) == vector.expect["sha256"]
+    assert json.loads(vector.data) == vector.expect["factors"]
+
+
+@pytest.mark.parametrize("vector", of_kind("notification"))
+def test_notification(vector):
+    seen = parse_notification(vector.data)
+    assert json.loads(msgspec.json.encode(seen)) == vector.expect
+
+
+@pytest.mark.parametrize("vector", of_kind("advertisement"))
+def test_advertisement(vector):
+    seen = decode_advertisement(vector.data)
+    assert {name: getattr(seen, name) for name in vector.expect} == vector.expect
+
+
+@pytest.mark.parametrize("vector", of_kind("stream"))
+def test_stream(vector):
+    assert [[frame.hex() for frame in message] for message in StreamReader().feed(vector.data)] == [
+        vector.expect["frames"]
+    ]
+
+
+def test_text_has_a_line_per_vector():
+    assert len(vectors_text(as_json=False).splitlines()) == len(VECTORS)
+    assert json.loads(vectors_text(as_json=True))["format"] == "kv-handshake-vectors"
+
+
+# An independent reader, written from docs/wire alone: it shares no code with the package or with msgspec.
+
+
+def unpack(data, at=0):
+    """Return (value, next position) of one MessagePack value of the types that the wire uses."""
+    first = data[at]
+    at += 1
+    if first < 0x80 or first >= 0xE0:
+        return (first if first < 0x80 else first - 256), at
+    if first < 0xA0:
+        return unpack_items(data, at, first & 0x0F, is_map=first < 0x90)
+    if first < 0xC0:
+        return data[at : at + (first & 0x1F)].decode(), at + (first & 0x1F)
+    if first in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[first], at
+    fixed = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"}
+    fixed |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+    if first in fixed:
+        (number,) = struct.unpack_from(fixed[first], data, at)
+        return number, at + struct.calcsize(fixed[first])
+    width = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}[first]
+    count = int.from_bytes(data[at : at + width], "big")
+    at += width
+    if first in (0xC4, 0xC5, 0xC6):
+        return data[at : at + count], at + count
+    if first in (0xD9, 0xDA, 0xDB):
+        return data[at : at + count].decode(), at + count
+    return unpack_items(data, at, count, is_map=first in (0xDE, 0xDF))
+
+
+def unpack_items(data, at, count, *, is_map):
+    items = []
+    for _ in range(count * 2 if is_map else count):
+        item, at = unpack(data, at)
+        items.append(item)
+    return (dict(zip(items[::2], items[1::2], strict=True)) if is_map else items), at
+
+
+@pytest.mark.parametrize("vector", [*of_kind("query"), *of_kind("envelope"), *of_kind("refusal"), *of_kind("clock")])
+def test_independent_reader_agrees(vector):
+    value, end = unpack(vector.data)
+    assert end == len(vector.data)
+    if vector.kind == "query":
+        ranks = value[1:]
+        assert value[0] == (b"get_meta_msg" if ranks else b"get_advertisement")
+        assert ranks[-1:] == ([vector.expect["tp"]] if ranks else [])
+        assert (len(ranks) == 2) == vector.expect["clock"]
+    elif vector.kind == "envelope":
+        inner, _ = unpack(value["agent_metadata_bytes"])
+        assert value["compatibility_hash"] == vector.expect["compatibility_hash"]
+        for name, expected in vector.expect["metadata"].items():
+            found = inner.get(name, inner.get(f"kvh_{name}", value.get(f"kvh_{name}")))
+            if name in inner or f"kvh_{name}" in inner:
+                assert (found.hex() if isinstance(found, bytes) else found) == expected, name
+    elif vector.kind == "refusal":
+        assert value["kvh_refusal"]["code"] == vector.expect["code"]
+    else:
+        assert math.isclose(value, vector.expect["clock_s"])
