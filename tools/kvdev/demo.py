@@ -35,6 +35,7 @@ PROMPTS = (
     "One, two, three, four, five, six, seven, eight, nine, ten, and then back down again. " * 3,
 )
 _ANSWER_TOKENS = 32
+_ANSWER_WITHIN_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,11 @@ def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[st
 
 
 async def _ask_all(url: str, prompts: Sequence[str]) -> list[_Answer]:
-    async with aiohttp.ClientSession() as session:
-        return [await _ask(session, url, prompt) for prompt in prompts]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
+        try:
+            return [await _ask(session, url, prompt) for prompt in prompts]
+        except TimeoutError:
+            return fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, prompt: str) -> _Answer:

@@ -28,6 +28,7 @@ __all__ = ["Engine", "EngineSpec", "free_port", "local_model", "metric_sum", "st
 
 _HEALTHY_WITHIN_S = 300.0
 _PR_SET_PDEATHSIG = 1
+_NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "PYTHONDONTWRITEBYTECODE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Engine:
         return [*command, *self.spec.arguments]
 
     def _environment(self) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "UCX_", "NIXL_", "KVDEV_"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         return {
             **inherited,
             "HF_HUB_OFFLINE": "1",

