@@ -61,7 +61,7 @@ class TicketLimits:
         max_keys: Keys of the `kv_transfer_params` object.
         max_text_chars: Characters of an id or a host.
         max_blocks: Block ids over all groups.
-        max_block_id: Largest block id.
+        max_block_id: Largest block id; below 2**32.
         max_parallel: Largest tensor-, pipeline- or context-parallel size.
         max_tokens: Largest token count.
         max_lease_s: Longest lease that is believed.
@@ -71,7 +71,7 @@ class TicketLimits:
     max_keys: int = 64
     max_text_chars: int = 512
     max_blocks: int = 1 << 20
-    max_block_id: int = (1 << 31) - 1
+    max_block_id: int = (1 << 32) - 1
     max_parallel: int = 1024
     max_tokens: int = 1 << 31
     max_lease_s: float = 86_400.0
@@ -82,6 +82,8 @@ class TicketLimits:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise InvalidConfig(f"limit {name} is {value}, must be positive and finite", limit=name)
+        if self.max_block_id >= 1 << 32:
+            raise InvalidConfig(f"limit max_block_id is {self.max_block_id}, must be below 2**32", limit="max_block_id")
 
 
 @final

@@ -29,9 +29,6 @@ class Outbox:
     )
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
         self.has_orders = False
         self.reads: dict[str, ReadOrder] = {}
         self.expects: dict[str, FenceOrder | None] = {}
@@ -63,17 +60,20 @@ class Outbox:
         """Return everything that waits, together with `heartbeats`, and start afresh."""
         if not self.has_orders:
             return StepPlan(heartbeats=heartbeats) if heartbeats else EMPTY_PLAN
-        expects = self.expects
+        self.has_orders = False
+        reads, expects, saves = self.reads, self.expects, self.saves
         plan = StepPlan(
-            tuple(self.reads.values()),
+            tuple(reads.values()) if reads else (),
             tuple([order for order in expects.values() if order is not None]) if expects else (),
             tuple(self.grants),
             tuple(self.releases),
-            tuple([(request_id, blocks) for request_id, chunks in self.saves.items() for blocks in chunks]),
+            tuple([(request_id, blocks) for request_id, chunks in saves.items() for blocks in chunks]) if saves else (),
             heartbeats,
             tuple(expects),
             tuple(self.revokes),
             tuple(self.cancels),
         )
-        self._clear()
+        for part in (reads, expects, saves, self.grants, self.releases, self.revokes, self.cancels):
+            if part:
+                part.clear()
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
@@ -34,6 +35,7 @@ _PEER_KEYS: Final = (
     "kv_dialect",
     "transfer_mode",
 )
+_MAX_UINT32: Final = (1 << 32) - 1
 _MAX_PEERS: Final = 1024
 _Params = Mapping[object, object]
 
@@ -212,7 +214,7 @@ class TicketReader:
 
     def _group(self, group: list[int]) -> tuple[int, ...]:
         # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else together.
-        if group and (set(map(type, group)) != _INT_ONLY or min(group) < 0 or max(group) > self._limits.max_block_id):
+        if group and (set(map(type, group)) != _INT_ONLY or not _fits(group, self._limits.max_block_id)):
             raise TicketError(
                 "ticket-blocks",
                 f"remote_block_ids must hold integers from 0 to {self._limits.max_block_id}",
@@ -251,6 +253,14 @@ def _extra(fields: _Params) -> Mapping[str, object]:
         if key not in KNOWN_KEYS:
             extra[key] = value
     return MappingProxyType(extra)
+
+
+def _fits(group: list[int], most: int) -> bool:
+    try:
+        array("I", group)  # 32 bits without a sign: the cheapest way to look at every id
+    except OverflowError:
+        return False
+    return most >= _MAX_UINT32 or max(group) <= most
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
