@@ -176,6 +176,20 @@ class TransferThread:
         """Order a transfer from any thread; it costs the caller one append. Refusals come through `on_result`."""
         self.call_soon(lambda: self._own().submit(order))
 
+    def write_fence(self, slot: int, generation: int) -> None:
+        """Write a word of this rank's fence array; any thread.
+
+        It is one aligned store and no call into NIXL. A producer writes the word of a new request on the engine thread, so
+        that it is there before anybody can hold the ticket.
+
+        Raises:
+            AgentError: `bad-fence`, `not-started`.
+        """
+        agent = self._loop.agent
+        if agent is None:
+            raise AgentError("not-started", f"transfer thread {self._name!r} has no agent; start it first")
+        agent.write_fence(slot, generation)
+
     def statistics(self) -> Mapping[str, float]:
         """Return counters, recent times and gauges, as of at most about 0.1 s ago, and those of the thread."""
         health = self.health()
@@ -330,9 +344,6 @@ class TransferThread:
         """Send `payload` to a peer; False if it cannot be sent."""
         return self._own().send_notification(peer, payload)
 
-    def write_fence(self, slot: int, generation: int) -> None:
-        """Write a word of this rank's fence array."""
-        self._own().write_fence(slot, generation)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register further memory; `agent_metadata` changes."""
