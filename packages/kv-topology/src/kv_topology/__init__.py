@@ -2,8 +2,10 @@
 
 from kv_topology._blocks import clip_window, kernel_pages, window_blocks
 from kv_topology._boxes import Pairing
+from kv_topology._canonical import DescriptorMeaning, canonical_segments
 from kv_topology._document import DOCUMENT_SCHEMA, DOCUMENT_VERSION, from_document, to_document
 from kv_topology._errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
+from kv_topology._estimate import Estimate
 from kv_topology._families import (
     AttentionShape,
     PageOrder,
@@ -26,6 +28,7 @@ from kv_topology._reshard import reshard_layout
 from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal, even_interval, home_ranks
 from kv_topology._slices import SliceTable
+from kv_topology._staged import CostModel, PageMove, StagedRegion
 from kv_topology._vllm import peer_document_from_vllm, peer_geometry_from_vllm, state_pages_per_block
 
 __version__ = "0.1.0"
@@ -46,6 +49,10 @@ __all__ = [
     "TOKEN_AXIS",
     "Pairing",
     "SliceTable",
+    "Estimate",
+    "CostModel",
+    "StagedRegion",
+    "PageMove",
     "from_document",
     "to_document",
     "DOCUMENT_SCHEMA",
@@ -70,6 +77,8 @@ __all__ = [
     "peer_document_from_vllm",
     "peer_geometry_from_vllm",
     "state_pages_per_block",
+    "canonical_segments",
+    "DescriptorMeaning",
     "even_interval",
     "home_ranks",
     "window_blocks",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
+
+import numpy as np
 
 from kv_topology._boxes import find_overlaps
+from kv_topology._canonical import DescriptorMeaning, explain
 from kv_topology._errors import InvalidGeometry, UnsupportedTopology
+from kv_topology._estimate import Estimate, make_estimate
 from kv_topology._link import Alignment, Link, block_counts, check_disjoint_groups, find_aliases, read_blocks
 from kv_topology._readers import Readers, required_ranks
 from kv_topology._slices import build_table
+from kv_topology._staged import CostModel, StagedRegion, stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +25,9 @@ if TYPE_CHECKING:
     BlockIds = Sequence[Sequence[int]]
     Rank = tuple[int, int]
 
-__all__ = ["TransferPlan", "plan_transfer"]
+__all__ = ["Staging", "TransferPlan", "plan_transfer"]
+
+Staging = Literal["never", "auto", "always"]
 
 
 @final
@@ -33,10 +40,14 @@ class TransferPlan:
         peers: Mapping[Rank, RankGeometry],
         tables: Mapping[Rank, Sequence[SliceTable]],
         readers: Readers,
+        estimate: Estimate,
+        staged: tuple[StagedRegion, ...] = (),
     ) -> None:
         self._local = local
         self._links = {rank: Link(local, peers[rank], tables[rank]) for rank in sorted(tables)}
         self._readers = readers
+        self._estimate = estimate
+        self._staged = staged
         self._local_blocks = block_counts(local)
         self._aliases = find_aliases(local)
 
@@ -57,8 +68,40 @@ class TransferPlan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether received pages must be permuted before use."""
-        return False
+        """Whether received pages must be permuted before use, as `staged_regions` says."""
+        return bool(self._staged)
+
+    @property
+    def staged_regions(self) -> tuple[StagedRegion, ...]:
+        """The permutations that complete a staged plan; empty for a direct one."""
+        return self._staged
+
+    @property
+    def estimate(self) -> Estimate:
+        """What the direct and the staged plan would cost, and what moves per token."""
+        return self._estimate
+
+    def staged_pages(
+        self,
+        local_blocks: BlockIds,
+        peer_blocks: BlockIds,
+        *,
+        tokens: int | None = None,
+        local_first: Sequence[int] | None = None,
+        peer_first: Sequence[int] | None = None,
+    ) -> tuple[tuple[StagedRegion, Ints], ...]:
+        """Return which local pages a request leaves to be permuted, per staged region; arguments as `indices`.
+
+        Only pages that were written are named: permuting any other page would destroy it.
+        """
+        local = self._read_local(local_blocks)
+        known = Alignment(tokens, local_first, peer_first)
+        by_group: dict[int, list[Ints]] = {}
+        for link in self._links.values():
+            for table, pair in zip(link.tables, link.block_pairs(local, peer_blocks, known), strict=True):
+                by_group.setdefault(table.pairing.local_group, []).append(pair.local_page)
+        pages = {group: np.unique(np.concatenate(parts)) for group, parts in by_group.items()}
+        return tuple((region, pages[region.group]) for region in self._staged)
 
     def reader_count(self, producer_rank: Rank) -> int:
         """Return how many consumer ranks report a request to this producer rank, by reading or by notification."""
@@ -126,13 +169,18 @@ class TransferPlan:
     @property
     def bytes_per_token(self) -> float:
         """Bytes that this rank receives per token of the prompt, states left out."""
-        total = 0.0
-        for link in self._links.values():
-            for table in link.tables:
-                if not table.pairing.local.is_state:
-                    share = self._readers.token_share(table.pairing)
-                    total += float(table.length.sum()) / table.pairing.unit_tokens * share
-        return total
+        return self._estimate.bytes_per_token
+
+    def explain(self, producer_rank: Rank, index: int, *, is_local: bool) -> DescriptorMeaning:
+        """Return which layers, fields, block and page a descriptor index of one side stands for.
+
+        Args:
+            producer_rank: (pp, tp) of one of `producer_ranks`.
+            index: An index as `indices` returns them.
+            is_local: Whether it is a local or the producer's index.
+        """
+        link = self._link(producer_rank)
+        return explain(link, self._local if is_local else link.peer, index, is_local=is_local)
 
     def _link(self, producer_rank: Rank) -> Link:
         link = self._links.get((producer_rank[0], producer_rank[1]))
@@ -151,7 +199,12 @@ class TransferPlan:
 
 
 def plan_transfer(
-    local: RankGeometry, peers: Mapping[Rank, RankGeometry], *, peer_tp: int | None = None
+    local: RankGeometry,
+    peers: Mapping[Rank, RankGeometry],
+    *,
+    peer_tp: int | None = None,
+    staging: Staging = "never",
+    cost: CostModel | None = None,
 ) -> TransferPlan:
     """Return the plan by which a consumer rank reads from a producer engine.
 
@@ -159,20 +212,33 @@ def plan_transfer(
         local: This rank.
         peers: Geometry of the producer's ranks by (pp, tp); at least those that `target_ranks` names.
         peer_tp: Tensor-parallel size of the producer, checked against the peers' own word if given.
+        staging: "never" for direct plans only; "auto" for the cheaper kind, where the caller can permute pages;
+            "always" to insist.
+        cost: Prices by which "auto" decides.
 
     Raises:
         InvalidGeometry: `peers-empty`, `peer-rank-differs`.
         GeometryMismatch: The two sides are not the same model, with both values.
-        UnsupportedTopology: No plan exists: `layer-not-held`, `peer-missing`, `no-producer-holds`, ...
+        UnsupportedTopology: No plan exists: `layer-not-held`, `peer-missing`, `no-producer-holds`,
+            `not-stageable`, ...
     """
     _check_peers(peers, peer_tp)
     readers = Readers(local, peers)
     needed = required_ranks(readers, local, peers)
+    overlaps = {rank: [pair for pair in find_overlaps(local, peers[rank]) if pair[1]] for rank in needed}
     tables = {
-        rank: [build_table(pairing, overlaps) for pairing, overlaps in find_overlaps(local, peers[rank]) if overlaps]
-        for rank in needed
+        rank: [build_table(pairing, found) for pairing, found in pairs] for rank, pairs in overlaps.items() if pairs
     }
-    return TransferPlan(local, peers, {rank: found for rank, found in tables.items() if found}, readers)
+    staged = stage(tables, overlaps) if staging != "never" else None
+    estimate = make_estimate(tables, staged, cost or CostModel())
+    if staging == "always" and staged is None:
+        raise UnsupportedTopology(
+            "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read.",
+            code="not-stageable",
+        )
+    if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
+        return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
+    return TransferPlan(local, peers, tables, readers, estimate)
 
 
 def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:

@@ -13,14 +13,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology._model import RankGeometry
-    from kv_topology._plan import TransferPlan
+    from kv_topology._plan import Staging, TransferPlan
+    from kv_topology._staged import CostModel
 
 __all__ = ["Planner"]
 
 
 @final
 class Planner:
-    """Makes plans from documents; errors of a peer's document carry `fault="peer"` and the rank."""
+    """Makes plans from documents; errors of a peer's document carry `fault="peer"` and the rank.
+
+    Args:
+        staging: As for `plan_transfer`; "never" unless the caller executes `staged_regions`.
+        cost: Prices by which "auto" decides.
+    """
+
+    def __init__(self, *, staging: Staging = "never", cost: CostModel | None = None) -> None:
+        self._staging: Staging = staging
+        self._cost = cost
 
     def target_ranks(
         self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int = 1, peer_dcp: int = 1
@@ -33,7 +43,7 @@ class Planner:
     ) -> TransferPlan:
         """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does."""
         geometries = {rank: _peer_geometry(rank, document) for rank, document in peers.items()}
-        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp)
+        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
 
 
 def _peer_geometry(rank: tuple[int, int], document: Mapping[str, object]) -> RankGeometry:

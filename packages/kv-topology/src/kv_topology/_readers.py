@@ -8,12 +8,11 @@ from kv_topology._boxes import field_class
 from kv_topology._errors import GeometryMismatch, UnsupportedTopology
 from kv_topology._model import Group
 from kv_topology._select import FieldClass, notify_home, ranks_read
-from kv_topology._shards import TokenDeal, tokens_meet
+from kv_topology._shards import TokenDeal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_topology._boxes import Pairing
     from kv_topology._model import RankGeometry
 
     Rank = tuple[int, int]
@@ -113,10 +112,6 @@ class Readers:
                 if home == me and (stage, rank) not in read:
                     found.append((stage, rank))
         return tuple(found)
-
-    def token_share(self, pairing: Pairing) -> float:
-        """Return the share of the prompt's tokens that a producer rank of this pairing gives to this rank."""
-        return tokens_meet(pairing.local.deal, pairing.peer.deal)
 
 
 def required_ranks(readers: Readers, local: RankGeometry, peers: Mapping[Rank, RankGeometry]) -> list[Rank]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_topology._model import FieldLayout, Group, Member, RankGeometry, Region
+    from kv_topology._staged import StagedRegion
 
     Rank = tuple[int, int]
     Bytes = npt.NDArray[np.uint8]
@@ -62,6 +63,23 @@ class ReadPlan(Protocol):
     @property
     def notify_only_ranks(self) -> Sequence[Rank]:
         """(pp, tp) ranks that are notified without being read."""
+        ...
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether `staged_pages` is to be executed after the reads."""
+        ...
+
+    def staged_pages(
+        self,
+        local_blocks: Sequence[Sequence[int]],
+        peer_blocks: Sequence[Sequence[int]],
+        *,
+        tokens: int | None,
+        local_first: Sequence[int] | None,
+        peer_first: Sequence[int] | None,
+    ) -> Sequence[tuple[StagedRegion, Ints]]:
+        """Permutations and the pages to apply them to."""
         ...
 
     def reader_count(self, producer_rank: Rank, /) -> int:
@@ -284,6 +302,33 @@ def execute(
     return copies
 
 
+def permute(plan: ReadPlan, request: Request, memory: MemoryOfRank) -> None:
+    """Put the received pages of a staged plan in order, with numpy; a model of what an engine does on its device."""
+    if not plan.is_staged:
+        return
+    told = request if request.is_told else None
+    staged = plan.staged_pages(
+        request.local_blocks,
+        request.peer_blocks,
+        tokens=request.tokens,
+        local_first=told.local_first if told else None,
+        peer_first=told.peer_first if told else None,
+    )
+    for spec, pages in staged:
+        region = memory.geometry.regions[spec.region]
+        for page in pages.tolist():
+            at = region.base_address + page * region.page_stride_bytes - memory.start
+            target = memory.data[at : at + region.page_bytes]
+            received = np.array(target, dtype=np.uint8)
+            for move in spec.moves:
+                shape = (*move.shape, move.element_bytes)
+                source = np.lib.stride_tricks.as_strided(
+                    received[move.source_offset :], shape, (*move.source_strides, 1)
+                )
+                into = np.lib.stride_tricks.as_strided(target[move.target_offset :], shape, (*move.target_strides, 1))
+                into[...] = source
+
+
 def _check_inside(places: Ints, memory: MemoryOfRank, rank: Rank) -> None:
     if places.size and (places.min() < MARGIN or places.max() >= len(memory.data) - MARGIN):
         raise OracleFailure(f"a descriptor of producer rank {rank} leaves registered memory")
@@ -311,6 +356,7 @@ def check_plan(
     memory, expected = MemoryOfRank(local), MemoryOfRank(local)
     writes = np.zeros(len(memory.data), dtype=np.uint8)
     copies = execute(plan, request, memory, producers, writes)
+    permute(plan, request, memory)
     proved = expected.place_tags(request.local_blocks, request, limits, is_local=True)
     wrong = np.flatnonzero(memory.data != expected.data)
     if len(wrong):

@@ -1,0 +1,77 @@
+"""What a plan moves and costs, per token of the prompt and per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from kv_topology._shards import tokens_meet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kv_topology._slices import SliceTable
+    from kv_topology._staged import CostModel, StagedRegion
+
+    Tables = Mapping[tuple[int, int], Sequence[SliceTable]]
+
+__all__ = ["Estimate", "make_estimate"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Sizes and times of a plan, before NIXL joins neighbouring descriptors.
+
+    Attributes:
+        bytes_per_token: Bytes received per token of the prompt, states left out.
+        state_bytes: Bytes of states received per request.
+        direct_descriptors_per_token: Descriptors per token of the direct plan.
+        staged_descriptors_per_token: The same of the staged plan; None if there is none.
+        state_descriptors: Descriptors of states per request.
+        direct_us: Time of the direct plan for the cost model's prompt.
+        staged_us: Time of the staged plan; None if there is none.
+    """
+
+    bytes_per_token: float
+    state_bytes: int
+    direct_descriptors_per_token: float
+    staged_descriptors_per_token: float | None
+    state_descriptors: int
+    direct_us: float
+    staged_us: float | None
+
+    @property
+    def is_staged_cheaper(self) -> bool:
+        """Whether the staged plan exists and takes less time."""
+        return self.staged_us is not None and self.staged_us < self.direct_us
+
+
+def _all(tables: Tables) -> Iterable[SliceTable]:
+    return (table for found in tables.values() for table in found)
+
+
+def _share(table: SliceTable) -> float:
+    """Return units of this table per token of the prompt."""
+    return tokens_meet(table.pairing.local.deal, table.pairing.peer.deal) / table.pairing.unit_tokens
+
+
+def _descriptors_per_token(tables: Tables) -> float:
+    return sum(len(table) * _share(table) for table in _all(tables) if not table.pairing.local.is_state)
+
+
+def make_estimate(tables: Tables, staged: tuple[Tables, Sequence[StagedRegion]] | None, cost: CostModel) -> Estimate:
+    """Return what the direct plan and, if there is one, the staged plan cost for the cost model's prompt."""
+    per_token = sum(float(t.length.sum()) * _share(t) for t in _all(tables) if not t.pairing.local.is_state)
+    states = [table for table in _all(tables) if table.pairing.local.is_state]
+    state_bytes = sum(int(table.length.sum()) for table in states)
+    state_descriptors = sum(len(table) for table in states)
+    moved = per_token * cost.prompt_tokens
+    direct = _descriptors_per_token(tables)
+    direct_us = cost.direct_us(direct * cost.prompt_tokens + state_descriptors, moved + state_bytes)
+    staged_descriptors = staged_us = None
+    if staged is not None:
+        staged_descriptors = _descriptors_per_token(staged[0])
+        count = staged_descriptors * cost.prompt_tokens + state_descriptors
+        staged_us = cost.direct_us(count, moved + state_bytes) + cost.permute_us(len(staged[1]), moved)
+    return Estimate(per_token, state_bytes, direct, staged_descriptors, state_descriptors, direct_us, staged_us)
