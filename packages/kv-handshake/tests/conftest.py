@@ -40,12 +40,14 @@ def client():
 def raw():
     """A factory of plain ZeroMQ sockets, closed at the end."""
     context = zmq.Context()
+    opened = []
 
     def connect(kind, port, host="127.0.0.1"):
         sock = context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVTIMEO, 5000)
         sock.connect(f"tcp://{host}:{port}")
+        opened.append(sock)
         return sock
 
     yield connect

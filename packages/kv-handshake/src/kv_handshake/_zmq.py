@@ -35,8 +35,8 @@ __all__ = ["Connection", "Hub", "Incoming", "RouterSocket", "generate_keypair"]
 _MAX_INCOMING_BYTES = 1024 * 1024
 """A longer frame closes its connection before it is in memory; shorter ones are refused with a code."""
 
-_HIGH_WATER_MARK = 128
-"""Messages queued per peer; beyond it a sender waits and a peer that does not read loses replies."""
+_HIGH_WATER_MARK = 256
+"""Messages queued per peer. The transport counts what was read in halves of it, so half of it may be under way."""
 
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_ADDRESSES = 4096

@@ -294,7 +294,7 @@ def mutate(rng: random.Random, frame: bytes) -> bytes:
     kind = rng.randrange(7)
     spot = rng.randrange(len(data)) if data else 0
     if not data or kind == 0:
-        return bytes(rng.getrandbits(8) for _ in range(rng.randrange(64)))
+        return rng.randbytes(rng.randrange(64))
     if kind == 1:
         data[spot] ^= 1 << rng.randrange(8)
     elif kind == 2:
@@ -319,7 +319,7 @@ def hostile_queries(rng: random.Random) -> Iterator[bytes]:
     while True:
         kind = rng.randrange(4)
         if kind == 0:
-            yield bytes(rng.getrandbits(8) for _ in range(rng.randrange(300)))
+            yield rng.randbytes(rng.randrange(300))
         elif kind == 1:
             fields = [rng.choice((b"get_meta_msg", b"get_advertisement", "get_meta_msg", rng.choice(wild)))]
             yield msgspec.msgpack.encode(fields + [rng.choice(wild) for _ in range(rng.randrange(5))])

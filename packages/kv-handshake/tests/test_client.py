@@ -1,0 +1,335 @@
+"""The real client over loopback, against good, dead, silent, slow and lying peers."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
+from kv_handshake.testing import check_client, sample_envelopes
+
+FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
+QUICK = Timing(deadline_s=2.0, attempt_s=0.4, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.3, hold_most_s=1.0)
+RANKS = [(0, rank) for rank in range(8)]
+
+
+class Puppet:
+    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
+
+    def __init__(self, script):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._script = script
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stop.is_set():
+            if not self._socket.poll(50):
+                continue
+            identity, _, query = self._socket.recv_multipart()
+            frames = self._script(query)
+            if frames is not None:
+                self._socket.send_multipart([identity, b"", *frames])
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def puppet(script):
+    made = Puppet(script)
+    try:
+        yield made.port
+    finally:
+        made.close()
+
+
+def fetch(client, port, **changes):
+    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
+    return client.fetch(**{**arguments, **changes})
+
+
+def test_it_passes_the_checks_for_any_client(listener):
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(hold_first_s=0.001, hold_most_s=0.001))
+
+    def once(ranks, engine_id, dialect):
+        time.sleep(0.01)
+        return fetch(client, listener.port, ranks=ranks, engine_id=engine_id, dialect=dialect)
+
+    check_client(once, listener)
+    client.close()
+
+
+def test_all_ranks_over_one_connection(client, listener):
+    outcome = fetch(client, listener.port)
+    assert outcome.is_ok, outcome
+    assert [outcome.peers[rank].device_id for rank in RANKS] == list(range(8))
+    assert (outcome.attempts, outcome.code, outcome.message) == (1, "", "")
+    assert outcome.elapsed_s < 1
+    assert abs(outcome.clock_offset_s) < 1, "the same process has no clock offset"
+    assert client.statistics()["succeeded"] == 1
+    assert "policy='exact'" in repr(client)
+
+
+def test_more_ranks_than_the_pipeline_holds():
+    ranks = [(0, rank) for rank in range(100)]
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(ranks))
+    listener.start()
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(pipeline=3))
+    assert list(fetch(client, listener.port, ranks=ranks).peers) == ranks
+    client.close()
+    listener.close()
+
+
+def test_a_name_is_looked_up(client, listener):
+    assert fetch(client, listener.port, host="localhost").is_ok
+
+
+def test_a_name_without_address(client):
+    outcome = fetch(client, 5600, host="no-such-host.invalid")
+    assert outcome.code == "name-unresolved"
+    assert "no-such-host.invalid" in outcome.message
+
+
+def test_a_lookup_that_hangs_delays_nobody(client, listener, monkeypatch):
+    release = threading.Event()
+    real = socket.getaddrinfo
+
+    def lookup(host, *rest, **options):
+        if host == "slow.invalid":
+            release.wait(10)
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    ends = []
+    client.request(host="slow.invalid", port=1, ranks=RANKS, engine_id="x", dialect=14, on_done=ends.append)
+    assert fetch(client, listener.port).elapsed_s < 1
+    deadline = time.monotonic() + 5
+    while not ends and time.monotonic() < deadline:
+        time.sleep(0.02)
+    release.set()
+    assert ends[0].code == "timed-out"
+
+
+def test_dead_port_is_refused_remembered_and_forgotten(client, free_port):
+    first = fetch(client, free_port)
+    assert first.code == "connection-refused"
+    assert f"127.0.0.1 port {free_port}" in first.message
+    assert first.attempts > 1
+    assert first.is_retry_safe
+    second = fetch(client, free_port)
+    assert (second.code, second.attempts) == ("recently-failed", 0)
+    assert second.context["last_code"] == "connection-refused"
+    assert second.elapsed_s < 0.1
+    listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
+    listener.start()
+    time.sleep(second.context["retry_after_s"] + 0.05)
+    assert fetch(client, free_port).is_ok
+    assert client.statistics()["remembered_failures"] == 0
+    listener.close()
+
+
+def test_a_peer_that_starts_late_is_found_within_the_deadline(client, free_port):
+    listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
+    threading.Timer(0.5, listener.start).start()
+    outcome = fetch(client, free_port)
+    assert outcome.is_ok
+    assert outcome.attempts > 1
+    listener.close()
+
+
+def test_silent_peer_times_out_with_all_that_is_known(client):
+    with puppet(lambda _: None) as port:
+        outcome = fetch(client, port)
+    assert outcome.code == "timed-out"
+    for part in ("127.0.0.1", str(port), "(0, 0)", " s,", "attempt"):
+        assert part in outcome.message
+    assert outcome.context["missing_ranks"] == tuple(RANKS)
+    assert 1.9 < outcome.elapsed_s < 3.5
+
+
+def test_tcp_server_that_says_nothing(client):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert fetch(client, mute.getsockname()[1]).code == "timed-out"
+
+
+def test_tcp_server_that_speaks_something_else(client):
+    with socket.create_server(("127.0.0.1", 0)) as web:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted, _ = web.accept()
+                    accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+                    accepted.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert fetch(client, web.getsockname()[1]).code in ("connection-lost", "authentication-refused")
+        web.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([b""], "malformed-envelope"),
+        ([b"\xc1" * 100], "malformed-envelope"),
+        ([b"a"] * 9, "unexpected-reply"),
+        ([], "unexpected-reply"),
+        ([sample_envelopes()[0, 0]], "unexpected-reply"),
+        ([sample_envelopes()[0, 0], b""], "malformed-clock"),
+    ],
+)
+def test_lying_peers_are_told_apart(client, frames, code):
+    with puppet(lambda _: frames) as port:
+        outcome = fetch(client, port)
+    assert outcome.code == code
+    assert outcome.attempts == 1, "what will not change is not tried again"
+    assert f"127.0.0.1 port {port}" in outcome.message
+
+
+def test_surplus_replies_are_not_taken_for_later_ranks(client):
+    with puppet(lambda _: [sample_envelopes()[0, 0], b"\x01"]) as port:
+        assert fetch(client, port).code == "rank-mismatch"
+
+
+def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
+    """The first life answers three ranks and dies; the outcome holds eight ranks of the second."""
+    answered = []
+    gone = threading.Event()
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    sock.bind(f"tcp://127.0.0.1:{free_port}")
+
+    def first_life():
+        while len(answered) < 3:
+            identity, _, query = sock.recv_multipart()
+            answered.append(query)
+            rank = (0, query[-1])
+            sock.send_multipart([identity, b"", sample_envelopes([rank])[rank], b"\x01"])
+        time.sleep(0.1)
+        context.destroy(linger=0)
+        gone.set()
+
+    threading.Thread(target=first_life).start()
+    second = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
+    threading.Thread(target=lambda: (gone.wait(5), second.start())).start()
+    outcome = fetch(client, free_port)
+    assert outcome.is_ok, outcome
+    assert list(outcome.peers) == RANKS
+    assert outcome.attempts > 1
+    second.close()
+
+
+def test_sixty_four_peers_of_which_sixteen_are_dead(listener):
+    client = Client(LocalOffer(factors=FACTORS), timing=QUICK)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        ports = [mute.getsockname()[1] if index % 4 == 0 else listener.port for index in range(64)]
+        outcomes = {}
+        ends = threading.Semaphore(0)
+
+        def keep(index):
+            def on_done(outcome):
+                outcomes[index] = outcome
+                ends.release()
+
+            return on_done
+
+        for index, port in enumerate(ports):
+            client.request(host="127.0.0.1", port=port, ranks=RANKS, engine_id="", dialect=14, on_done=keep(index))
+        for _ in ports:
+            assert ends.acquire(timeout=10)
+    healthy = [outcomes[index] for index in range(64) if index % 4]
+    assert all(outcome.is_ok for outcome in healthy)
+    assert max(outcome.elapsed_s for outcome in healthy) < 1.5
+    assert {outcomes[index].code for index in range(0, 64, 4)} == {"timed-out"}
+    client.close()
+
+
+def test_places_are_given_in_turn(listener):
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=3, attempt_s=0.3))
+    ends = []
+    for _ in range(5):
+        client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
+    assert fetch(client, listener.port).is_ok
+    assert [outcome.is_ok for outcome in ends] == [True] * 5
+    client.close()
+
+
+def test_no_place_within_the_deadline():
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=0.5, attempt_s=0.5))
+    ends = []
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        for _ in range(2):
+            client.request(
+                host="127.0.0.1", port=mute.getsockname()[1], ranks=RANKS, engine_id="", dialect=14, on_done=ends.append
+            )
+        time.sleep(1.0)
+    assert [outcome.code for outcome in ends] == ["timed-out", "timed-out"]
+    assert [outcome.attempts for outcome in ends] == [1, 0]
+    client.close()
+
+
+def test_callback_that_raises_ends_nothing(client, listener, caplog):
+    def explode(_):
+        raise RuntimeError("caller's mistake")
+
+    client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=explode)
+    assert fetch(client, listener.port).is_ok
+    assert client.statistics()["callback_errors"] == 1
+    assert "caller's mistake" in caplog.text
+
+
+def test_close_ends_what_is_under_way_exactly_once():
+    client = Client(LocalOffer(factors=FACTORS))
+    ends = []
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        for _ in range(3):
+            client.request(
+                host="127.0.0.1", port=mute.getsockname()[1], ranks=RANKS, engine_id="", dialect=14, on_done=ends.append
+            )
+        time.sleep(0.1)
+        client.close()
+        client.close()
+    assert [outcome.code for outcome in ends] == ["closed"] * 3
+    with pytest.raises(ConfigurationError, match="closed"):
+        fetch(client, 1)
+
+
+def test_close_from_a_callback(listener):
+    client = Client(LocalOffer(factors=FACTORS))
+    done = threading.Event()
+    client.request(
+        host="127.0.0.1",
+        port=listener.port,
+        ranks=RANKS,
+        engine_id="",
+        dialect=14,
+        on_done=lambda _: (client.close(), done.set()),
+    )
+    assert done.wait(5)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"host": "a b"}, {"port": 0}, {"ranks": []}, {"ranks": [(1, 0)], "dialect": 4}, {"dialect": 99}],
+)
+def test_bad_requests_raise_at_once(client, changes):
+    with pytest.raises(ConfigurationError):
+        fetch(client, **{"port": 1, **changes})
+    assert client.statistics()["requests"] == 0
+
+
+def test_accepted_with_differences_is_logged(listener, caplog):
+    client = Client(LocalOffer(factors={**FACTORS, "dtype": "torch.float16"}, policy="off"))
+    assert fetch(client, listener.port).is_ok
+    client.close()
+    assert "dtype" in caplog.text

@@ -1,0 +1,303 @@
+"""The real listener over loopback: every kind of socket, restarts, limits, address families, encryption."""
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import zmq
+
+from kv_handshake import (
+    Client,
+    ClientSecurity,
+    ConfigurationError,
+    Listener,
+    LocalOffer,
+    QueryLimits,
+    ServerSecurity,
+    Timing,
+    TransportError,
+    decode_clock,
+    decode_envelope,
+    dialect_of,
+    encode_query,
+    generate_keypair,
+)
+from kv_handshake.testing import check_listener, sample_envelopes
+
+QUERY = encode_query((0, 3), dialect_of(14))
+OLD_QUERY = encode_query((0, 3), dialect_of(4))
+ENVELOPES = sample_envelopes([(0, rank) for rank in range(8)])
+
+
+def code_of(frames):
+    return decode_envelope(frames[0]).refusal.code
+
+
+def until(condition, limit_s=5.0):
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_it_passes_the_checks_for_any_listener(listener, ask):
+    check_listener(listener, ask)
+
+
+def test_req_socket_of_either_dialect(ask):
+    payload, clock = ask(QUERY)
+    assert payload == ENVELOPES[0, 3]
+    assert abs(decode_clock(clock) - time.perf_counter()) < 5
+    assert ask(OLD_QUERY) == [ENVELOPES[0, 3]]
+
+
+def test_dealer_socket_without_delimiter(listener, raw):
+    sock = raw(zmq.DEALER, listener.port)
+    sock.send(QUERY)
+    assert sock.recv_multipart()[0] == ENVELOPES[0, 3]
+
+
+@pytest.mark.parametrize("frames", [[b"", b"a", b"b"], [b"a", QUERY], [QUERY, b""], [b""] * 50, [b"", QUERY, QUERY]])
+def test_messages_that_are_no_query(listener, raw, frames):
+    sock = raw(zmq.DEALER, listener.port)
+    sock.send_multipart(frames)
+    assert code_of(sock.recv_multipart()[1:]) == "wrong-frames"
+    assert listener.statistics()["refused.wrong-frames"] == 1
+
+
+def test_router_socket(listener, raw):
+    sock = raw(zmq.ROUTER, listener.port)
+    sock.setsockopt(zmq.CONNECT_ROUTING_ID, b"peer")
+    sock.connect(f"tcp://127.0.0.1:{listener.port}")
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    for _ in range(100):
+        try:
+            sock.send_multipart([b"peer", b"", QUERY])
+            break
+        except zmq.ZMQError:  # not connected yet
+            time.sleep(0.02)
+    assert sock.recv_multipart()[2] == ENVELOPES[0, 3]
+
+
+@pytest.mark.parametrize("kind", [zmq.PUSH, zmq.PUB, zmq.SUB, zmq.PAIR, zmq.PULL])
+def test_sockets_that_do_not_fit_change_nothing(listener, raw, ask, kind):
+    sock = raw(kind, listener.port)
+    if kind in (zmq.PUSH, zmq.PUB, zmq.PAIR):
+        sock.setsockopt(zmq.SNDTIMEO, 200)
+        try:
+            sock.send(QUERY)
+        except zmq.Again:
+            assert kind in (zmq.PUSH, zmq.PAIR)
+    assert ask(QUERY)[0] == ENVELOPES[0, 3]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000, b"\xff\0\0\0\0\0\0\0\x01\x7f", b"\0" * 64]
+)
+def test_bare_tcp_bytes_change_nothing(listener, ask, data):
+    with socket.create_connection(("127.0.0.1", listener.port)) as plain:
+        plain.sendall(data)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert ask(QUERY)[0] == ENVELOPES[0, 3]
+    assert listener.is_alive
+
+
+def test_oversized_messages(listener, raw, ask):
+    sock = raw(zmq.REQ, listener.port)
+    sock.send(b"x" * 100_000)
+    assert code_of(sock.recv_multipart()) == "oversized-query"
+    flood = raw(zmq.DEALER, listener.port)
+    flood.send(b"x" * 2_000_000)  # beyond what is read at all: the connection is closed
+    flood.setsockopt(zmq.RCVTIMEO, 200)
+    with pytest.raises(zmq.Again):
+        flood.recv()
+    assert ask(QUERY)[0] == ENVELOPES[0, 3]
+
+
+def test_a_peer_that_never_reads_blocks_nobody(raw):
+    big = {(0, 3): ENVELOPES[0, 3] + bytes(500_000)}
+    listener = Listener("127.0.0.1", 0, payloads=big, limits=QueryLimits(queries_per_s=0))
+    listener.start()
+    greedy = raw(zmq.DEALER, listener.port)
+    greedy.setsockopt(zmq.RCVHWM, 1)
+    for _ in range(900):
+        greedy.send_multipart([b"", QUERY])
+    sock = raw(zmq.REQ, listener.port)
+    sock.send(QUERY)
+    assert sock.recv_multipart()[0] == big[0, 3]
+    until(lambda: listener.statistics()["unsent"] > 0)
+    listener.close()
+
+
+def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
+    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=QueryLimits(queries_per_s=5, burst=3))
+    listener.start()
+    codes = []
+    for _ in range(6):
+        sock = raw(zmq.REQ, listener.port)
+        sock.send(QUERY)
+        refusal = decode_envelope(sock.recv_multipart()[0]).refusal
+        codes.append(refusal.code if refusal else "")
+    assert codes[:3] == ["", "", ""]
+    assert codes[-1] == "rate-limited"
+    assert 0 < refusal.retry_after_s <= 0.25
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=5, retry_first_s=0.05))
+    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14)
+    assert outcome.is_ok, "our own client waits as long as it is told"
+    assert outcome.attempts > 1
+    client.close()
+    listener.close()
+
+
+def test_log_is_no_flood(listener, raw, caplog):
+    sock = raw(zmq.DEALER, listener.port)
+    for _ in range(300):
+        sock.send_multipart([b"", b"a", b"b"])
+        sock.recv_multipart()
+    assert len(caplog.records) == 1
+    assert listener.statistics()["log_lines_held_back"] == 299
+
+
+def test_taken_port_is_reported_at_once(listener):
+    second = Listener("127.0.0.1", listener.port)
+    began = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        second.start()
+    assert time.monotonic() - began < 1
+    assert caught.value.code == "bind-failed"
+    assert caught.value.context["port"] == listener.port
+    assert str(listener.port) in str(caught.value)
+
+
+def test_address_of_another_machine_is_reported_at_once():
+    with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
+        Listener("192.0.2.1", 0).start()
+
+
+def test_lifecycle(free_port):
+    listener = Listener("127.0.0.1", free_port, payloads=ENVELOPES)
+    listener.close()
+    with pytest.raises(ConfigurationError):
+        listener.start()
+    for _ in range(3):
+        listener = Listener("127.0.0.1", free_port, payloads=ENVELOPES)
+        listener.start()
+        with pytest.raises(ConfigurationError):
+            listener.start()
+        assert listener.is_alive
+        assert f"{free_port}, alive=True" in repr(listener)
+        began = time.monotonic()
+        listener.close()
+        listener.close()
+        assert time.monotonic() - began < 0.9, "close waits for a time-out instead of waking the thread"
+        assert not listener.is_alive
+
+
+def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
+    real = listener._core.respond
+    failures = iter([RuntimeError("first"), zmq.ZMQError(zmq.ETERM), MemoryError()])
+
+    def respond(query, *, clock_s):
+        for failure in failures:
+            raise failure
+        return real(query, clock_s=clock_s)
+
+    monkeypatch.setattr(listener._core, "respond", respond)
+    for restarts in (1, 2, 3):
+        sock = raw(zmq.DEALER, listener.port)
+        sock.send_multipart([b"", QUERY])
+        until(lambda: listener.statistics()["restarts"] == restarts)  # noqa: B023
+    sock = raw(zmq.REQ, listener.port)
+    sock.send(QUERY)
+    assert sock.recv_multipart()[0] == ENVELOPES[0, 3]
+    assert listener.is_alive
+
+
+def test_replacing_while_serving(listener, ask):
+    stop = threading.Event()
+    versions = [{(0, 3): b"a" * 3000}, {(0, 3): b"b" * 3000}]
+
+    def swap():
+        while not stop.is_set():
+            for version in versions:
+                listener.replace(version)
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    seen = {ask(QUERY)[0] for _ in range(500)} - {ENVELOPES[0, 3]}
+    stop.set()
+    swapper.join()
+    assert seen <= {b"a" * 3000, b"b" * 3000}
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_ipv6(client):
+    listener = Listener("::1", 0, payloads=ENVELOPES)
+    listener.start()
+    outcome = client.fetch(host="::1", port=listener.port, ranks=[(0, 3)], dialect=14)
+    listener.close()
+    assert outcome.is_ok, outcome
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::"])
+def test_wildcard_needs_an_advertised_host(host, client):
+    listener = Listener(host, 0, payloads=ENVELOPES, advertised_host="127.0.0.1")
+    listener.start()
+    assert listener.advertised_host == "127.0.0.1"
+    assert client.fetch(host=listener.advertised_host, port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
+    listener.close()
+    with pytest.raises(ConfigurationError, match="advertised host"):
+        _ = Listener(host, 0).advertised_host
+
+
+@pytest.fixture
+def keys():
+    return {name: generate_keypair() for name in ("server", "friend", "stranger")}
+
+
+def secure_client(keys, name, *, server="server", timing=None):
+    return Client(
+        LocalOffer(policy="off"),
+        security=ClientSecurity(*keys[name], keys[server][0]),
+        timing=timing or Timing(deadline_s=1.0, attempt_s=0.5),
+    )
+
+
+def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
+    security = ServerSecurity(*keys["server"], authorized={keys["friend"][0]: "friend"})
+    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=security)
+    listener.start()
+    friend, stranger = secure_client(keys, "friend"), secure_client(keys, "stranger")
+    assert friend.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
+    refused = stranger.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+    assert refused.code == "authentication-refused"
+    counts = listener.statistics()
+    assert counts["clients_refused"] >= 1
+    assert counts[f"clients_refused.127.0.0.1 {keys['stranger'][0]}"] == counts["clients_refused"]
+    assert counts["answered"] == 1
+    for each in (friend, stranger, listener):
+        each.close()
+
+
+def test_encrypted_channel_without_a_list_lets_every_key_in(keys):
+    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"]))
+    listener.start()
+    stranger = secure_client(keys, "stranger")
+    assert stranger.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
+    stranger.close()
+    listener.close()
+
+
+def test_plain_client_and_wrong_server_key_get_nothing(keys):
+    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"]))
+    listener.start()
+    plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=0.6, attempt_s=0.3))
+    wrong = secure_client(keys, "friend", server="stranger", timing=Timing(deadline_s=0.6, attempt_s=0.3))
+    for each in (plain, wrong):
+        outcome = each.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+        assert outcome.code in ("connection-lost", "authentication-refused", "timed-out")
+        each.close()
+    assert listener.statistics()["answered"] == 0
+    listener.close()
