@@ -138,11 +138,13 @@ def align(pairing: Pairing, local_count: int, peer_count: int, tokens: int | Non
             code="local-list-too-long",
             context={"local": local_count, "peer": peer_count, "most": most},
         )
-    if local_count >= most:
-        # Every block that the peer can cover is here, so nothing was cached. One more is a token computed here.
-        return 0, 0
-    if least == most and not (pairing.local.window_tokens and mine != theirs):
-        return most - local_count, 0
+    # Lists of a window are tails, so with different spans their counts tell nothing.
+    if not pairing.local.window_tokens or mine == theirs:
+        if local_count >= most:
+            # Every block that the peer can cover is here: nothing was cached. One more is a token computed here.
+            return 0, 0
+        if least == most:
+            return most - local_count, 0
     raise InvalidBlocks(
         f"{local_count} local blocks of {mine} tokens against {peer_count} of {theirs}: the lists could begin at "
         "different tokens. Pass `tokens`, or `local_first` and `peer_first`.",

@@ -1,0 +1,312 @@
+"""Block lists into pairs: prefix hits, ratios, windows, null blocks, and every refusal."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_topology import Group, InvalidBlocks, TokenDeal, clip_window, expand_rows, kernel_pages, plan_transfer
+from kv_topology._blocks import align, pair_blocks, place_order
+from kv_topology._boxes import Pairing
+from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._rows import MAX_DESCRIPTORS, build_rows
+from kv_topology._shards import common_unit_tokens
+
+DENSE = ModelSpec(("attention",), 2, 4)
+
+
+def plan_of(model=DENSE, peer=None, **mine):
+    local = build_engine(model, EngineSpec(**mine))[0, 0]
+    return plan_transfer(local, build_engine(model, EngineSpec(**(peer if peer is not None else mine))))
+
+
+def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_deal=None):
+    kind = "sliding-window" if window else "attention"
+    mine = Group(kind, block, pages, window, deal or TokenDeal())
+    theirs = Group(kind, peer_block, peer_pages, window, peer_deal or TokenDeal())
+    unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
+    return Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
+
+
+def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None)):
+    found = pair_blocks(pair, np.array(local), np.array(peer), firsts, nulls)
+    return list(
+        zip(*(c.tolist() for c in (found.local_page, found.local_unit, found.peer_page, found.peer_unit)), strict=True)
+    )
+
+
+def test_a_prefix_hit_reads_the_tail():
+    mine, theirs = plan_of().indices((0, 0), [[8, 3]], [[5, 9, 2, 7]])
+    assert theirs.tolist() == [2, 7]
+    assert mine.tolist() == [8, 3]
+
+
+def test_pairs_are_sorted_at_the_peer():
+    mine, theirs = plan_of().indices((0, 0), [[8, 3, 6]], [[9, 2, 7]])
+    assert theirs.tolist() == [2, 7, 9]
+    assert mine.tolist() == [3, 6, 8]
+
+
+def test_smaller_peer_blocks():
+    assert pairs(pairing(32, 16), [5, 1], [7, 8, 9]) == [(5, 0, 7, 0), (5, 1, 8, 0), (1, 0, 9, 0)]
+
+
+def test_larger_peer_blocks():
+    assert pairs(pairing(16, 48), [5, 1, 2, 3], [7, 4], (2, 0)) == [
+        (1, 0, 4, 0),
+        (2, 0, 4, 1),
+        (3, 0, 4, 2),
+        (5, 0, 7, 2),
+    ]
+
+
+def test_blocks_without_a_common_divisor_but_one():
+    found = pairs(pairing(48, 32), [1, 0], [3, 2, 1])
+    assert found == [(0, 1, 1, 0), (0, 2, 1, 1), (1, 2, 2, 0), (0, 0, 2, 1), (1, 0, 3, 0), (1, 1, 3, 1)]
+
+
+def test_kernel_blocks_on_both_sides():
+    assert pairs(pairing(32, 32, 2, 4), [3], [1]) == [(6, 0, 4, 0), (6, 1, 5, 0), (7, 0, 6, 0), (7, 1, 7, 0)]
+    assert kernel_pages(np.array([2, 0]), 3).tolist() == [6, 7, 8, 0, 1, 2]
+    assert kernel_pages(np.array([2, 0]), 1).tolist() == [2, 0]
+
+
+def test_dealt_out_tokens():
+    half = pairing(16, 16, peer_deal=TokenDeal(2, 1, 16))
+    assert pairs(half, [4, 5, 6, 7], [9, 8]) == [(7, 0, 8, 0), (5, 0, 9, 0)]
+    both = pairing(16, 16, deal=TokenDeal(4, 3, 16), peer_deal=TokenDeal(2, 1, 16))
+    assert pairs(both, [4], [9, 8]) == [(4, 0, 8, 0)]
+    fine = pairing(16, 16, peer_deal=TokenDeal(2, 0, 8))
+    assert pairs(fine, [4, 5], [9]) == [(4, 0, 9, 0), (5, 0, 9, 1)]
+
+
+@pytest.mark.parametrize(
+    ("block", "peer_block", "local", "peer", "tokens", "firsts"),
+    [
+        (16, 16, 3, 5, None, (2, 0)),
+        (16, 16, 5, 5, None, (0, 0)),
+        (16, 16, 6, 5, None, (0, 0)),
+        (64, 16, 1, 5, None, (1, 0)),
+        (64, 16, 2, 5, None, (0, 0)),
+        (16, 64, 8, 2, None, (0, 0)),
+        (16, 64, 9, 2, None, (0, 0)),
+        (16, 64, 2, 2, 80, (3, 0)),
+        (16, 64, 5, 1, 80, (0, 1)),
+        (48, 32, 2, 2, None, (0, 0)),
+    ],
+)
+def test_alignment(block, peer_block, local, peer, tokens, firsts):
+    assert align(pairing(block, peer_block), local, peer, tokens) == firsts
+
+
+@pytest.mark.parametrize(
+    ("block", "peer_block", "local", "peer", "code"),
+    [
+        (16, 16, 7, 5, "local-list-too-long"),
+        (16, 64, 10, 2, "local-list-too-long"),
+        (16, 64, 5, 2, "alignment-unknown"),
+        (48, 32, 1, 2, "alignment-unknown"),
+    ],
+)
+def test_alignment_is_never_guessed(block, peer_block, local, peer, code):
+    with pytest.raises(InvalidBlocks) as caught:
+        align(pairing(block, peer_block), local, peer, None)
+    assert caught.value.code == code
+    assert caught.value.context["local"] == local
+    assert caught.value.context["peer"] == peer
+
+
+def test_windows_of_different_spans_need_tokens():
+    with pytest.raises(InvalidBlocks, match="could begin"):
+        align(pairing(64, 16, window=32), 1, 3, None)
+    with pytest.raises(InvalidBlocks, match="could begin"):
+        align(pairing(16, 64, window=32), 8, 2, None)
+    assert align(pairing(16, 16, window=32), 2, 3, None) == (1, 0)
+
+
+def test_told_firsts_win():
+    plan = plan_of(block_tokens=16, block_count=9)
+    mine, theirs = plan.indices((0, 0), [[4, 5]], [[1, 2, 3]], local_first=[0])
+    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [1, 2])
+    mine, theirs = plan.indices((0, 0), [[4, 5]], [[1, 2, 3]], local_first=[2], peer_first=[1])
+    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
+    mine, theirs = plan.indices((0, 0), [[4, 5]], [[2, 3]], local_first=[1], tokens=48)
+    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
+    mine, theirs = plan.indices((0, 0), [[4, 5]], [[2, 3]], tokens=33)
+    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
+
+
+@pytest.mark.parametrize("firsts", [[-1], [], [0, -1][1:]])
+def test_malformed_firsts(firsts):
+    with pytest.raises(InvalidBlocks) as caught:
+        plan_of().indices((0, 0), [[4]], [[1]], local_first=firsts)
+    assert caught.value.code == "block-id-malformed"
+
+
+def test_one_more_local_block_is_computed_here():
+    mine, theirs = plan_of().indices((0, 0), [[4, 5, 6]], [[1, 2]])
+    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [1, 2])
+    with pytest.raises(InvalidBlocks) as caught:
+        plan_of().indices((0, 0), [[4, 5, 6]], [[1]], local_first=[0])
+    assert caught.value.code == "peer-blocks-too-few"
+    assert caught.value.context["local"] == (0, 48)
+    assert caught.value.context["peer"] == (0, 16)
+    with pytest.raises(InvalidBlocks) as caught:
+        plan_of().indices((0, 0), [[4]], [[1]], local_first=[0], peer_first=[1])
+    assert caught.value.code == "peer-blocks-too-few"
+
+
+def test_windows_clip_both_sides():
+    model = ModelSpec(("sliding",), 2, 4, window_tokens=32)
+    plan = plan_of(model)
+    mine, theirs = plan.indices((0, 0), [[1, 2, 3, 4, 5]], [[11, 12, 13, 14, 15]])
+    assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
+    mine, theirs = plan.indices((0, 0), [[1, 2, 3, 4, 5]], [[13, 14, 15]], tokens=80)
+    assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
+    mine, theirs = plan.indices((0, 0), [[1, 2, 3, 4, 5]], [[11, 12, 13, 14, 15]], local_first=[0])
+    assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
+    group = Group("sliding-window", 16, window_tokens=32)
+    assert clip_window(np.arange(3), group).tolist() == [0, 1, 2]
+    assert clip_window(np.arange(9), Group("attention", 16)).tolist() == list(range(9))
+
+
+def test_a_window_may_begin_inside_a_local_block():
+    window = pairing(36, 24, window=16)
+    # Places 0-1 of 36 tokens against places 1-2 of 24: tokens before 24 are outside the window wherever it ends.
+    assert pairs(window, [0, 1], [5, 6], (0, 1)) == [(0, 2, 5, 0), (1, 0, 5, 1), (1, 1, 6, 0), (1, 2, 6, 1)]
+    with pytest.raises(InvalidBlocks):
+        pairs(pairing(36, 24, window=30), [0, 1], [5, 6], (0, 1))
+
+
+def test_null_blocks():
+    assert pairs(pairing(16, 16), [0, 4, 5], [0, 8, 9], nulls=(0, 0)) == [(4, 0, 8, 0), (5, 0, 9, 0)]
+    with pytest.raises(InvalidBlocks) as caught:
+        pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, 0))
+    assert caught.value.code == "peer-blocks-too-few"
+    assert caught.value.context["block"] == 3
+    assert pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, None)) == [(3, 0, 0, 0), (4, 0, 8, 0)]
+
+
+@pytest.mark.parametrize(
+    ("local", "peer", "code"),
+    [
+        ([[4, 4]], [[1, 2]], "local-block-twice"),
+        ([[64]], [[1]], "block-id-out-of-range"),
+        ([[-1]], [[1]], "block-id-out-of-range"),
+        ([[1]], [[64]], "block-id-out-of-range"),
+        ([[1]], [[-2]], "block-id-out-of-range"),
+        ([[1.5]], [[1]], "block-id-malformed"),
+        ([["a"]], [[1]], "block-id-malformed"),
+        ([[[1, 2]]], [[1]], "block-id-malformed"),
+        ([[1, [2]]], [[1]], "block-id-malformed"),
+        ([[1 << 70]], [[1]], "block-id-malformed"),
+        ([[1], [2]], [[1]], "group-count"),
+        ([[1]], [[1], [2]], "group-count"),
+    ],
+)
+def test_bad_lists_are_refused(local, peer, code):
+    with pytest.raises(InvalidBlocks) as caught:
+        plan_of().indices((0, 0), local, peer)
+    assert caught.value.code == code
+
+
+def test_the_highest_block_is_allowed():
+    mine, theirs = plan_of().indices((0, 0), [[63]], [[63]])
+    assert (mine.tolist(), theirs.tolist()) == ([63], [63])
+
+
+def test_sparse_ids_are_checked_too():
+    plan = plan_of(block_count=1 << 20)
+    far = (1 << 20) - 1
+    mine, theirs = plan.indices((0, 0), [[far, 2]], [[far, 3]])
+    assert (mine.tolist(), theirs.tolist()) == ([2, far], [3, far])
+    with pytest.raises(InvalidBlocks):
+        plan.indices((0, 0), [[far, far]], [[far, 3]])
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1))
+def test_place_order_sorts(values):
+    places = np.array(values)
+    order = place_order(places)
+    if order is None:
+        assert len(set(values)) < len(values) or max(values) >= 64 * len(values) + 4096
+    else:
+        assert places[order].tolist() == sorted(values)
+
+
+def test_states_pair_from_the_end():
+    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    plan = plan_of(model)
+    assert [side.tolist() for side in plan.indices((0, 0), [[5]], [[7, 8]])] == [[5], [8]]
+    assert [side.tolist() for side in plan.indices((0, 0), [[5, 6]], [[7]])] == [[5], [7]]
+    assert [side.tolist() for side in plan.indices((0, 0), [[5, 6]], [[8, 7]])] == [[6, 5], [7, 8]]
+    assert [side.tolist() for side in plan.indices((0, 0), [[]], [[7]])] == [[], []]
+    with pytest.raises(InvalidBlocks) as caught:
+        plan.indices((0, 0), [[5, 6, 4]], [[7]])
+    assert caught.value.code == "state-list-too-long"
+
+
+def test_hybrid_groups_share_memory_but_no_block():
+    state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
+    plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
+    assert plan.expected_bytes([[3], [4]], [[3], [4]]) > 0
+    with pytest.raises(InvalidBlocks) as caught:
+        plan.indices((0, 0), [[3], [3]], [[3], [4]])
+    assert caught.value.code == "local-block-twice"
+    assert caught.value.context["groups"] == (0, 1)
+    separate = plan_of(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64))
+    assert separate.expected_bytes([[3], [3]], [[3], [4]]) > 0
+
+
+def test_expected_bytes_and_bytes_per_token():
+    plan = plan_of(ModelSpec(("attention", "attention"), 2, 4))
+    per_token = 2 * 2 * 2 * 4 * 2
+    assert plan.bytes_per_token == per_token
+    assert plan.expected_bytes([[1, 2]], [[3, 4, 5]]) == 2 * 16 * per_token
+    shared = plan_of(ModelSpec(("latent",), latent_dim=8), {"tp": 4, "dcp": 4})
+    assert shared.bytes_per_token == pytest.approx(16)
+
+
+def test_rows_and_their_expansion():
+    local = build_engine(DENSE, EngineSpec(block_tokens=32, layout="packed-HND", block_count=3))[0, 0]
+    peers = build_engine(DENSE, EngineSpec(block_tokens=16, layout="packed-HND", block_count=5))
+    plan = plan_transfer(local, peers)
+    base, peer_base = local.regions[0].base_address, peers[0, 0].regions[0].base_address
+    unit, head, page = 16 * 2 * 4 * 2, 32 * 2 * 4 * 2, 2 * 32 * 2 * 4 * 2
+    rows = plan.local_rows((0, 0))
+    assert rows.dtype == np.uint64
+    assert rows.tolist() == [[base + offset, unit, 0, page, 3] for offset in (0, unit, head, head + unit)]
+    assert plan.peer_rows((0, 0)).tolist() == [
+        [peer_base, unit, 0, page // 2, 5],
+        [peer_base + unit, unit, 0, page // 2, 5],
+    ]
+    mine, theirs = plan.indices((0, 0), [[2]], [[4, 1]])
+    assert theirs.tolist() == [1, 4, 6, 9]
+    assert mine.tolist() == [5, 2, 11, 8]
+    wide = expand_rows(rows)
+    assert wide.shape == (12, 3)
+    assert wide[5].tolist() == [base + unit + 2 * page, unit, 0]
+
+
+def test_dense_units_are_one_row():
+    local = build_engine(DENSE, EngineSpec(block_tokens=48, layout="packed-NHD", block_count=3))[0, 0]
+    peers = build_engine(DENSE, EngineSpec(block_tokens=32, layout="packed-NHD", block_count=5))
+    plan = plan_transfer(local, peers)
+    unit = 16 * 2 * 2 * 4 * 2
+    assert plan.local_rows((0, 0)).tolist() == [[local.regions[0].base_address, unit, 0, unit, 9]]
+    mine, theirs = plan.indices((0, 0), [[2, 0]], [[4, 1, 0]])
+    assert theirs.tolist() == [0, 1, 2, 3, 8, 9]
+    assert mine.tolist() == [1, 2, 8, 0, 6, 7]
+
+
+def test_indices_end_at_int32():
+    regions = build_engine(DENSE, EngineSpec(block_count=1 << 20))[0, 0].regions
+    zero = np.zeros(1, dtype=np.int64)
+    one = np.ones(1, dtype=np.int64)
+    room = MAX_DESCRIPTORS - (1 << 20)
+    assert build_rows(regions, zero, zero, zero, one, 1, room)[2] == MAX_DESCRIPTORS
+    from kv_topology import UnsupportedTopology
+
+    with pytest.raises(UnsupportedTopology) as caught:
+        build_rows(regions, zero, zero, zero, one, 1, room + 1)
+    assert caught.value.code == "too-many-descriptors"

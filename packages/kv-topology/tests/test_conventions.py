@@ -1,0 +1,261 @@
+"""Numbers that vLLM's own connector fixes, because both sides count on them, and defects of naive formulas."""
+
+import numpy as np
+import pytest
+
+from kv_topology import (
+    Group,
+    InvalidBlocks,
+    TokenDeal,
+    even_interval,
+    home_ranks,
+    plan_transfer,
+    target_ranks,
+    window_blocks,
+)
+from kv_topology._blocks import BlockPairs
+from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._select import FieldClass, choose_pieces, notify_home, ranks_read
+from kv_topology.testing import Request, prove
+
+STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
+
+
+def plans(model, tp, peer_tp, **engine):
+    consumers = build_engine(model, EngineSpec(tp, **engine))
+    producers = build_engine(model, EngineSpec(peer_tp, **engine))
+    return [plan_transfer(consumers[0, rank], producers) for rank in range(tp)]
+
+
+def reads(plan):
+    return [tp for _, tp in plan.producer_ranks]
+
+
+def attention_reads(plan):
+    return [r for r in reads(plan) if any(not t.pairing.local.is_state for t in plan.slices((0, r)))]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("peer_tp", [1, 2, 4, 8])
+def test_divisible_pairs_read_the_ranks_that_vllm_pairs(tp, peer_tp):
+    for rank, plan in enumerate(plans(ModelSpec(("attention",), 8, 2), tp, peer_tp)):
+        expected = (
+            [rank // (tp // peer_tp)]
+            if tp >= peer_tp
+            else list(range(rank * peer_tp // tp, (rank + 1) * peer_tp // tp))
+        )
+        assert reads(plan) == expected
+        assert plan.notify_only_ranks == ()
+        for producer in expected:
+            assert plan.reader_count((0, producer)) == max(1, tp // peer_tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("peer_tp", [1, 2, 4, 8])
+def test_latent_reads_one_replica_and_notifies_the_rest(tp, peer_tp):
+    for rank, plan in enumerate(plans(ModelSpec(("latent",), latent_dim=8), tp, peer_tp)):
+        assert reads(plan) == [rank * peer_tp // tp]
+        home = range(rank * peer_tp // tp, (rank + 1) * peer_tp // tp)
+        assert [r for _, r in plan.notify_only_ranks] == list(home)[1:]
+        assert all(plan.reader_count((0, r)) == max(1, tp // peer_tp) for r in home)
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "peer_tp", "attention", "everything"),
+    [
+        (1, 0, 4, [0, 2], [0, 1, 2, 3]),
+        (2, 0, 4, [0], [0, 1]),
+        (2, 1, 4, [2], [2, 3]),
+        (4, 0, 1, [0], [0]),
+        (4, 3, 1, [0], [0]),
+        (4, 1, 2, [0], [0]),
+        (4, 2, 2, [1], [1]),
+        (8, 5, 4, [2], [2]),
+        (8, 7, 4, [3], [3]),
+    ],
+)
+def test_two_heads_on_hybrid_engines(tp, rank, peer_tp, attention, everything):
+    model = ModelSpec(("attention", "mamba2"), 2, 4, state=STATE)
+    plan = plans(model, tp, peer_tp, block_tokens=64)[rank]
+    assert attention_reads(plan) == attention
+    assert reads(plan) == everything
+
+
+@pytest.mark.parametrize(("tp", "rank", "peer_tp", "ranks"), [(2, 1, 2, [1]), (4, 2, 2, [1]), (1, 0, 2, [0, 1])])
+def test_source_ranks(tp, rank, peer_tp, ranks):
+    local = build_engine(ModelSpec(("attention",), 4, 2), EngineSpec(tp))[0, rank]
+    assert [r for _, r in target_ranks(local, peer_tp=peer_tp)] == ranks
+
+
+def test_replicated_heads_are_read_at_the_right_head():
+    # Two heads over eight consumer ranks: rank r reads head r*2//8 of producer rank r//2 of four.
+    model = ModelSpec(("attention",), 2, 4, 1)
+    for rank, plan in enumerate(plans(model, 8, 4)):
+        table = plan.slices((0, rank // 2))[0]
+        assert table.peer_offset.tolist() == [0]
+        assert table.length.tolist() == [2 * 16 * 4]
+    for rank, plan in enumerate(plans(ModelSpec(("attention",), 4, 4, 1), 8, 2)):
+        table = plan.slices((0, rank // 4))[0]
+        assert table.peer_offset.tolist() == [(rank * 4 // 8 - (rank // 4) * 2) * 2 * 16 * 4]
+
+
+def test_split_lengths():
+    for peer_tp in (2, 4):
+        plan = plans(ModelSpec(("attention",), 4, 8), 1, peer_tp)[0]
+        page = 2 * 4 * 16 * 8 * 2
+        for rank in range(peer_tp):
+            table = plan.slices((0, rank))[0]
+            assert table.length.tolist() == [page // peer_tp]
+            assert table.local_offset.tolist() == [rank * page // peer_tp]
+
+
+def test_context_parallel_ranks_and_readers():
+    model = ModelSpec(("latent",), latent_dim=8)
+
+    def ranks(tp, dcp, peer_tp, peer_dcp):
+        consumers = build_engine(model, EngineSpec(tp, dcp=dcp))
+        producers = build_engine(model, EngineSpec(peer_tp, dcp=peer_dcp))
+        made = [plan_transfer(consumers[0, rank], producers) for rank in range(tp)]
+        return [reads(plan) for plan in made], [made[0].reader_count((0, r)) for r in range(peer_tp)]
+
+    assert ranks(2, 1, 4, 4) == ([[0, 1, 2, 3]] * 2, [2] * 4)
+    assert ranks(2, 2, 4, 4) == ([[0, 2], [1, 3]], [1] * 4)
+    assert ranks(4, 4, 2, 2) == ([[0], [1], [0], [1]], [2] * 2)
+    assert ranks(4, 4, 2, 1) == ([[0], [0], [1], [1]], [2] * 2)
+
+
+def test_descriptor_numbers_of_a_hybrid_list():
+    """Regions first, then x, B, C and ssm of each state layer: index = descriptors before + block."""
+    model = ModelSpec(("attention", "attention", "mamba2"), 4, 4, state=STATE)
+    local = build_engine(model, EngineSpec(2, block_tokens=16, block_count=100))[0, 0]
+    peers = build_engine(model, EngineSpec(1, block_tokens=16, block_count=100))
+    plan = plan_transfer(local, peers)
+    _, peer = plan.indices((0, 0), [[3, 5], [1]], [[3, 5], [1]])
+    assert peer.tolist() == [3, 5, 103, 105, 201, 301, 401, 501]
+    link = plan._links[0, 0]
+    zero, ids, states = np.zeros(2, dtype=np.int64), np.array([3, 5]), np.array([1, 2])
+    _, peer = link.indices([BlockPairs(ids, zero, ids, zero), BlockPairs(states, zero, states, zero)])
+    assert peer.tolist() == [3, 5, 103, 105, 201, 202, 301, 302, 401, 402, 501, 502]
+
+
+def test_descriptor_numbers_with_kernel_blocks():
+    model = ModelSpec(("attention", "attention", "mamba2"), 4, 4, state=STATE)
+    engine = {"block_tokens": 64, "kernel_block_tokens": 16, "block_count": 100}
+    local = build_engine(model, EngineSpec(2, **engine))[0, 0]
+    plan = plan_transfer(local, build_engine(model, EngineSpec(1, **engine)))
+    link = plan._links[0, 0]
+    zero, ids, states = np.zeros(2, dtype=np.int64), np.array([3, 7]), np.array([1, 2])
+    _, peer = link.indices([BlockPairs(ids, zero, ids, zero), BlockPairs(states, zero, states, zero)])
+    assert peer.tolist() == [3, 7, 403, 407, 801, 802, 901, 902, 1001, 1002, 1101, 1102]
+    _, peer = plan.indices((0, 0), [[1], []], [[1], [2]])
+    assert peer.tolist() == [4, 5, 6, 7, 404, 405, 406, 407]
+
+
+def test_window_sizes():
+    assert [window_blocks(0, 16), window_blocks(2048, 16)] == [0, 129]
+    assert [window_blocks(1, 16), window_blocks(16, 16), window_blocks(17, 16)] == [2, 2, 3]
+
+
+def test_conv_offsets_of_a_shard():
+    """x, B and C of consumer rank o of two lie at o*xb, 2*xb + o*bb and 2*xb + 2*bb + o*bb of the producer's page."""
+    model = ModelSpec(("mamba2",), state=STATE)
+    local = build_engine(model, EngineSpec(2))
+    peers = build_engine(model, EngineSpec(1))
+    x, b, rows_element = 8 * 4 // 2, 8 * 4 // 2, 2 * 2
+    ssm, conv = 8 * 4 * 4 * 4 // 2, (2 * 8 * 4 + 8 * 4) * rows_element
+    for o in range(2):
+        table = plan_transfer(local[0, o], peers).slices((0, 0))[0]
+        xb, bb = x * rows_element, b * rows_element
+        assert table.peer_offset.tolist() == [o * xb, 2 * xb + o * bb, 2 * xb + 2 * bb + o * bb, conv + o * ssm]
+        assert table.length.tolist() == [xb, bb, bb, ssm]
+        assert table.local_offset.tolist() == [0, xb, xb + bb, xb + 2 * bb]
+
+
+def naive_halves(page_bytes, ratio, sub_block):
+    """Offsets and lengths by the formula that divides the key's length by the ratio, but not the value's."""
+    key = page_bytes // 2 // ratio
+    return (sub_block * page_bytes // ratio, key), (sub_block * page_bytes // ratio + key, page_bytes // 2)
+
+
+def test_values_of_a_split_page_end_inside_it():
+    """Blocks-first pages of 1024 bytes against half of the block size: the naive value runs past the region."""
+    naive = [naive_halves(1024, 2, sub) for sub in range(2)]
+    assert naive[1][1] == (768, 512)
+    assert sum(naive[1][1]) > 1024
+    model = ModelSpec(("attention",), 1, 16, 1)
+    consumers = build_engine(model, EngineSpec(block_tokens=32, layout="halves-NHD", block_count=4))
+    producers = build_engine(model, EngineSpec(block_tokens=16, layout="halves-NHD", block_count=8))
+    assert consumers[0, 0].regions[0].page_bytes == 1024
+    rows = plan_transfer(consumers[0, 0], producers).local_rows((0, 0))
+    base = consumers[0, 0].regions[0].base_address
+    assert sorted((rows[:, 0] - base).tolist()) == [0, 256, 512, 768]
+    assert set(rows[:, 1].tolist()) == {256}
+    prove(consumers, producers, Request([[2, 1]], [[5, 0, 3, 1]]), plan_transfer)
+
+
+def naive_expansion(blocks, peer_ratio, local_ratio):
+    """Kernel blocks of peer blocks by the formula that strides by one ratio and counts by the other."""
+    return [block * peer_ratio + step for block in blocks for step in range(local_ratio)]
+
+
+def test_unequal_physical_ratios_take_the_right_kernel_blocks():
+    """640 tokens in pages of 64: producer blocks of 6 pages, consumer blocks of 10."""
+    assert naive_expansion([0, 1], 6, 10)[-10:] == list(range(6, 16))
+    model = ModelSpec(("attention", "mamba2"), 1, 2, state=STATE)
+    local = build_engine(model, EngineSpec(block_tokens=640, kernel_block_tokens=64, block_count=4))[0, 0]
+    peers = build_engine(model, EngineSpec(block_tokens=384, kernel_block_tokens=64, block_count=4))
+    plan = plan_transfer(local, peers)
+    mine, theirs = plan.indices((0, 0), [[0], [1]], [[0, 1], [2]], tokens=640)
+    assert theirs[:10].tolist() == list(range(10))
+    assert mine[:10].tolist() == list(range(10))
+    reverse = plan_transfer(peers[0, 0], {(0, 0): local})
+    mine, theirs = reverse.indices((0, 0), [[0, 1], [2]], [[0], [1]], tokens=640)
+    assert mine[:10].tolist() == theirs[:10].tolist() == list(range(10))
+
+
+def test_no_local_blocks_mean_none():
+    assert [1, 2, 3][-0:] == [1, 2, 3]
+    plan = plans(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=32), 1, 1)[0]
+    mine, theirs = plan.indices((0, 0), [[], [4]], [[1, 2, 3], [5, 6, 7]])
+    assert mine.tolist() == [64 + 4]
+    assert theirs.tolist() == [64 + 7]
+    assert [len(side) for side in plan.indices((0, 0), [], [[1, 2, 3], [5, 6, 7]])] == [0, 0]
+    assert plan.expected_bytes([[], []], [[1], [2]]) == 0
+
+
+def test_blocks_of_another_region_are_never_reached():
+    plan = plans(ModelSpec(("attention", "attention"), 2, 4), 1, 1, block_count=10)[0]
+    with pytest.raises(InvalidBlocks) as caught:
+        plan.indices((0, 0), [[2]], [[12]])
+    assert (caught.value.code, caught.value.context["block"], caught.value.context["blocks"]) == (
+        "block-id-out-of-range",
+        12,
+        10,
+    )
+
+
+def test_even_intervals_and_homes():
+    assert [even_interval(8, 3, rank) for rank in range(3)] == [(0, 2), (2, 5), (5, 8)]
+    assert [even_interval(2, 6, rank) for rank in range(6)] == [(0, 1)] * 3 + [(1, 2)] * 3
+    assert [even_interval(4, 4, rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [list(home_ranks(2, rank, 6)) for rank in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert [list(home_ranks(6, rank, 2)) for rank in range(6)] == [[0]] * 3 + [[1]] * 3
+    assert [list(home_ranks(2, rank, 3)) for rank in range(2)] == [[0, 1], [1, 2]]
+    assert [notify_home(2, 6, rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_replicas_are_shared_out():
+    kind = FieldClass(2)
+    chosen = [sorted(ranks_read(frozenset({kind}), 4, rank, 6)) for rank in range(4)]
+    assert chosen == [[0], [1], [3], [4]]
+    assert [sorted(ranks_read(frozenset({FieldClass(0)}), 3, rank, 4)) for rank in range(3)] == [[0], [1], [2]]
+    pieces = choose_pieces(FieldClass(8), 2, 0, 3)
+    assert [(piece.producer, piece.start, piece.stop) for piece in pieces] == [(0, 0, 2), (1, 2, 4)]
+
+
+def test_token_deals():
+    deal = TokenDeal(3, 1, 4)
+    units = np.arange(12)
+    assert np.flatnonzero(deal.owned(units, 2)).tolist() == [2, 3, 8, 9]
+    assert deal.packed(units[deal.owned(units, 2)], 2).tolist() == [0, 1, 2, 3]
+    assert Group("latent", 8, deal=deal).span_tokens == 24

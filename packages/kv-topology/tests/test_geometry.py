@@ -1,0 +1,401 @@
+"""Geometries that contradict themselves or each other are refused with a code and the numbers; documents survive."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kv_topology import (
+    AttentionShape,
+    Axis,
+    FieldLayout,
+    GeometryMismatch,
+    Group,
+    InvalidGeometry,
+    Layout,
+    Member,
+    Planner,
+    RankGeometry,
+    Region,
+    TokenDeal,
+    TopologyError,
+    UnsupportedTopology,
+    from_document,
+    halves_layout,
+    packed_layout,
+    plan_transfer,
+    rank_geometry,
+    to_document,
+)
+from kv_topology._engine import KV_LAYOUTS, EngineSpec, ModelSpec, StateSpec, build_engine
+
+STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)
+MODEL = ModelSpec(("attention", "mamba2"), 4, 4, state=STATE)
+
+
+def axis(name="channel", size=4, start=0, stop=4, stride=2, split="whole"):
+    return Axis(name, size, start, stop, stride, split)
+
+
+def field(*axes, name="key", element=2, offset=0, packing=""):
+    return FieldLayout(name, element, offset, axes, packing)
+
+
+def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp=(1, 0), extra=(), **region):
+    layout = Layout(tuple(fields))
+    regions = (Region(base, page, stride, pages, (Member("a", layout, 0),), **region), *extra)
+    return RankGeometry(*tp, (group or Group("attention", 4),), regions)
+
+
+TOKENS = axis("token", 4, 0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda: rank(field(axis(size=0, stop=0))), "size-out-of-range"),
+        (lambda: rank(field(axis(start=2, stop=2))), "interval-out-of-range"),
+        (lambda: rank(field(axis(stop=5))), "interval-out-of-range"),
+        (lambda: rank(field(axis(start=-1))), "interval-out-of-range"),
+        (lambda: rank(field(axis(split="cp"))), "bad-split"),
+        (lambda: rank(field(axis(start=1))), "whole-axis-partial"),
+        (lambda: rank(field(axis(stride=0))), "size-out-of-range"),
+        (lambda: rank(field(axis(stride=1))), "strides-overlap"),
+        (lambda: rank(field(TOKENS, axis(stride=8))), "strides-overlap"),
+        (lambda: rank(field(axis(), axis())), "axis-repeated"),
+        (lambda: rank(field(axis("x", split="tp"), axis("y", 2, 0, 2, 8, "tp"))), "two-split-axes"),
+        (lambda: rank(field(axis("token", 4, 0, 4, 8, "tp"), axis())), "token-axis-split"),
+        (lambda: rank(field(TOKENS, axis(), packing="vec")), "packed-token-axis"),
+        (lambda: rank(field(axis(), element=0)), "size-out-of-range"),
+        (lambda: rank(field(axis(), offset=-1)), "size-out-of-range"),
+        (lambda: rank(field(*(axis(f"a{n}", 1, 0, 1, 2) for n in range(9)))), "size-out-of-range"),
+        (rank, "layout-empty"),
+        (lambda: rank(field(axis()), field(axis(), name="value", offset=7)), "fields-overlap"),
+        (lambda: rank(field(TOKENS, axis()), page=31), "field-outside-page"),
+        (lambda: rank(field(axis()), page=64, stride=63), "size-out-of-range"),
+        (lambda: rank(field(axis()), pages=0), "size-out-of-range"),
+        (lambda: rank(field(axis()), base=(1 << 64) - 255), "size-out-of-range"),
+        (lambda: rank(field(axis()), base=-1), "size-out-of-range"),
+        (lambda: rank(field(axis()), memory_kind="TAPE"), "bad-memory-kind"),
+        (lambda: rank(field(axis()), device=-1), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("tape", 4)), "bad-group-kind"),
+        (lambda: rank(field(axis()), group=Group("state", 4)), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("attention", 0)), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("attention", 4, 3)), "block-not-whole-pages"),
+        (lambda: rank(field(axis()), group=Group("attention", 4, 0)), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("attention", 4, 1, -1)), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("attention", 4, deal=TokenDeal(2, 2, 4))), "size-out-of-range"),
+        (lambda: rank(field(axis()), group=Group("attention", 4, deal=TokenDeal(2, 1, 3))), "deal-not-block-aligned"),
+        (lambda: rank(field(axis()), group=Group("state", 0, deal=TokenDeal(2, 1, 3))), "deal-not-block-aligned"),
+        (lambda: rank(field(TOKENS, axis()), group=Group("attention", 8)), "page-tokens-differ"),
+        (lambda: rank(field(TOKENS, axis()), group=Group("state", 0)), "state-has-tokens"),
+        (lambda: rank(field(axis(split="tp")), tp=(2, 0)), "shard-irregular"),
+        (lambda: rank(field(axis(split="tp", stop=2)), tp=(2, 1)), "shard-irregular"),
+        (lambda: rank(field(axis()), tp=(1, 1)), "size-out-of-range"),
+        (lambda: rank(field(axis()), tp=(0, 0)), "size-out-of-range"),
+        (lambda: replace(rank(field(axis())), pp_rank=1), "size-out-of-range"),
+        (lambda: replace(rank(field(axis())), groups=()), "size-out-of-range"),
+        (lambda: replace(rank(field(axis())), regions=()), "size-out-of-range"),
+        (lambda: replace(rank(field(axis())), stage_layers=(("a",), ("b",))), "stage-layers-count"),
+        (
+            lambda: rank(field(axis()), extra=(Region(0, 64, 64, 1, (Member("b", Layout((field(axis()),)), 1),)),)),
+            "size-out-of-range",
+        ),
+        (
+            lambda: rank(field(axis()), extra=(Region(4160, 8, 8, 4, (Member("b", Layout((field(axis()),)), 0),)),)),
+            "regions-overlap",
+        ),
+        (
+            lambda: rank(field(axis()), extra=(Region(8192, 8, 8, 4, (Member("a", Layout((field(axis()),)), 0),)),)),
+            "field-twice",
+        ),
+    ],
+)
+def test_contradictions_are_refused(make, code):
+    with pytest.raises(InvalidGeometry) as caught:
+        make()
+    assert caught.value.code == code
+    assert caught.value.fault == "local"
+    assert caught.value.is_retry_safe is False
+    assert str(caught.value).endswith(".")
+
+
+def parts(*intervals):
+    regions = [
+        Region(base * 4096, 64, 64, 4, (Member("a", Layout((field(axis(start=a, stop=b, split="tp")),)), 0),))
+        for base, (a, b) in enumerate(intervals, 1)
+    ]
+    return RankGeometry(1, 0, (Group("attention", 4),), tuple(regions))
+
+
+def test_parts_of_a_field_make_up_its_share():
+    assert parts((2, 4), (0, 2)).layers == ("a",)
+    for intervals, code in (
+        (((0, 3), (2, 4)), "parts-overlap"),
+        (((0, 1), (2, 4)), "parts-leave-hole"),
+        (((0, 2), (2, 3)), "shard-irregular"),
+    ):
+        with pytest.raises(InvalidGeometry) as caught:
+            parts(*intervals)
+        assert caught.value.code == code
+
+
+def test_rows_of_one_page_may_be_regions_of_their_own():
+    layout = Layout((field(axis()),))
+    regions = [Region(4096 + 8 * n, 8, 32, 5, (Member(f"l{n}", layout, 0),)) for n in range(4)]
+    assert len(RankGeometry(1, 0, (Group("attention", 4),), tuple(regions)).layers) == 4
+    for bad in (
+        Region(4096 + 28, 8, 32, 5, (Member("x", layout, 0),)),
+        Region(4100, 8, 32, 5, (Member("x", layout, 0),)),
+    ):
+        with pytest.raises(InvalidGeometry) as caught:
+            RankGeometry(1, 0, (Group("attention", 4),), (*regions, bad))
+        assert caught.value.code == "regions-overlap"
+    other = (*regions, Region(4096, 8, 32, 5, (Member("x", layout, 1),)))
+    assert RankGeometry(1, 0, (Group("attention", 4), Group("attention", 4)), other).groups
+    twin = (*regions, replace(regions[0], device=1, members=(Member("y", layout, 0),)))
+    assert RankGeometry(1, 0, (Group("attention", 4),), twin).groups
+
+
+def test_woven_fields_are_not_taken_for_overlapping():
+    shape = AttentionShape(2, 2, 4, 2)
+    assert packed_layout(shape).extent_bytes == 2 * 2 * 2 * 4 * 2
+    assert halves_layout(shape).extent_bytes == 2 * 2 * 2 * 4 * 2
+
+
+def engine(tp=1, model=MODEL, **spec):
+    return build_engine(model, EngineSpec(tp, **{"block_tokens": 32, **spec}))
+
+
+def changed(geometry, **field_changes):
+    def change(part):
+        axes = tuple(replace(a, **field_changes[a.name]) if a.name in field_changes else a for a in part.axes)
+        return replace(part, axes=axes, **field_changes.get("field", {}))
+
+    regions = tuple(
+        replace(
+            region,
+            page_bytes=region.page_bytes * 4,
+            page_stride_bytes=region.page_stride_bytes * 4,
+            base_address=region.base_address * 8,
+            members=tuple(replace(m, layout=Layout(tuple(change(f) for f in m.layout.fields))) for m in region.members),
+        )
+        for region in geometry.regions
+    )
+    return replace(geometry, regions=regions)
+
+
+DENSE = ModelSpec(("attention",), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "values"),
+    [
+        ({"field": {"element_bytes": 1}}, "element-bytes-differ", (2, 1)),
+        ({"channel": {"size": 2, "stop": 2}}, "axis-size-differs", (4, 2)),
+        ({"channel": {"name": "depth"}}, "axes-differ", (["channel", "head", "token"], ["depth", "head", "token"])),
+        ({"head": {"split": "whole"}}, "split-differs", ("tp", "whole")),
+    ],
+)
+def test_mismatches_name_both_values(changes, code, values):
+    local = engine(model=DENSE)[0, 0]
+    peer = changed(local, **changes)
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(local, {(0, 0): peer})
+    assert (caught.value.code, caught.value.fault) == (code, "peer")
+    assert (caught.value.context["local"], caught.value.context["peer"]) == values
+    assert repr(values[0]) in str(caught.value)
+    assert repr(values[1]) in str(caught.value)
+
+
+def test_groups_must_match():
+    local, peer = engine(model=DENSE)[0, 0], engine(model=DENSE)[0, 0]
+    sliding = replace(peer, groups=(replace(peer.groups[0], kind="sliding-window", window_tokens=8),))
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(local, {(0, 0): sliding})
+    assert caught.value.code == "group-kind-differs"
+    window = replace(peer, groups=(replace(peer.groups[0], window_tokens=8),))
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(local, {(0, 0): window})
+    assert caught.value.code == "window-differs"
+
+
+def test_missing_layers_fields_ranks_and_peers():
+    local = engine(2, DENSE)[0, 0]
+    wide = engine(4, DENSE)
+    with pytest.raises(UnsupportedTopology) as caught:
+        plan_transfer(local, {(0, 0): wide[0, 0]})
+    assert (caught.value.code, caught.value.context["missing"]) == ("peer-missing", [(0, 1)])
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(engine(model=ModelSpec(("attention",) * 2, 4, 4))[0, 0], engine(model=DENSE))
+    assert (caught.value.code, caught.value.context["layer"]) == ("layer-not-held", "layers.1")
+    bare = engine(model=ModelSpec(("latent",), latent_dim=4))
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(engine(model=ModelSpec(("latent",), latent_dim=4, index_dim=2))[0, 0], bare)
+    assert (caught.value.code, caught.value.context["local"]) == ("field-missing", ["index", "latent"])
+    with pytest.raises(InvalidGeometry) as caught:
+        plan_transfer(local, {})
+    assert caught.value.code == "peers-empty"
+    for peers, peer_tp in (
+        ({(0, 1): wide[0, 0]}, None),
+        (dict(wide), 8),
+        ({(0, 0): wide[0, 0], (0, 1): engine(2, DENSE)[0, 1]}, None),
+    ):
+        with pytest.raises(InvalidGeometry) as caught:
+            plan_transfer(local, peers, peer_tp=peer_tp)
+        assert (caught.value.code, caught.value.fault) == ("peer-rank-differs", "peer")
+    with pytest.raises(UnsupportedTopology) as caught:
+        plan_transfer(local, wide).indices((0, 3), [[1]], [[1]])
+    assert caught.value.code == "rank-not-read"
+
+
+def test_pipelined_consumers_must_say_who_has_what():
+    spec = ModelSpec(("attention",) * 2, 4, 4)
+    local = replace(engine(model=spec, pp=2)[0, 0], stage_layers=())
+    with pytest.raises(UnsupportedTopology) as caught:
+        plan_transfer(local, engine(model=spec))
+    assert caught.value.code == "stage-layers-missing"
+
+
+def test_context_parallel_producers_without_replicas_leave_holes():
+    local = engine(model=DENSE)[0, 0]
+    with pytest.raises(UnsupportedTopology) as caught:
+        plan_transfer(local, engine(4, DENSE, dcp=4))
+    assert caught.value.code == "no-producer-holds"
+
+
+def test_kernel_ordered_blocks_need_equal_pages():
+    cpu = engine(model=DENSE, layout="cpu")
+    assert len(plan_transfer(cpu[0, 0], cpu).peer_rows((0, 0))) == 1
+    split = plan_transfer(engine(2, DENSE, layout="cpu")[0, 1], cpu)
+    assert split.slices((0, 0))[0].length.tolist() == [2 * 2 * 32 * 4 * 2]
+    for other in (engine(model=DENSE, layout="cpu", block_tokens=64), engine(model=DENSE)):
+        with pytest.raises(TopologyError) as caught:
+            plan_transfer(cpu[0, 0], other)
+        assert caught.value.code == "packing-differs"
+    halved = engine(model=DENSE, layout="cpu", block_tokens=64, kernel_block_tokens=32)
+    assert plan_transfer(cpu[0, 0], halved).producer_ranks == ((0, 0),)
+    odd = replace(cpu[0, 0], groups=(Group("attention", 48),))
+    with pytest.raises(UnsupportedTopology) as caught:
+        plan_transfer(odd, cpu)
+    assert caught.value.code == "packed-block-needs-equal-pages"
+
+
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+def test_documents_survive_json(layout):
+    model = MODEL if not layout.startswith("cross") else DENSE
+    for geometry in engine(2, model, layout=layout, pp=2 if model is MODEL else 1).values():
+        document = json.loads(json.dumps(to_document(geometry)))
+        assert from_document(document) == geometry
+        assert to_document(from_document(document)) == to_document(geometry)
+
+
+def test_document_shares_layouts():
+    document = to_document(engine(model=ModelSpec(("attention",) * 64, 8, 128))[0, 0])
+    assert len(document["layouts"]) == 1
+    assert len(json.dumps(document)) < 12_000
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "code"),
+    [
+        (("version",), 2, "document-version"),
+        (("schema",), "x", "document-version"),
+        (("tp",), [1], "document-malformed"),
+        (("tp",), "xx", "document-malformed"),
+        (("tp", 0), True, "document-malformed"),
+        (("null_block",), "0", "document-malformed"),
+        (("groups",), None, "document-malformed"),
+        (("groups", 0), 5, "document-malformed"),
+        (("groups", 0, "kind"), 5, "document-malformed"),
+        (("groups", 0, "context"), [1, 0], "document-malformed"),
+        (("layouts", 0, 0, "axes", 0), ["token"], "document-malformed"),
+        (("layouts", 0, 0, "axes", 0, 1), 1 << 80, "document-malformed"),
+        (("layouts", 0, 0, "element_bytes"), 1.0, "document-malformed"),
+        (("regions", 0, "members", 0, 1), 9, "document-malformed"),
+        (("regions", 0, "members", 0, 1), -1, "document-malformed"),
+        (("regions", 0, "members", 0, 0), "x" * 2000, "document-malformed"),
+        (("regions", 0, "page_count"), 0, "size-out-of-range"),
+        (("stage_layers",), [[1]], "document-malformed"),
+    ],
+)
+def test_bad_documents_are_refused(path, value, code):
+    document = json.loads(json.dumps(to_document(engine()[0, 0])))
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(InvalidGeometry) as caught:
+        from_document(document)
+    assert caught.value.code == code
+    with pytest.raises(TopologyError) as blamed:
+        Planner().plan(to_document(engine()[0, 0]), {(0, 0): document}, peer_tp=1)
+    assert (blamed.value.code, blamed.value.fault) == (code, "peer")
+    assert blamed.value.context["rank"] == (0, 0)
+
+
+def test_defaults_of_a_document():
+    document = to_document(engine(model=DENSE)[0, 0])
+    for group in document["groups"]:
+        for key in ("context", "pages_per_block", "window_tokens"):
+            del group[key]
+    for region in document["regions"]:
+        del region["memory_kind"], region["device"]
+    del document["stage_layers"], document["null_block"]
+    document["new key"] = object()
+    assert from_document(document) == engine(model=DENSE)[0, 0]
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def places(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+GOOD = json.loads(json.dumps(to_document(engine(2)[0, 1])))
+PLACES = list(places(GOOD))[1:]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(PLACES), junk | st.integers(-2, 70)), min_size=1, max_size=3))
+def test_any_document_is_an_answer_or_a_coded_refusal(changes):
+    document = copy.deepcopy(GOOD)
+    for path, value in changes:
+        place = document
+        try:
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = value
+        except (KeyError, IndexError, TypeError):
+            continue
+    local = to_document(engine()[0, 0])
+    try:
+        plan = Planner().plan(local, {(0, 0): to_document(engine(2)[0, 0]), (0, 1): document}, peer_tp=2)
+        plan.indices((0, 1), [[1], [2]], [[1], [2]])
+    except TopologyError:
+        return
+    rows = plan.peer_rows((0, 1))
+    peer = from_document(document)
+    low = min(region.base_address for region in peer.regions)
+    high = max(r.base_address + (r.page_count - 1) * r.page_stride_bytes + r.page_bytes for r in peer.regions)
+    for address, length, _, stride, count in rows.tolist():
+        assert low <= address
+        assert address + (count - 1) * stride + length <= high
+
+
+def test_rank_geometry_sets_context_ranks():
+    layout = Layout((field(TOKENS, axis()),))
+    region = Region(4096, 64, 64, 4, (Member("a", layout, 0),))
+    made = rank_geometry([Group("latent", 4, deal=TokenDeal(2, 0, 4))], [region], tp_size=4, tp_rank=3)
+    assert made.groups[0].deal == TokenDeal(2, 1, 4)
