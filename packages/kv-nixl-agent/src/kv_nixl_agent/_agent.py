@@ -59,7 +59,9 @@ class TransferAgent:
         self._clock = clock
         self._statistics = Statistics()
         backends = [(backend.name, backend.as_parameters()) for backend in self._options.backends]
-        self._port = port_factory(name, backends, self._options.sync_mode)
+        self._port = port_factory(
+            name, backends, sync_mode=self._options.sync_mode, progress_thread=self._options.progress_thread
+        )
         try:
             self._memory = MemoryTable(self._port, regions, fence_words=self._options.fence_words)
         except AgentError:

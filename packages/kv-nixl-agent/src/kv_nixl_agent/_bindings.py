@@ -287,7 +287,13 @@ def _reraise(what: str, error: Exception) -> None:
     _attempt(what, call)
 
 
-def open_nixl(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> NixlBinding:
+def open_nixl(
+    agent_name: str,
+    backends: Sequence[tuple[str, Mapping[str, str]]],
+    *,
+    sync_mode: str = "rw",
+    progress_thread: bool = True,
+) -> NixlBinding:
     """Create a NIXL agent with its backends; the default `PortFactory`.
 
     Raises:
@@ -296,7 +302,11 @@ def open_nixl(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]]
     module = find_nixl()
 
     def create() -> _Agent:
-        arguments: dict[str, object] = {"backends": [], "capture_telemetry": True}
+        arguments: dict[str, object] = {
+            "backends": [],
+            "capture_telemetry": True,
+            "enable_prog_thread": progress_thread,
+        }
         modes = getattr(module, "nixl_thread_sync_t", None)
         if modes is not None:
             arguments["sync_mode"] = modes[f"NIXL_THREAD_SYNC_{sync_mode.upper()}"]

@@ -75,7 +75,14 @@ class FakeFabric:
         self._orphans: list[_Transfer] = []
         self._armed: deque[tuple[str, str]] = deque()
 
-    def port(self, agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> FakeNixl:  # noqa: ARG002
+    def port(
+        self,
+        agent_name: str,
+        backends: Sequence[tuple[str, Mapping[str, str]]],
+        *,
+        sync_mode: str = "rw",  # noqa: ARG002 - the factory's signature
+        progress_thread: bool = True,  # noqa: ARG002 - the factory's signature
+    ) -> FakeNixl:
         """Create an agent; this method is a `PortFactory`."""
         self._incarnations += 1
         agent = FakeNixl(self, agent_name, self._incarnations, {name: dict(given) for name, given in backends})

@@ -129,6 +129,13 @@ class NixlPort(Protocol):
 class PortFactory(Protocol):
     """Makes the port of an agent; `testing.FakeFabric.port` is one."""
 
-    def __call__(self, agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> NixlPort:
+    def __call__(
+        self,
+        agent_name: str,
+        backends: Sequence[tuple[str, Mapping[str, str]]],
+        *,
+        sync_mode: str,
+        progress_thread: bool,
+    ) -> NixlPort:
         """Create the agent with these backends, in order, each with its parameters."""
         ...

@@ -129,8 +129,14 @@ class RecordingPort:
 def recording_factory(factory: PortFactory, ports: list[RecordingPort]) -> PortFactory:
     """Return a factory whose ports are recorded into `ports`."""
 
-    def make(agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], sync_mode: str) -> NixlPort:
-        port = RecordingPort(factory(agent_name, backends, sync_mode))
+    def make(
+        agent_name: str,
+        backends: Sequence[tuple[str, Mapping[str, str]]],
+        *,
+        sync_mode: str,
+        progress_thread: bool,
+    ) -> NixlPort:
+        port = RecordingPort(factory(agent_name, backends, sync_mode=sync_mode, progress_thread=progress_thread))
         ports.append(port)
         return port
 
