@@ -44,9 +44,9 @@ class Request:
     on_done: Callable[[Outcome], None]
 
     @property
-    def peer(self) -> tuple[str, int, str]:
-        """What failures are remembered by."""
-        return (self.host, self.port, self.engine_id)
+    def peer(self) -> tuple[str, int, str, tuple[Rank, ...], int]:
+        """What failures are remembered by: all that was asked, so that a wrong question does not block the right one."""
+        return (self.host, self.port, self.engine_id, tuple(self.ranks), self.dialect)
 
 
 @final
