@@ -36,9 +36,10 @@ class Engine:
     ) -> None:
         self.settings = settings or Settings()
         self.name, self.tp, self.blocks = name, tp, blocks
-        self.now_s = time.monotonic
+        self.generation = next(_request_numbers)
         self.memory = [
-            [np.zeros((blocks, HEADS // tp, TOKENS, 2 * HEAD_SIZE), np.float32) for _ in range(LAYERS)] for _ in range(tp)
+            [np.zeros((blocks, HEADS // tp, TOKENS, 2 * HEAD_SIZE), np.float32) for _ in range(LAYERS)]
+            for _ in range(tp)
         ]
         facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
         self.workers: list[WorkerSide] = []
@@ -62,7 +63,7 @@ class Engine:
     def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
         return EngineFacts(
             engine_id=self.name, host="127.0.0.1", port=port, tp=self.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=1,
-            total_kv_heads=HEADS, head_size=HEAD_SIZE, block_count=self.blocks, layout="LBHNC", kernel_order="",
+            total_kv_heads=HEADS, head_size=HEAD_SIZE, block_count=self.blocks, generation=self.generation, layout="LBHNC", kernel_order="",
             attention_backend="SIM", connector_version=14, is_mla=False,
             groups=(CacheGroup("attention", TOKENS, 0, 0, tuple(f"layers.{n}" for n in range(LAYERS))),),
             group_ids=(0,), factors=dict(factors),
@@ -114,7 +115,9 @@ class Engine:
             for layer in range(LAYERS):
                 share = HEADS // self.tp
                 for place, block in enumerate(blocks):
-                    self.memory[rank][layer][block] = page_of(request_id, layer, place)[rank * share : (rank + 1) * share]
+                    self.memory[rank][layer][block] = page_of(request_id, layer, place)[
+                        rank * share : (rank + 1) * share
+                    ]
         decision = self.state.finish(
             request_id, reason=reason, block_ids=[blocks], computed_tokens=tokens, now_s=time.monotonic()
         )
@@ -160,7 +163,9 @@ class Engine:
         """The request's pages equal those that `source` was computed with, on every rank and layer."""
         blocks = self.held[request_id]
         share = HEADS // self.tp
-        for rank, layer, place in itertools.product(range(self.tp), range(LAYERS), range(hit_blocks, -(-tokens // TOKENS))):
+        for rank, layer, place in itertools.product(
+            range(self.tp), range(LAYERS), range(hit_blocks, -(-tokens // TOKENS))
+        ):
             expected = page_of(source, layer, place)[rank * share : (rank + 1) * share]
             np.testing.assert_array_equal(self.memory[rank][layer][blocks[place]], expected)
 

@@ -56,15 +56,16 @@ class Engine:
         folder = STATE / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"engine-{spec.name}.log"
-        self._process = subprocess.Popen(
-            self._command(python),
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
-        )
+        with self.log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                self._command(python),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
+            )
 
     def _command(self, python: Path) -> list[str]:
         command = [

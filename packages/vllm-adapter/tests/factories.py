@@ -22,6 +22,7 @@ def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **cha
         "total_kv_heads": heads,
         "head_size": HEAD_SIZE,
         "block_count": blocks,
+        "generation": 1,
         "layout": "LBHNC",
         "kernel_order": "",
         "attention_backend": "FLASH_ATTN",

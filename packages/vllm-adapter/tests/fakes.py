@@ -26,7 +26,7 @@ class Order:
     is_reported: bool = True
     external_tokens: int = 256
     local_computed_blocks: tuple[int, ...] = ()
-    dialect: int | None = 14
+    peer_dialect: int | None = 14
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Heartbeat:
     peer_tp: int = 1
     peer_pp: int = 1
     peer_dcp: int = 1
+    peer_dialect: int | None = 14
     peer_request_ids: tuple[str, ...] = ("p-r1",)
 
 

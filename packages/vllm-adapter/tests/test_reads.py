@@ -26,6 +26,9 @@ from vllm_adapter.peer_geometry import PeerGeometry
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 
+KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
+
+
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
@@ -48,7 +51,7 @@ class Bench:
             self.planner,
             FakeCodec(),  # type: ignore[arg-type]
             observer,
-            ReadLimits(read_timeout_s=60, lease_s=30, engine_ttl_s=3600, dialect=14),
+            ReadLimits(read_timeout_s=60, lease_s=30, engine_ttl_s=3600, handshake_s=15, dialect=14),
             now_s=lambda: self.now_s,
         )
         self.reads.attach(self.agent, self.handshakes)  # type: ignore[arg-type]
@@ -124,14 +127,14 @@ def test_block_ids_out_of_range_fail_before_anything_is_posted(bench: Bench) -> 
     bench.handshakes.answer(Outcome())
     assert bench.agent.posts == {}
     assert bench.codes() == {"r1": "block-out-of-range"}
-    assert bench.agent.notified == [("P/0.0", b"p-r1:1")]  # the producer can give its blocks back
+    assert bench.agent.notified == [(KEY, b"p-r1:1")]  # the producer can give its blocks back
 
 
 def test_nothing_to_read_only_notifies_and_is_not_reported(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
     bench.reads.read(Order(local_block_ids=((),), is_reported=False))  # type: ignore[arg-type]
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
-    assert [peer for peer, _ in bench.agent.notified] == ["P/0.0", "P/0.1"]
+    assert [peer for peer, _ in bench.agent.notified] == [KEY, OTHER_KEY]
     assert bench.ends == []
 
 
@@ -141,7 +144,7 @@ def test_replica_ranks_hear_of_the_end_of_the_read_only(bench: Bench) -> None:
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     assert bench.agent.notified == []
     bench.finish()
-    assert bench.agent.notified == [("P/0.1", b"p-r1:1")]
+    assert bench.agent.notified == [(OTHER_KEY, b"p-r1:1")]
 
 
 def test_a_request_over_two_ranks_ends_with_the_last_and_fails_with_the_first(bench: Bench) -> None:
@@ -195,9 +198,9 @@ def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None
     bench.finish("r1/0.0", outcome="failed", code="peer-lost")
     bench.reads.read(Order(request_id="r3"))  # type: ignore[arg-type]
     assert "r3/0.0" not in bench.agent.posts
-    assert bench.agent.has_peer("P/0.0")
+    assert bench.agent.has_peer(KEY)
     bench.finish("r2/0.0", outcome="failed", code="peer-lost")
-    assert not bench.agent.has_peer("P/0.0")
+    assert not bench.agent.has_peer(KEY)
     assert len(bench.handshakes.asked) == 2
     bench.handshakes.answer(Outcome())
     assert "r3/0.0" in bench.agent.posts
@@ -217,11 +220,34 @@ def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Be
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.handshakes.answer(Outcome())
     bench.now_s += 4000
-    bench.reads.evict_unused()
-    assert bench.agent.has_peer("P/0.0")
+    bench.reads.look_after_engines()
+    assert bench.agent.has_peer(KEY)
     bench.finish()
-    bench.reads.evict_unused()
-    assert not bench.agent.has_peer("P/0.0")
+    bench.reads.look_after_engines()
+    assert not bench.agent.has_peer(KEY)
+
+
+def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.now_s += 14
+    bench.reads.look_after_engines()
+    assert bench.ends == []
+    bench.now_s += 2
+    bench.reads.look_after_engines()
+    assert bench.codes() == {"r1": "handshake-overdue"}
+    bench.handshakes.answer(Outcome())  # too late: nobody waits for it any more
+    assert bench.agent.peers == {}
+
+
+def test_a_lying_address_never_lends_its_engine_to_an_honest_ticket(bench: Bench) -> None:
+    bench.reads.read(Order(peer_host="6.6.6.6"))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.finish()
+    bench.reads.read(Order(request_id="r2"))  # type: ignore[arg-type]
+    assert bench.handshakes.asked[1]["host"] == "10.0.0.1"
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts["r2/0.0"]["peer"] == KEY
+    assert list(bench.agent.peers) == [KEY]  # the idle alias gave the agent's name back
 
 
 def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
@@ -229,7 +255,7 @@ def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
     assert len(bench.handshakes.asked) == 1
     bench.handshakes.answer(Outcome())
     bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
-    assert bench.agent.notified == [("P/0.0", b"HB:p-r1")]
+    assert bench.agent.notified == [(KEY, b"HB:p-r1")]
 
 
 def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
@@ -296,7 +322,7 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
             bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
         elif event == "evict":
             bench.now_s += 5000
-            bench.reads.evict_unused()
+            bench.reads.look_after_engines()
         elif event == "done":
             settle()
         elif event == "quiet" and unquiet:

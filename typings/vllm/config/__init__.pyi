@@ -38,6 +38,7 @@ class SpeculativeConfig:
     def use_eagle(self) -> bool: ...
 
 class VllmConfig:
+    instance_id: str
     model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig

@@ -12,6 +12,7 @@ What changed when (public interface that this package stands on):
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -138,6 +139,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         total_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_count=cache.num_blocks,
+        generation=_generation(transfer.engine_id, config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
         kernel_order=_kernel_order(config, cache, backend),
         attention_backend=backend,
@@ -214,6 +216,12 @@ def drop_prompt_tail(request: Request, tokens: int) -> bool:
     request.num_prompt_tokens -= tokens
     request.max_tokens = 1
     return True
+
+
+def _generation(engine_id: str, instance_id: str) -> int:
+    """Return a number that all processes of one engine agree on and that a restarted engine does not repeat."""
+    digest = hashlib.sha256(f"{engine_id}/{instance_id}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") + 1
 
 
 def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:

@@ -70,6 +70,7 @@ class EngineFacts:
     Attributes:
         factors: Inputs of vLLM's compatibility hash, by vLLM's names.
         extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
+        generation: Number of this incarnation's memory registration, the same on all ranks; peers meet us anew when it differs.
         kernel_order: Name of the attention kernel's own order inside a page; empty for plainly strided pages.
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
@@ -86,6 +87,7 @@ class EngineFacts:
     total_kv_heads: int
     head_size: int
     block_count: int
+    generation: int
     layout: str
     kernel_order: str
     attention_backend: str

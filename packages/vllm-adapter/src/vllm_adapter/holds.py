@@ -27,7 +27,8 @@ class HoldObserver:
 class HoldCoordinator:
     """Keeps a finished prompt's blocks until its readers are done or its lease ends. Transfer thread only.
 
-    A fence word is written before its request can be handed over, and overwritten before the blocks are reported free.
+    A fence word is written (by the engine thread, `WorkerSide.start_step`) before its request can be handed over, and
+    overwritten here before the blocks are reported free.
     """
 
     def __init__(
@@ -48,13 +49,10 @@ class HoldCoordinator:
 
         An order that the lease table refuses is counted and logged; the others are performed all the same.
         """
-        assert self._agent is not None  # noqa: S101
         now_s = self._now_s()
         leases = self._leases
         for request_id in plan.expects:
             self._attempt(partial(leases.expect, request_id, now_s=now_s))
-        for fence in plan.fences:
-            self._agent.write_fence(fence.slot, fence.generation)
         for grant in plan.grants:
             order = partial(leases.grant, grant.request_id, lease_s=grant.lease_s, fence=grant.fence, now_s=now_s)
             self._attempt(order)

@@ -1,6 +1,7 @@
 """The consumer's part of a worker: peers, plans and reads, all on the transfer thread.
 
-One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
+A ticket is a client's word, so engines are told apart by all of it: name, address and sizes. A lying ticket can fail its own
+request, it cannot lend its engine to an honest one. One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
 (something is wrong with it: its reads in flight may end, new orders wait, then it is forgotten and met anew). An order that
 reaches a wiring or draining engine waits in that record and nowhere else, so no other engine's reads wait with it.
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ReadCoordinator", "ReadEnd", "ReadLimits", "ReadObserver"]
 
 Rank = tuple[int, int]
+Address = tuple[str, str, int, int, int, int]
 _FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 
 
@@ -69,6 +71,7 @@ class ReadLimits:
     read_timeout_s: float
     lease_s: float
     engine_ttl_s: float
+    handshake_s: float
     dialect: int
 
 
@@ -77,6 +80,7 @@ class _Engine:
     """What is known of one peer engine."""
 
     engine_id: str
+    address: Address
     phase: Literal["wiring", "ready", "draining"] = "wiring"
     waiting: list[ReadOrder] = field(default_factory=list["ReadOrder"])
     plan: PeerPlan | None = None
@@ -121,7 +125,7 @@ class ReadCoordinator:
         self._observer = observer
         self._now_s = now_s
         self._limits = limits
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[Address, _Engine] = {}
         self._reads: dict[str, _Read] = {}
         self._agent: TransferThread | None = None
         self._handshakes: HandshakeClient | None = None
@@ -134,14 +138,14 @@ class ReadCoordinator:
 
     def read(self, order: ReadOrder) -> None:
         """Start a request's read, or let it wait for its engine."""
-        engine = self._engines.get(order.peer_engine_id)
+        engine = self._engines.get(_address(order))
         if (
             engine is not None
             and engine.phase == "ready"
             and _is_other_generation(engine.generation, order.peer_generation)
         ):
             self._drain(engine, f"its registration changed (generation {engine.generation} -> {order.peer_generation})")
-            engine = self._engines.get(order.peer_engine_id)
+            engine = self._engines.get(_address(order))
         if engine is None:
             self._meet(order, [order])
         elif engine.phase == "ready":
@@ -163,7 +167,7 @@ class ReadCoordinator:
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
-        engine = self._engines.get(order.peer_engine_id)
+        engine = self._engines.get(_address(order))
         if engine is None:
             self._meet(order, [])
             return
@@ -185,8 +189,8 @@ class ReadCoordinator:
     def _meet(self, order: ReadOrder | HeartbeatOrder, waiting: list[ReadOrder]) -> None:
         agent, handshakes = self._agent, self._handshakes
         assert agent is not None and handshakes is not None, "attach() comes before the first order"  # noqa: S101, PT018
-        engine = _Engine(order.peer_engine_id, waiting=waiting, last_used_s=self._now_s())
-        self._engines[engine.engine_id] = engine
+        engine = _Engine(order.peer_engine_id, _address(order), waiting=waiting, last_used_s=self._now_s())
+        self._engines[engine.address] = engine
         try:
             ranks = self._planner.target_ranks(
                 self._geometry, peer_tp=order.peer_tp, peer_pp=order.peer_pp, peer_dcp=order.peer_dcp
@@ -196,14 +200,14 @@ class ReadCoordinator:
                 port=order.peer_port,
                 ranks=ranks,
                 engine_id=engine.engine_id,
-                dialect=getattr(order, "dialect", None) or self._limits.dialect,
+                dialect=order.peer_dialect or self._limits.dialect,
                 on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail_engine(engine, _code_of(error), str(error))
 
     def _handshake_ended(self, engine: _Engine, order: ReadOrder | HeartbeatOrder, outcome: HandshakeOutcome) -> None:
-        if self._engines.get(engine.engine_id) is not engine:
+        if self._engines.get(engine.address) is not engine:
             return
         self._observer.observe("handshake_duration", outcome.elapsed_s)
         if not outcome.is_ok:
@@ -230,6 +234,7 @@ class ReadCoordinator:
             for rank, metadata in peers.items()
         }
         plan = self._planner.plan(self._geometry, documents, peer_tp=order.peer_tp)
+        self._yield_names(engine)
         engine.plan = plan
         engine.generation = next((m.generation for m in peers.values() if m.generation is not None), None)
         engine.is_fenced = all(peers[rank].fence is not None for rank in plan.producer_ranks)
@@ -248,10 +253,17 @@ class ReadCoordinator:
             f"{plan.bytes_per_token:g} bytes a token, fence {'verified' if engine.is_fenced else 'not offered by this peer'}"
         )
 
+    def _yield_names(self, engine: _Engine) -> None:
+        """Forget idle records of the same engine under another address: NIXL knows an agent once."""
+        for other in list(self._engines.values()):
+            is_alias = other is not engine and other.engine_id == engine.engine_id
+            if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
+                self._drain(other, f"it is now known as {_peer_key(engine, (0, 0))}")
+
     def _fail_engine(self, engine: _Engine, code: str, message: str) -> None:
         """Forget an engine that could not be met, and fail what waited for it."""
-        if self._engines.get(engine.engine_id) is engine:
-            del self._engines[engine.engine_id]
+        if self._engines.get(engine.address) is engine:
+            del self._engines[engine.address]
         waiting, engine.waiting = engine.waiting, []
         for order in waiting:
             self._end(order, code, message)
@@ -264,8 +276,8 @@ class ReadCoordinator:
         if engine.reads_in_flight == 0:
             self._forget_ranks(engine)
             waiting, engine.waiting = engine.waiting, []
-            if self._engines.get(engine.engine_id) is engine:
-                del self._engines[engine.engine_id]
+            if self._engines.get(engine.address) is engine:
+                del self._engines[engine.address]
             for order in waiting:
                 self.read(order)
 
@@ -276,8 +288,15 @@ class ReadCoordinator:
                 if self._agent.has_peer(_peer_key(engine, rank)):
                     self._agent.remove_peer(_peer_key(engine, rank))
 
-    def evict_unused(self) -> None:
-        """Forget engines that nothing was read from for the time to live; never one with reads in flight."""
+    def look_after_engines(self) -> None:
+        """Give up engines whose handshake never ended, and forget unused ones; never one with reads in flight."""
+        overdue_s = self._now_s() - self._limits.handshake_s
+        for engine in list(self._engines.values()):
+            if engine.phase == "wiring" and engine.last_used_s < overdue_s:
+                message = (
+                    f"the handshake with engine {engine.engine_id} did not end within {self._limits.handshake_s:g} s"
+                )
+                self._fail_engine(engine, "handshake-overdue", message)
         limit_s = self._now_s() - self._limits.engine_ttl_s
         for engine in list(self._engines.values()):
             if engine.phase == "ready" and engine.reads_in_flight == 0 and engine.last_used_s < limit_s:
@@ -403,8 +422,20 @@ def _all_ranks(plan: PeerPlan) -> tuple[Rank, ...]:
     return (*plan.producer_ranks, *plan.notify_only_ranks)
 
 
+def _address(order: ReadOrder | HeartbeatOrder) -> Address:
+    return (
+        order.peer_engine_id,
+        order.peer_host,
+        order.peer_port,
+        order.peer_tp,
+        order.peer_pp,
+        order.peer_dcp,
+    )
+
+
 def _peer_key(engine: _Engine, rank: Rank) -> str:
-    return f"{engine.engine_id}/{rank[0]}.{rank[1]}"
+    _, host, port, tp, pp, dcp = engine.address
+    return f"{engine.engine_id}@{host}:{port}/{tp}.{pp}.{dcp}/{rank[0]}.{rank[1]}"
 
 
 def _is_other_generation(known: int | None, announced: int | None) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerParts", "WorkerParts"]
 
-_GENERATION_BITS = 62
+_SEED_BITS = 62
 
 
 @final
@@ -52,13 +52,14 @@ class SchedulerParts:
             groups=tuple(_group_config(group) for group in facts.groups),
             lease_s=settings.kv_lease_duration,
             fence_slots=settings.fence_slots,
-            fence_seed=secrets.randbits(_GENERATION_BITS) + 1,
+            fence_seed=secrets.randbits(_SEED_BITS) + 1,
             peer_networks=settings.remote_hosts,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,
             readback_lease_s=settings.decoder_kv_blocks_ttl,
             dialect=facts.connector_version,
+            generation=facts.generation,
         )
         return SchedulerState(config)
 
@@ -150,7 +151,7 @@ class WorkerParts:
             agent_metadata=agent.agent_metadata(),
             fence=agent.fence,
             geometry=pack_document(document),
-            generation=secrets.randbits(_GENERATION_BITS) + 1,
+            generation=facts.generation,
         )
         factors = {**facts.factors, **facts.extra_factors}
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version)

@@ -30,7 +30,7 @@ __all__ = ["StepResults", "WorkerSide"]
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
-_EVICT_S = 10.0
+_LOOK_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class WorkerSide:
                 read_timeout_s=settings.read_timeout_s,
                 lease_s=settings.kv_lease_duration,
                 engine_ttl_s=settings.engine_ttl,
+                handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
                 dialect=settings.ticket_dialect or facts.connector_version,
             ),
             now_s=time.monotonic,
@@ -106,7 +107,7 @@ class WorkerSide:
         self._holds.attach(agent)
         agent.start()
         agent.call_every(_TICK_S, self._holds.tick)
-        agent.call_every(_EVICT_S, self._reads.evict_unused)
+        agent.call_every(_LOOK_AFTER_S, self._reads.look_after_engines)
         self._envelope = parts.encode_envelope(caches, document, agent)
         _logger.info(
             "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
@@ -137,6 +138,9 @@ class WorkerSide:
         agent = self._agent
         if agent is None or plan.is_empty:
             return
+        # At once, on this thread: the words must be there before the step's end can make the tickets known.
+        for fence in plan.fences:
+            agent.write_fence(fence.slot, fence.generation)
         agent.call_soon(lambda: self._perform(plan))
 
     def _perform(self, plan: StepPlan) -> None:

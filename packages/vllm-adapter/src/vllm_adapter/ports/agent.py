@@ -60,6 +60,10 @@ class TransferThread(Protocol):
         """Run `function` on the owner thread about every `period_s` while it lives."""
         ...
 
+    def write_fence(self, slot: int, generation: int) -> None:
+        """Write a word of this rank's fence array; one store, any thread."""
+        ...
+
     # owner
     def add_peer(
         self,
@@ -92,9 +96,6 @@ class TransferThread(Protocol):
 
     def cancel(self, transfer_id: str) -> None: ...
     def send_notification(self, peer: str, payload: bytes) -> bool: ...
-    def write_fence(self, slot: int, generation: int) -> None:
-        """Write a word of this rank's fence array."""
-        ...
 
     def statistics(self) -> Mapping[str, float]: ...
     @property

@@ -1,0 +1,206 @@
+"""Speed of kv-handshake against bare ZeroMQ that moves the same bytes.
+
+Every number is a ratio of medians; ours and the baseline take turns within the run, so that a busy machine hits both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+
+from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing, dialect_of, encode_query
+from kv_handshake.testing import sample_envelopes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.synchronize import Event as ProcessEvent
+
+DIALECT = dialect_of(14)
+FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
+RANKS = [(0, rank) for rank in range(8)]
+QUERIES = 4000
+WINDOW = 32
+
+
+def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """Measure everything and return one mapping per number."""
+    envelopes = sample_envelopes(RANKS, regions=128)
+    report(f"one rank's envelope: {len(envelopes[0, 0])} bytes, 128 regions")
+    results = [_responses(envelopes, report), _handshake(envelopes, report), _dead_peers(envelopes, report)]
+    for each in results:
+        report(f"{each['name']}: ratio {each['ratio']:.2f} (target {each['target']}), met: {each['met']}")
+    return results
+
+
+def _result(
+    name: str, unit: str, ours: float, baseline: float, ratio: float, target: str, met: bool
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "baseline": baseline,
+        "ratio": ratio,
+        "target": target,
+        "met": met,
+    }
+
+
+# Server responses per second -----------------------------------------------------------------------------------------
+
+
+def _responses(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+    """Count replies per second to one client that keeps `WINDOW` queries under way; servers in processes of their own."""
+    ours, bare = [], []
+    with _served(_serve_ours, envelopes) as our_port, _served(_serve_bare, envelopes) as bare_port:
+        for _ in range(9):
+            ours.append(_flood(our_port))
+            bare.append(_flood(bare_port))
+    report(f"responses/s: ours {statistics.median(ours):.0f}, bare ROUTER {statistics.median(bare):.0f}")
+    ratio = statistics.median(one / other for one, other in zip(ours, bare, strict=True))
+    return _result(
+        "server responses", "1/s", statistics.median(ours), statistics.median(bare), ratio, ">= 0.7", ratio >= 0.7
+    )
+
+
+def _flood(port: int) -> float:
+    query = encode_query((0, 3), DIALECT)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.connect(f"tcp://127.0.0.1:{port}")
+        sock.send_multipart((b"", query))
+        sock.recv_multipart()
+        began = time.perf_counter()
+        for _ in range(WINDOW):
+            sock.send_multipart((b"", query))
+        for number in range(QUERIES):
+            sock.recv_multipart()
+            if number + WINDOW < QUERIES:
+                sock.send_multipart((b"", query))
+        return QUERIES / (time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _served(target: Callable[..., None], envelopes: Mapping[tuple[int, int], bytes]) -> Iterator[int]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    stop = spawn.Event()
+    process = spawn.Process(target=target, args=(dict(envelopes), theirs.send, stop), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        stop.set()
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+
+
+def _serve_ours(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int], None], stop: ProcessEvent) -> None:
+    # The limiter works as always; it is only set so high that it lets everything through.
+    listener = Listener("127.0.0.1", 0, payloads=envelopes, limits=QueryLimits(queries_per_s=1e6, burst=1e6))
+    listener.start()
+    tell(listener.port)
+    stop.wait()
+    listener.close()
+
+
+def _serve_bare(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int], None], stop: ProcessEvent) -> None:
+    payload, clock = envelopes[0, 3], b"\xcb" + bytes(8)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVTIMEO, 500)
+        tell(sock.bind_to_random_port("tcp://127.0.0.1"))
+        while not stop.is_set():
+            with contextlib.suppress(zmq.Again):
+                identity, empty, _ = sock.recv_multipart()
+                sock.send_multipart((identity, empty, payload, clock))
+
+
+# One handshake -------------------------------------------------------------------------------------------------------
+
+
+def _handshake(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+    """Time one handshake of 8 ranks, connection included, against one bare REQ socket that fetches the same bytes."""
+    ours, bare = [], []
+    client = Client(LocalOffer(factors=FACTORS))
+    with _served(_serve_ours, envelopes) as our_port, _served(_serve_bare, envelopes) as bare_port:
+        for _ in range(60):
+            began = time.perf_counter()
+            outcome = client.fetch(host="127.0.0.1", port=our_port, ranks=RANKS, engine_id="engine-a", dialect=14)
+            ours.append(time.perf_counter() - began)
+            if not outcome.is_ok:
+                raise RuntimeError(outcome.message)
+            began = time.perf_counter()
+            _fetch_bare(bare_port)
+            bare.append(time.perf_counter() - began)
+    client.close()
+    median, baseline = statistics.median(ours), statistics.median(bare)
+    report(f"one handshake: ours {median * 1e3:.2f} ms, bare REQ/ROUTER {baseline * 1e3:.2f} ms")
+    ratio = median / baseline
+    return _result("handshake of 8 ranks x 128 regions", "s", median, baseline, ratio, "<= 1.5", ratio <= 1.5)
+
+
+def _fetch_bare(port: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.connect(f"tcp://127.0.0.1:{port}")
+        for rank in RANKS:
+            sock.send(encode_query(rank, DIALECT))
+            sock.recv_multipart()
+
+
+# Dead peers ----------------------------------------------------------------------------------------------------------
+
+
+def _dead_peers(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+    """Time 48 healthy peers, asked together with 16 dead ones and without them. Half of the dead hang, half refuse."""
+    with_dead, without = [], []
+    with (
+        _served(_serve_ours, envelopes) as port,
+        socket.create_server(("127.0.0.1", 0), backlog=256) as mute,
+        socket.socket() as closed,
+    ):
+        closed.bind(("127.0.0.1", 0))
+        dead = [mute.getsockname()[1], closed.getsockname()[1]] * 8
+        mixed = [port if index % 4 else dead[index // 4] for index in range(64)]
+        for _ in range(9):
+            without.append(_time_healthy([port] * 48, port))
+            with_dead.append(_time_healthy(mixed, port))
+    median, baseline = statistics.median(with_dead), statistics.median(without)
+    report(f"48 healthy peers: {median * 1e3:.1f} ms beside 16 dead, {baseline * 1e3:.1f} ms without them")
+    ratio = median / baseline
+    return _result("healthy peers beside dead ones", "s", median, baseline, ratio, "<= 2", ratio <= 2)
+
+
+def _time_healthy(ports: Sequence[int], healthy: int) -> float:
+    """Return the time until every healthy peer is ready, with a fresh client."""
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=30, attempt_s=10))
+    left = threading.Semaphore(0)
+    began = time.perf_counter()
+    for port in ports:
+        client.request(
+            host="127.0.0.1",
+            port=port,
+            ranks=RANKS,
+            engine_id="engine-a",
+            dialect=14,
+            on_done=lambda outcome: left.release() if outcome.is_ok else None,
+        )
+    for _ in range(ports.count(healthy)):
+        if not left.acquire(timeout=20):
+            raise RuntimeError("a healthy peer was not ready in 20 s")
+    elapsed = time.perf_counter() - began
+    client.close()
+    return elapsed
+
+
+if __name__ == "__main__":
+    run(print)
