@@ -3,6 +3,7 @@
 from ._agent import TransferAgent
 from ._bindings import NixlBinding, available_plugins, find_nixl, open_nixl
 from ._errors import ERROR_CODES, AgentError, ErrorFacts, Fault
+from ._integrity import ChecksumTable, PageLayout, host_pages, page_check
 from ._memory import CLOSED_GENERATION
 from ._metadata import open_metadata, seal_metadata
 from ._options import AgentOptions, BackendOptions, SyncMode, ThreadOptions
@@ -24,6 +25,7 @@ __all__ = [
     "AgentError",
     "AgentOptions",
     "BackendOptions",
+    "ChecksumTable",
     "ErrorFacts",
     "Fault",
     "Handle",
@@ -34,6 +36,7 @@ __all__ = [
     "Operation",
     "Outcome",
     "PageCheck",
+    "PageLayout",
     "PortFactory",
     "PortFeatures",
     "Progress",
@@ -49,8 +52,10 @@ __all__ = [
     "WireTelemetry",
     "available_plugins",
     "find_nixl",
+    "host_pages",
     "open_metadata",
     "open_nixl",
+    "page_check",
     "seal_metadata",
 ]
 

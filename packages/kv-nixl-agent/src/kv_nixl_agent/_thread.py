@@ -179,8 +179,8 @@ class TransferThread:
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
 
-        It is one aligned store and no call into NIXL. A producer writes the word of a new request on the engine thread, so
-        that it is there before anybody can hold the ticket.
+        It is one aligned store and no call into NIXL. A producer writes the word of a new request on the engine
+        thread, so that it is there before anybody can hold the ticket.
 
         Raises:
             AgentError: `bad-fence`, `not-started`.
@@ -343,7 +343,6 @@ class TransferThread:
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent."""
         return self._own().send_notification(peer, payload)
-
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register further memory; `agent_metadata` changes."""
