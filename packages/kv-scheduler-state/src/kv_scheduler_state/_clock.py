@@ -12,17 +12,7 @@ from typing import final
 
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, quote
 
-__all__ = ["ObservedClock", "require_time"]
-
-
-def require_time(now_s: float) -> None:
-    """Refuse a time that is no finite number of at least zero.
-
-    Raises:
-        InvalidEvent: `invalid-event`.
-    """
-    if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s < math.inf:
-        raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
+__all__ = ["ObservedClock"]
 
 
 @final
@@ -49,7 +39,7 @@ class ObservedClock:
             InvalidEvent: `invalid-event`, for a reading that is no finite number of at least zero.
         """
         if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s < math.inf:
-            require_time(now_s)
+            raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
         last_s = self._last_s
         if now_s == last_s:
             return self.observed_s

@@ -3,6 +3,7 @@
 Free of pytest: a failed check raises `ModelViolation`, which is an `AssertionError`.
 """
 
+from kv_scheduler_state.testing._checks import check_lease_table, check_scheduler_state
 from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer, Peer
 from kv_scheduler_state.testing._explore import Exploration, World, decode_world, explore, pair_world, prefill_world
 from kv_scheduler_state.testing._model import ModelViolation, Step, demand
@@ -19,6 +20,8 @@ __all__ = [
     "Step",
     "Tables",
     "World",
+    "check_lease_table",
+    "check_scheduler_state",
     "decode_world",
     "demand",
     "explore",

@@ -83,11 +83,12 @@ class World:
         return steps
 
     def _reader_steps(self, prefill: PrefillSide) -> Iterator[Step]:
-        # Without a decode side the readers act on their own: once each, and one of them twice.
+        # Without a decode side the readers act on their own, as often as they like and on each worker by itself.
         for request_id, prompt in prefill.prompts.items():
             if prompt.ticket is not None:
-                yield from (("read", request_id, reader) for reader in prefill.readers)
-                yield ("renew", request_id)
+                for worker in range(len(prefill.tables)):
+                    yield from (("read", request_id, reader, str(worker)) for reader in prefill.readers)
+                    yield ("renew", request_id, str(worker))
 
     def apply(self, step: Step) -> None:
         """Let one of `steps` happen.
@@ -101,9 +102,9 @@ class World:
             elif step[0].startswith("p-"):
                 cast("PrefillSide", self.prefill).apply(step, self.now_s)
             elif step[0] == "read":
-                cast("PrefillSide", self.prefill).notify(step[1], step[2], self.now_s)
+                cast("PrefillSide", self.prefill).notify(step[1], step[2], self.now_s, int(step[3]))
             elif step[0] == "renew":
-                cast("PrefillSide", self.prefill).renew(step[1], self.now_s)
+                cast("PrefillSide", self.prefill).renew(step[1], self.now_s, int(step[2]))
             else:
                 cast("DecodeSide", self.decode).apply(step, self.now_s)
         except SchedulerStateError as error:

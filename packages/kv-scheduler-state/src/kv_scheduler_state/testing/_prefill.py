@@ -255,10 +255,10 @@ class PrefillSide:
         """Return the ticket of a request, once there is one."""
         return self.prompts[request_id].ticket
 
-    def notify(self, request_id: str, reader: str, now_s: float) -> None:
-        """Deliver a reader's completion to every worker."""
+    def notify(self, request_id: str, reader: str, now_s: float, only: int | None = None) -> None:
+        """Deliver a reader's completion to one worker, or to every one."""
         prompt = self.prompts[request_id]
-        for worker, table in enumerate(self.tables):
+        for worker, table in self._workers(only):
             verdict = table.read_complete(request_id, reader=reader, reader_count=len(self.readers), now_s=now_s)
             demand(
                 verdict != "counted" or reader not in prompt.delivered[worker],
@@ -267,15 +267,19 @@ class PrefillSide:
             if verdict != "unknown":  # a worker that uses no announcements does not hear a reader before the grant
                 prompt.delivered[worker] |= {reader}
 
-    def renew(self, request_id: str, now_s: float) -> None:
-        """Deliver a heartbeat to every worker."""
+    def renew(self, request_id: str, now_s: float, only: int | None = None) -> None:
+        """Deliver a heartbeat to one worker, or to every one."""
         prompt = self.prompts[request_id]
-        for worker, table in enumerate(self.tables):
+        for worker, table in self._workers(only):
             table.renew(request_id, now_s=now_s)
             deadline_s = prompt.deadlines[worker]
             if deadline_s is not None:
                 # A lease that is due but not yet looked at is still a lease: its renewal was waiting in the queue.
                 prompt.deadlines[worker] = max(deadline_s, now_s + RENEWAL_S)
+
+    def _workers(self, worker: int | None) -> list[tuple[int, LeaseTable]]:
+        numbered = list(enumerate(self.tables))
+        return numbered if worker is None else [numbered[worker]]
 
     def is_fence_intact(self, request_id: str) -> bool:
         """Whether the fence words say what the ticket says."""

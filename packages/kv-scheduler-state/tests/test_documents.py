@@ -1,0 +1,67 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from scheduler_helpers import scheduler
+
+import kv_scheduler_state
+from kv_scheduler_state import LeaseTable
+from kv_scheduler_state.__main__ import main
+from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
+
+PACKAGE = Path(__file__).parents[1]
+PAGE = PACKAGE.parents[1] / "docs" / "state-machines.md"
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="the package is tested outside its repository")
+def test_the_diagrams_are_those_of_the_tables(capsys):
+    assert main(["--check", str(PAGE)]) == 0
+    assert main(["--check", str(PAGE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_equal"] is True
+
+
+def test_the_page_is_printed_and_a_difference_is_told(capsys, tmp_path):
+    assert main([]) == 0
+    page = capsys.readouterr().out
+    assert page.count("```mermaid") == 3
+    other = tmp_path / "page.md"
+    other.write_text(page.replace("queued", "parked"))
+    assert main(["--check", str(other)]) == 1
+    assert "differs" in capsys.readouterr().out
+    assert main(["--check", str(other), "--json"]) == 1
+    assert main(["--check", str(tmp_path / "missing")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_readme_run():
+    examples = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_the_readme_lists_every_error_code():
+    readme = (PACKAGE / "README.md").read_text()
+    sources = "".join(path.read_text() for path in Path(kv_scheduler_state.__file__).parent.glob("_*.py"))
+    codes = set(re.findall(r'"((?:ticket|plan|invalid|unknown|duplicate|illegal)-[a-z-]+)"', sources))
+    assert len(codes) > 15
+    assert not {code for code in codes if f"`{code}`" not in readme}
+
+
+def test_every_event_and_effect_has_a_name():
+    for table in (kv_scheduler_state.PRODUCER_TABLE, kv_scheduler_state.CONSUMER_TABLE, kv_scheduler_state.LEASE_TABLE):
+        assert all(re.fullmatch(r"[a-z-]+", event) for event in table.events)
+        assert all(row.why.endswith(".") for row in table.rows)
+
+
+def test_the_shipped_classes_pass_the_shipped_checks():
+    check_scheduler_state(scheduler)
+    check_lease_table(LeaseTable)
+    with pytest.raises(ModelViolation, match="no"):
+        demand(is_kept=False, promise="no")
+    assert GenerousPeer(1).is_fence_intact("p0")

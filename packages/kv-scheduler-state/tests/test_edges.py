@@ -1,0 +1,224 @@
+"""Configuration, mistakes of the caller, and what the state says about itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
+
+import kv_scheduler_state
+from kv_scheduler_state import (
+    GroupConfig,
+    InvalidConfig,
+    InvalidEvent,
+    SchedulerStateError,
+    Table,
+    TicketLimits,
+    Transition,
+    UnknownRequest,
+)
+from kv_scheduler_state.testing import pair_world
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine_id": ""},
+        {"host": ""},
+        {"port": 0},
+        {"tp": 0},
+        {"groups": ()},
+        {"state_backoff_tokens": -1},
+        {"fence_slots": -1},
+        {"lease_s": 0.0},
+        {"readback_lease_s": math.inf},
+        {"heartbeat_s": 30.0},
+        {"fence_seed": 0},
+        {"fence_seed": 1 << 63},
+        {"load_failure_policy": "retry"},
+        {"trace_length": 0},
+        {"bidirectional": True, "uses_host_buffer": True},
+        {"peer_networks": ("10.0.0.0/99",)},
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(changes):
+    with pytest.raises(InvalidConfig) as caught:
+        config(**changes)
+    assert (caught.value.code, caught.value.fault, caught.value.is_retry_safe) == ("invalid-config", "local", False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "odd"},
+        {"block_tokens": 0},
+        {"kind": "window"},
+        {"window_tokens": 5},
+        {"scratch_blocks": 1},
+        {"kind": "state", "scratch_blocks": -1},
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(changes):
+    with pytest.raises(InvalidConfig):
+        GroupConfig(**changes)
+
+
+def test_limits_have_limits():
+    for changes in ({"max_keys": 0}, {"max_lease_s": math.inf}, {"max_block_id": 1 << 32}):
+        with pytest.raises(InvalidConfig):
+            TicketLimits(**changes)
+    with pytest.raises(InvalidConfig, match="listed twice"):
+        Table("odd", (Transition("a", "x", "b", (), ""), Transition("a", "x", "c", (), "")))
+
+
+def test_the_config_can_be_read_back():
+    state = scheduler(lease_s=60.0, dialect=14, generation=3)
+    assert state.config.heartbeat_period_s == 10.0
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    params = state.finish("p1", reason="stop", block_ids=[[1]], computed_tokens=48, now_s=0.0).params
+    assert (params["kv_dialect"], params["kv_generation"], params["kv_lease_s"]) == (14, 3, 60.0)
+
+
+def mistakes(state):
+    blocks = {"block_ids": [[1]], "new_block_ids": [[1]], "external_tokens": 0, "now_s": 0.0}
+    end = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "now_s": 0.0}
+    yield lambda: state.arrive("", None, prompt_tokens=1, now_s=0.0)
+    yield lambda: state.arrive(7, None, prompt_tokens=1, now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens=-1, now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens="1", now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens=1, now_s=-1.0)
+    yield lambda: state.arrive("d1", None, prompt_tokens=1, now_s=0.0)
+    yield lambda: state.external_tokens("d1", computed_tokens=-1)
+    yield lambda: state.external_tokens(["d1"], computed_tokens=1)
+    yield lambda: state.allocate("d1", **{**blocks, "external_tokens": -1})
+    yield lambda: state.allocate("d1", **{**blocks, "external_tokens": True})
+    yield lambda: state.allocate("d1", **{**blocks, "external_tokens": 1, "new_block_ids": [[1], [2]]})
+    yield lambda: state.allocate("d1", **{**blocks, "external_tokens": 1, "block_ids": []})
+    yield lambda: state.allocate("d1", **{**blocks, "now_s": math.nan})
+    yield lambda: state.allocate("gone", **blocks)
+    yield lambda: state.scheduled("gone", new_block_ids=[[1]], is_prompt_complete=True)
+    yield lambda: state.scheduled("p1", new_block_ids=[], is_prompt_complete=True)
+    yield lambda: state.preempt("gone", now_s=0.0)
+    yield lambda: state.preempt("d1", now_s=0.0)
+    yield lambda: state.finish("d1", **{**end, "reason": "tired"})
+    yield lambda: state.finish("d1", **{**end, "computed_tokens": None})
+    yield lambda: state.finish("p1", **{**end, "reason": "length", "block_ids": [[1], [2]]})
+    yield lambda: state.finish("p1", **{**end, "now_s": "0"})
+    yield lambda: state.finish("gone", **end)
+    yield lambda: state.transfer_results(sent=["gone"], received=[], failed=[])
+    yield lambda: state.transfer_results(sent=["d1"], received=["p1"], failed=[])
+    yield lambda: state.take_step_plan(now_s=-1.0)
+    yield lambda: state.revoke("d1", now_s=0.0)
+    yield lambda: state.revoke("p1", now_s=0.0)
+    yield lambda: state.explain("gone", now_s=0.0)
+    yield lambda: state.snapshot(now_s=math.inf)
+
+
+def test_a_mistake_is_coded_and_changes_nothing():
+    state = scheduler(trace_length=2)
+    with_ticket(state)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    before = state.snapshot(now_s=0.0)
+    for mistake in mistakes(state):
+        with pytest.raises(SchedulerStateError) as caught:
+            mistake()
+        assert caught.value.code in {"invalid-event", "unknown-request", "duplicate-request", "illegal-transition"}
+        assert dict(caught.value.context) is not None
+        assert state.snapshot(now_s=0.0) == before
+        assert state.check_invariants() == ()
+    assert len(state.take_step_plan(now_s=0.0).expects) == 1
+
+
+def test_messages_do_not_repeat_what_is_hostile():
+    state = scheduler()
+    with pytest.raises(UnknownRequest) as caught:
+        state.explain("x" * 10_000, now_s=0.0)
+    assert len(str(caught.value)) < 250
+    with pytest.raises(InvalidEvent, match="now_s is a list"):
+        state.take_step_plan(now_s=[0] * 10_000)
+    with pytest.raises(InvalidEvent, match="a int"):
+        state.external_tokens(next(iter(with_big(state))), computed_tokens=-(10**400))
+
+
+def with_big(state):
+    with_ticket(state, "d9")
+    yield "d9"
+
+
+def test_a_snapshot_says_why_a_request_waits():
+    state = scheduler(trace_length=2)
+    state.arrive("local", None, prompt_tokens=3, now_s=0.0)
+    with_ticket(state, now_s=1.0)
+    state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=48, now_s=3.0)
+    local, consumer = state.snapshot(now_s=4.0)
+    assert (local["role"], local["state"], local["age_s"]) == ("none", "running", 4.0)
+    assert (consumer["role"], consumer["state"], consumer["age_s"]) == ("consumer", "reading", 3.0)
+    assert consumer["waits_for"] == "the workers, to report the end of its read"
+    assert consumer["consumer"]["in_state_s"] == 1.0
+    assert consumer["consumer"]["is_renewed"]
+    assert consumer["consumer"]["trace"] == [
+        {"at_s": 1.0, "event": "arrive", "state": "queued"},
+        {"at_s": 3.0, "event": "load", "state": "reading"},
+    ]
+    state.transfer_results(sent=[], received=["d1"], failed=[])
+    assert len(state.explain("d1", now_s=4.0)["consumer"]["trace"]) == 2
+
+
+def test_a_broken_state_says_so():
+    state = scheduler()
+    with_ticket(state)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    state.arrive("local", None, prompt_tokens=1, now_s=0.0)
+    assert state.check_invariants() == ()
+    live = state._live
+    live["local"].is_finished = True
+    live["p1"].producer.state = "leased"
+    live["p1"].producer.fence = None
+    live["d1"].consumer.state = "odd"
+    state._consumers.heartbeats.stop(live["d1"].consumer.peer, "cmpl-1")
+    state._outbox.expects["stranger"] = None
+    state._outbox.has_orders = False
+    broken = "\n".join(state.check_invariants())
+    for text in (
+        "still remembered",
+        "has not finished",
+        "fence slots",
+        "in no table",
+        "is renewed",
+        "heartbeats go to",
+    ):
+        assert text in broken
+    assert "has_orders=False" in broken
+    assert "stranger" in broken
+
+
+def test_everything_public_is_documented():
+    for name in kv_scheduler_state.__all__:
+        value = getattr(kv_scheduler_state, name)
+        if isinstance(value, type):
+            assert value.__doc__, name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(20, 150))
+def test_a_random_walk_of_three_requests_heals(random, length):
+    world = pair_world(requests=3, adversity=2)
+    for _ in range(length):
+        world.apply(random.choice(world.steps()))
+    world.probe()
+    world.heal()
+
+
+def test_a_ticket_is_not_changed_by_a_whole_life():
+    params = consumer_params(remote_block_ids=[[1, 2, 3]])
+    state = scheduler()
+    state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
+    state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=48, now_s=0.0)
+    params["remote_block_ids"][0].append(99)  # nor does what happens to it later matter
+    assert state.take_step_plan(now_s=0.0).reads[0].peer_block_ids == ((1, 2, 3),)

@@ -1,0 +1,216 @@
+"""Leases on one worker."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_scheduler_state import IllegalTransition, InvalidConfig, InvalidEvent, LeaseTable, ObservedClock, StepPlan
+
+
+def granted(lease_s=30.0, *, at=0.0, **changes):
+    table = LeaseTable(**changes)
+    table.grant("p1", lease_s=lease_s, fence=(0, 7), now_s=at)
+    return table
+
+
+def test_a_renewal_moves_the_deadline_and_never_back():
+    table = granted(max_pause_s=math.inf)
+    assert table.next_deadline_s == 30.0
+    assert table.renew("p1", now_s=1.0)
+    assert table.next_deadline_s == 30.0
+    assert table.renew("p1", now_s=20.0)
+    assert table.next_deadline_s == 40.0
+    assert not table.renew("p2", now_s=20.0)
+    for now_s in (25.0, 30.0, 35.0, 39.9):
+        assert table.take_ended(now_s=now_s) == ()
+    (end,) = table.take_ended(now_s=40.0)
+    assert (end.reason, end.fence, end.is_revoked, end.readers_done) == ("expired", (0, 7 | 1 << 63), False, 0)
+    assert table.next_deadline_s is None
+    assert table.read_complete("p1", reader="r", reader_count=1, now_s=41.0) == "expired"
+
+
+def test_a_renewed_lease_is_looked_at_again_when_its_first_deadline_passes():
+    table = granted(max_pause_s=math.inf)
+    table.renew("p1", now_s=20.0)
+    assert table.take_ended(now_s=31.0) == ()
+    assert table.next_deadline_s == 40.0
+    table.release("p1", now_s=32.0)
+    assert len(table.take_ended(now_s=50.0)) == 1
+
+
+def test_a_long_pause_does_not_end_a_lease_that_was_renewed_in_time():
+    table = granted()
+    table.take_ended(now_s=4.0)
+    table.renew("p1", now_s=5.0)
+    # The process stands still for an hour; the heartbeats of that hour are still in the queue.
+    assert table.take_ended(now_s=3605.0) == ()
+    assert table.renew("p1", now_s=3605.1)
+    assert table.next_deadline_s == pytest.approx(3625.1)
+
+
+def test_a_clock_that_is_set_back_or_forth_ends_nothing_and_stops_nothing():
+    table = granted(at=1000.0)
+    assert table.take_ended(now_s=9000.0) == ()
+    assert table.take_ended(now_s=10.0) == ()
+    ends = [end for now_s in range(11, 41) for end in table.take_ended(now_s=float(now_s))]
+    assert [end.request_id for end in ends] == ["p1"]
+
+
+def test_without_pauses_the_clock_is_the_callers():
+    clock = ObservedClock(math.inf)
+    assert [clock.observe(now_s) for now_s in (5, 5, 7.5, 3, 4)] == [5.0, 5.0, 7.5, 7.5, 8.5]
+    assert ObservedClock().to_reading(3.0) == 3.0
+    with pytest.raises(InvalidConfig):
+        ObservedClock(0.0)
+
+
+def test_readers_count_once_each_and_only_as_announced():
+    table = granted()
+    calls = [("a", 3), ("a", 3), ("b", 2), ("b", 0), ("b", True), ("", 3), (7, 3), ("b", 5000), ("b", 3)]
+    verdicts = [table.read_complete("p1", reader=reader, reader_count=count, now_s=0.0) for reader, count in calls]
+    refused = ["bad-count"] * 3 + ["bad-reader"] * 2 + ["bad-count"]
+    assert verdicts == ["counted", "duplicate", *refused, "counted"]
+    assert table.read_complete("p1", reader="c", reader_count=3, now_s=0.0) == "complete"
+    assert table.take_ended(now_s=0.0)[0].readers_done == 3
+    assert table.read_complete("p1", reader="c", reader_count=3, now_s=0.0) == "duplicate"
+    assert table.read_complete("p9", reader="c", reader_count=3, now_s=0.0) == "unknown"
+
+
+def test_only_admitted_readers_count_if_so_configured():
+    table = granted(admits_all_readers=False)
+    table.admit_reader("a")
+    assert table.read_complete("p1", reader="mallory", reader_count=1, now_s=0.0) == "unadmitted-reader"
+    table.dismiss_reader("a")
+    assert table.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "unadmitted-reader"
+    table.admit_reader("a")
+    assert table.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "complete"
+
+
+def test_readers_that_are_faster_than_the_grant_count():
+    table = LeaseTable()
+    table.expect("p1", now_s=0.0)
+    assert table.renew("p1", now_s=0.0)
+    assert table.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "complete"
+    assert table.read_complete("p1", reader="b", reader_count=1, now_s=0.0) == "bad-count"
+    assert table.take_ended(now_s=1.0) == ()
+    table.grant("p1", lease_s=30.0, fence=(0, 7), now_s=2.0)
+    assert [end.reason for end in table.take_ended(now_s=2.0)] == ["read"]
+
+
+def test_the_youngest_unread_leases_can_be_taken_back():
+    table = LeaseTable()
+    for index in range(4):
+        table.grant(f"p{index}", lease_s=30.0, fence=None, now_s=float(index))
+    table.read_complete("p3", reader="a", reader_count=2, now_s=4.0)
+    assert table.revocable(2) == ("p2", "p1")
+    assert table.revocable(-1) == ()
+    table.apply(StepPlan(revokes=("p2", "gone-already")), now_s=4.0)
+    (end,) = table.take_ended(now_s=4.0)
+    assert (end.request_id, end.reason, end.is_revoked, end.is_reported, end.fence) == (
+        "p2", "expired", True, True, None
+    )  # fmt: skip
+
+
+def test_the_table_explains_itself():
+    table = granted()
+    table.expect("p2", now_s=1.0)
+    first, second = table.snapshot(now_s=2.0)
+    assert (first["state"], first["left_s"], first["in_state_s"]) == ("granted", 28.0, 2.0)
+    assert (second["state"], second["left_s"], second["trace"]) == (
+        "expected", None, [{"at_s": 1.0, "event": "expect", "state": "expected"}]
+    )  # fmt: skip
+    assert table.live_count() == 2
+    assert table.check_invariants() == ()
+
+
+def test_a_broken_table_says_so():
+    table = granted()
+    table._heap.clear()
+    table._leases["p1"].state = "odd"
+    table._leases["p2"] = table._leases["p1"]
+    table.expect("p3", now_s=0.0)
+    table._leases["p3"].state = "granted"
+    table.release("p3", now_s=0.0)
+    table.expect("p3", now_s=0.0)
+    assert len(table.check_invariants()) == 3
+    table._leases["p2"].state = "granted"
+    assert any("nothing will ever expire" in text for text in table.check_invariants())
+
+
+def test_mistakes_of_the_caller_are_refused_and_change_nothing():
+    table = granted()
+    for lease_s in (0.0, -1.0, math.nan, math.inf, True, "30"):
+        with pytest.raises(InvalidEvent):
+            table.grant("p2", lease_s=lease_s, fence=None, now_s=0.0)
+    for now_s in (-1.0, math.nan, math.inf, None, "0", True):
+        with pytest.raises(InvalidEvent):
+            table.take_ended(now_s=now_s)
+    plan = StepPlan(expects=("p1", "p2"))
+    with pytest.raises(IllegalTransition, match="lease request 'p1' in state 'granted'"):
+        table.apply(plan, now_s=0.0)
+    assert table.live_count() == 2
+    for changes in ({"renewal_fraction": 0.0}, {"max_readers": 0}, {"remembered_ends": -1}):
+        with pytest.raises(InvalidConfig):
+            LeaseTable(**changes)
+
+
+def test_ends_are_forgotten_in_the_end():
+    table = LeaseTable(remembered_ends=1)
+    for request_id in ("p1", "p2"):
+        table.grant(request_id, lease_s=1.0, fence=None, now_s=0.0)
+        table.read_complete(request_id, reader="a", reader_count=1, now_s=0.0)
+    verdicts = [table.read_complete(name, reader="a", reader_count=1, now_s=0.0) for name in ("p1", "p2")]
+    assert verdicts == ["unknown", "duplicate"]
+    silent = granted(remembered_ends=0)
+    silent.release("p1", now_s=0.0)
+    assert silent.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "unknown"
+
+
+def test_an_id_can_be_used_again():
+    table = granted()
+    table.release("p1", now_s=0.0)
+    table.grant("p1", lease_s=50.0, fence=(0, 8), now_s=1.0)
+    assert [end.fence for end in table.take_ended(now_s=1.0)] == [(0, 7 | 1 << 63)]
+    table.release("p1", now_s=2.0)
+    assert table.next_deadline_s is None
+    table.expect("p1", now_s=2.0)
+    assert table.read_complete("p1", reader="a", reader_count=2, now_s=2.0) == "counted"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("gnrt"), st.integers(0, 5), st.floats(0.1, 4.0)),
+        max_size=60,
+    )
+)
+def test_a_lease_ends_exactly_when_its_last_deadline_passes(events):
+    table = LeaseTable(max_pause_s=math.inf)
+    deadlines, now_s, ended = {}, 0.0, []
+    for kind, index, value in events:
+        name = f"p{index}"
+        if kind == "g" and name not in deadlines:
+            table.grant(name, lease_s=3 * value, fence=None, now_s=now_s)
+            deadlines[name] = now_s + 3 * value, 2 * value
+        elif kind == "n":
+            assert table.renew(name, now_s=now_s) == (name in deadlines)
+            if name in deadlines:
+                at_s, extension_s = deadlines[name]
+                deadlines[name] = max(at_s, now_s + 3 * (extension_s / 2) * (2 / 3)), extension_s
+        elif kind == "r" and name in deadlines:
+            table.release(name, now_s=now_s)
+            assert [end.request_id for end in table.take_ended(now_s=now_s)][-1] == name
+            del deadlines[name]
+        else:
+            now_s += value
+            ended = [end.request_id for end in table.take_ended(now_s=now_s)]
+            due = sorted((at_s, name) for name, (at_s, _) in deadlines.items() if at_s <= now_s + 1e-9)
+            assert set(ended) <= {name for _, name in due}
+            assert {name for at_s, name in due if at_s < now_s - 1e-9} <= set(ended)
+            for name in ended:
+                del deadlines[name]
+        assert table.check_invariants() == ()

@@ -1,0 +1,93 @@
+"""Each of these stranded, killed or corrupted something in vLLM's own connector, at least once."""
+
+from __future__ import annotations
+
+import copy
+
+from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
+
+from kv_scheduler_state import LeaseTable
+
+
+def test_leases_end_by_deadline_and_not_by_order_of_grant():
+    table = LeaseTable()
+    table.grant("long", lease_s=2.0, fence=None, now_s=0.0)
+    table.grant("short", lease_s=1.0, fence=None, now_s=0.0)
+    assert [end.request_id for end in table.take_ended(now_s=1.0)] == ["short"]
+    assert [end.request_id for end in table.take_ended(now_s=2.0)] == ["long"]
+
+
+def test_a_flag_alone_does_not_kill_the_engine_or_park_the_request():
+    for params in ({"do_remote_prefill": True}, consumer_params(remote_host=None)):
+        state = scheduler()
+        admission = state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
+        assert admission.rejected_code == "ticket-missing"
+        assert state.external_tokens("d1", computed_tokens=0) == 0
+        # Aborted before it was scheduled: nothing is left that could fail later.
+        state.finish("d1", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
+        assert state.take_step_plan(now_s=0.0).is_empty
+
+
+def test_every_message_to_the_producer_carries_the_producers_id():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="cmpl-1-prefill")
+    with_ticket(state, "d2", remote_request_id="cmpl-2-prefill")
+    state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
+    plan = state.take_step_plan(now_s=0.0)
+    assert [order.peer_request_id for order in plan.reads] == ["cmpl-1-prefill"]
+    assert [beat.peer_request_ids for beat in plan.heartbeats] == [("cmpl-2-prefill",)]
+
+
+def test_notify_only_work_is_not_reported_and_leaves_nothing_behind():
+    state = scheduler()
+    with_ticket(state, "hit")
+    with_ticket(state, "aborted")
+    state.allocate("hit", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
+    state.finish("aborted", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
+    plan = state.take_step_plan(now_s=0.0)
+    assert [(order.request_id, order.is_notify_only, order.is_reported) for order in plan.reads] == [
+        ("hit", True, False),
+        ("aborted", True, False),
+    ]
+    assert plan.heartbeats == ()
+    state.finish("hit", reason="stop", block_ids=[[1, 2, 3]], computed_tokens=49, now_s=0.0)
+    assert state.live_count == 0
+
+
+def test_a_stop_at_the_first_token_hands_over():
+    state = scheduler()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    assert state.finish("p1", reason="stop", block_ids=[[1]], computed_tokens=48, now_s=0.0).keep_blocks
+
+
+def test_a_prefill_that_ends_without_blocks_is_forgotten_by_the_workers():
+    state, table = scheduler(), LeaseTable()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    table.apply(state.take_step_plan(now_s=0.0), now_s=0.0)
+    decision = state.finish("p1", reason="length", block_ids=[[]], computed_tokens=0, now_s=0.0)
+    assert (decision.keep_blocks, decision.params) == (False, None)
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.releases == ("p1",)
+    table.apply(plan, now_s=0.0)
+    (end,) = table.take_ended(now_s=0.0)
+    assert (end.reason, end.is_reported, table.live_count(), state.live_count) == ("released", False, 0, 0)
+
+
+def test_asking_for_the_external_tokens_changes_nothing():
+    state = scheduler(groups=(STATE,))
+    params = prefill_request_params()
+    before = copy.deepcopy(params)
+    assert state.arrive("p1", params, prompt_tokens=10, now_s=0.0).truncate_tokens == 1
+    ticket = consumer_params()
+    assert state.arrive("d1", ticket, prompt_tokens=10, now_s=0.0).truncate_tokens == 0
+    snapshot = state.snapshot(now_s=0.0)
+    for _ in range(3):
+        assert state.external_tokens("p1", computed_tokens=0) == 0
+        assert state.external_tokens("d1", computed_tokens=0) == 9
+        # The prefix lookup came first: with all but the last token here, nothing is left to read, and nothing is lost.
+        assert state.external_tokens("d1", computed_tokens=9) == 0
+    assert state.snapshot(now_s=0.0) == snapshot
+    assert params == before
+    assert ticket == consumer_params()

@@ -1,0 +1,406 @@
+"""Lifecycles that vLLM's own connector is tested for, told to this package."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_helpers import FULL, STATE, WINDOW, consumer_params, prefill_request_params, scheduler, with_ticket
+
+from kv_scheduler_state import BlockClipper, GroupConfig, IllegalTransition, InvalidEvent
+
+
+def allocate(state, request_id, blocks, new=None, *, external=0, now_s=0.0):
+    new = blocks if new is None else new
+    state.allocate(request_id, block_ids=blocks, new_block_ids=new, external_tokens=external, now_s=now_s)
+
+
+def finish(state, request_id, reason="length", blocks=([1, 2, 3],), tokens=48, now_s=0.0):
+    return state.finish(request_id, reason=reason, block_ids=blocks, computed_tokens=tokens, now_s=now_s)
+
+
+# ---- remote prefill: the decode side
+
+
+def test_the_read_order_holds_the_allocated_blocks():
+    state = scheduler()
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    (order,) = state.take_step_plan(now_s=0.0).reads
+    assert (order.local_block_ids, order.peer_block_ids) == (((4, 5, 6),), ((1, 2, 3),))
+    assert (order.peer_engine_id, order.peer_host, order.peer_port) == ("prefill-0", "10.0.0.1", 5600)
+    assert (order.peer_tp, order.peer_pp, order.peer_dcp, order.peer_generation, order.peer_dialect) == (
+        2, 1, 1, None, None
+    )  # fmt: skip
+    assert (order.fence, order.lease_s, order.is_reported, order.external_tokens) == (None, None, True, 48)
+
+
+def test_interleaved_requests_do_not_disturb_each_other():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="a")
+    state.arrive("local", None, prompt_tokens=5, now_s=0.0)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    with_ticket(state, "d2", remote_request_id="b")
+    assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
+    allocate(state, "d2", [[7, 8, 9]], external=48)
+    assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d2"]
+    allocate(state, "local", [[10]])
+    state.scheduled("local", new_block_ids=[[10]], is_prompt_complete=True)
+    state.preempt("local", now_s=0.0)
+    state.transfer_results(sent=[], received=["d2"], failed=[])
+    state.transfer_results(sent=[], received=["d1"], failed=[])
+    for request_id in ("d1", "d2", "local"):
+        finish(state, request_id, "stop")
+    assert state.live_count == 0
+
+
+def test_a_prompt_below_one_block_is_read_whole():
+    state = scheduler()
+    with_ticket(state, prompt_tokens=5, remote_block_ids=[[9]], remote_num_tokens=5)
+    assert state.external_tokens("d1", computed_tokens=0) == 5
+
+
+def test_a_full_block_prompt_counts_every_token_and_the_engine_recomputes_the_last():
+    state = scheduler()
+    with_ticket(state, prompt_tokens=48)
+    assert state.external_tokens("d1", computed_tokens=0) == 48
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    state.take_step_plan(now_s=0.0)
+    state.transfer_results(sent=[], received=["d1"], failed=[])
+    allocate(state, "d1", [[4, 5, 6, 7]], [[7]])
+    assert state.take_step_plan(now_s=0.0).reads == ()
+
+
+def test_a_request_that_cannot_be_allocated_yet_is_asked_again():
+    state = scheduler()
+    with_ticket(state)
+    for _ in range(5):
+        assert state.external_tokens("d1", computed_tokens=16) == 32
+        assert state.take_step_plan(now_s=0.0).reads == ()
+    allocate(state, "d1", [[1, 4, 5]], [[4, 5]], external=32)
+    (order,) = state.take_step_plan(now_s=0.0).reads
+    assert order.local_computed_blocks == (1,)
+
+
+@pytest.mark.parametrize(("policy", "state_after"), [("recompute", "local"), ("fail", "failed")])
+def test_a_failed_read_follows_the_policy(policy, state_after):
+    state = scheduler(load_failure_policy=policy)
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    state.take_step_plan(now_s=0.0)
+    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    assert state.explain("d1", now_s=0.0)["state"] == state_after
+    assert state.external_tokens("d1", computed_tokens=0) == 0
+    if policy == "recompute":
+        allocate(state, "d1", [[4, 5, 6]])
+        state.preempt("d1", now_s=0.0)
+        allocate(state, "d1", [[4, 5, 6]])
+    finish(state, "d1", "error")
+    assert state.live_count == 0
+
+
+def test_failures_and_successes_come_in_one_report():
+    state = scheduler()
+    for name in ("d1", "d2"):
+        with_ticket(state, name, remote_request_id=name)
+        allocate(state, name, [[4, 5, 6]], external=48)
+    state.take_step_plan(now_s=0.0)
+    with pytest.raises(IllegalTransition):
+        state.transfer_results(sent=[], received=["d1", "d2", "d1"], failed=["d2"])
+    assert [state.explain(name, now_s=0.0)["state"] for name in ("d1", "d2")] == ["local", "local"]
+
+
+def test_an_engine_may_fail_the_request_before_it_reports_the_read():
+    state = scheduler(load_failure_policy="fail")
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    state.take_step_plan(now_s=0.0)
+    finish(state, "d1", "error")
+    assert state.explain("d1", now_s=0.0)["waits_for"] == "the workers, to report that its cancelled read is quiet"
+    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    assert state.live_count == 0
+
+
+# ---- aborts
+
+
+def test_an_abort_before_allocation_tells_the_producer():
+    state = scheduler()
+    with_ticket(state)
+    finish(state, "d1", "abort", [[]], 0)
+    (order,) = state.take_step_plan(now_s=0.0).reads
+    assert (order.peer_request_id, order.local_block_ids, order.is_reported) == ("cmpl-1", ((),), False)
+    assert state.live_count == 0
+
+
+def test_an_abort_of_an_unsent_read_turns_it_into_a_notification_that_is_reported():
+    state = scheduler()
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    finish(state, "d1", "abort")
+    plan = state.take_step_plan(now_s=0.0)
+    (order,) = plan.reads
+    assert (order.is_notify_only, order.is_reported, plan.cancels) == (True, True, ())
+    state.transfer_results(sent=[], received=["d1"], failed=[])
+    assert state.live_count == 0
+
+
+def test_an_abort_of_a_running_read_cancels_it_and_waits_for_its_end():
+    state = scheduler()
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
+    state.take_step_plan(now_s=0.0)
+    assert not finish(state, "d1", "abort").keep_blocks
+    plan = state.take_step_plan(now_s=10.0)
+    assert (plan.cancels, plan.reads, plan.heartbeats) == (("d1",), (), ())
+    assert state.live_count == 1
+    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    assert state.live_count == 0
+
+
+def test_a_read_that_needs_no_block_is_still_reported():
+    state = scheduler()
+    with_ticket(state)
+    allocate(state, "d1", [[4, 5, 6]], [[]], external=1)
+    (order,) = state.take_step_plan(now_s=0.0).reads
+    assert (order.is_notify_only, order.is_reported) == (True, True)
+
+
+# ---- remote decode: the prefill side
+
+
+def test_all_blocks_are_handed_over_even_those_of_a_prefix_hit():
+    state = scheduler()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=40, now_s=0.0)
+    allocate(state, "p1", [[1, 2, 3]], [[3]])
+    decision = finish(state, "p1", blocks=[[1, 2, 3]], tokens=40)
+    assert decision.params["remote_block_ids"] == [[1, 2, 3]]
+    assert decision.params["remote_num_tokens"] == 40
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_aborted_prefill_is_not_handed_over(reason):
+    state = scheduler()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    allocate(state, "p1", [[1, 2, 3]])
+    decision = finish(state, "p1", reason)
+    assert (decision.keep_blocks, decision.params, state.live_count) == (False, None, 0)
+    assert state.take_step_plan(now_s=0.0).is_empty  # the workers had not heard of it
+    assert not state.has_work()
+
+
+def test_a_preempted_prefill_keeps_its_fence_and_starts_again():
+    state = scheduler(uses_host_buffer=True)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    allocate(state, "p1", [[1, 2, 3]])
+    state.scheduled("p1", new_block_ids=[[1, 2]], is_prompt_complete=False)
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.saves == (("p1", ((1, 2),)),)
+    state.scheduled("p1", new_block_ids=[[3]], is_prompt_complete=True)
+    state.preempt("p1", now_s=0.0)
+    assert state.take_step_plan(now_s=0.0).is_empty
+    with pytest.raises(IllegalTransition):
+        state.scheduled("p1", new_block_ids=[[3]], is_prompt_complete=True)
+    allocate(state, "p1", [[5, 6, 7]])
+    state.scheduled("p1", new_block_ids=[[5, 6, 7]], is_prompt_complete=True)
+    state.scheduled("p1", new_block_ids=[[]], is_prompt_complete=True)
+    again = state.take_step_plan(now_s=0.0)
+    assert (again.expects, again.fences, again.saves) == ((), (), (("p1", ((5, 6, 7),)),))
+    assert finish(state, "p1", blocks=[[5, 6, 7]]).params["kv_fence"] == [
+        plan.fences[0].slot,
+        plan.fences[0].generation,
+    ]
+
+
+def test_without_a_free_slot_the_ticket_has_no_fence_and_slots_come_back():
+    state = scheduler(fence_slots=1, fence_seed=(1 << 63) - 1)
+    for name in ("p1", "p2"):
+        state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=0.0)
+        allocate(state, name, [[1, 2, 3]])
+    plan = state.take_step_plan(now_s=0.0)
+    assert [order.request_id for order in plan.fences] == ["p1"]
+    assert plan.expects == ("p1", "p2")
+    assert finish(state, "p1").params["kv_fence"] == [0, (1 << 63) - 1]
+    assert "kv_fence" not in finish(state, "p2").params
+    state.take_step_plan(now_s=0.0)
+    state.transfer_results(sent=["p1", "p2"], received=[], failed=[])
+    state.arrive("p3", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    allocate(state, "p3", [[1]])
+    assert state.take_step_plan(now_s=0.0).fences[0].generation == 1
+
+
+def test_a_lease_can_be_taken_back():
+    state = scheduler()
+    for now_s, name in enumerate(("p1", "p2", "p3")):
+        state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=float(now_s))
+        allocate(state, name, [[1]], now_s=float(now_s))
+    for name in ("p1", "p2"):
+        finish(state, name, blocks=[[1]], now_s=5.0)
+    state.arrive("local", None, prompt_tokens=1, now_s=5.0)
+    assert state.revocable_leases() == ("p2", "p1")
+    assert state.revocable_leases(0) == ()
+    state.revoke("p2", now_s=6.0)
+    assert state.revocable_leases() == ("p1",)
+    assert state.take_step_plan(now_s=6.0).revokes == ("p2",)
+    state.transfer_results(sent=["p2"], received=[], failed=[])
+    assert state.live_count == 3
+
+
+# ---- groups, windows and states
+
+
+def test_windows_are_clipped_to_the_tail():
+    assert GroupConfig("window", block_tokens=16, window_tokens=2048).window_blocks == 129
+    assert FULL.window_blocks == 0
+    clipper = BlockClipper((FULL, WINDOW, STATE))
+    assert clipper.clip([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]]) == ((1, 2, 3, 4), (5, 6, 7), (8,))
+    assert clipper.clip([[1], [2], [3, 4]], is_partial=True) == ((1,), (2,), (3, 4))
+    assert clipper.clip([[], [], []]) == ((), (), ())
+    with pytest.raises(InvalidEvent):
+        clipper.clip([[1]])
+
+
+@pytest.mark.parametrize(("blocks", "kept"), [([1, 2, 3, 4], 2), ([1, 2], 1), ([1], 1)])
+def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
+    group = GroupConfig("state", scratch_blocks=2)
+    assert BlockClipper((group,)).clip([blocks]) == ((kept,),)
+
+
+def test_a_hybrid_hand_over_is_clipped_on_both_sides():
+    state = scheduler(groups=(FULL, WINDOW))
+    state.arrive("p1", prefill_request_params(), prompt_tokens=64, now_s=0.0)
+    allocate(state, "p1", [[1, 2, 3, 4], [5, 6, 7, 8]])
+    params = finish(state, "p1", blocks=[[1, 2, 3, 4], [0, 6, 7, 8]], tokens=64).params
+    assert params["remote_block_ids"] == [[1, 2, 3, 4], [6, 7, 8]]
+    state.arrive("d1", params, prompt_tokens=64, now_s=0.0)
+    allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=64)
+    (order,) = state.take_step_plan(now_s=0.0).reads
+    assert order.local_block_ids == ((11, 12, 13, 14), (16, 17, 18))
+
+
+@pytest.mark.parametrize(("prompt_tokens", "truncated", "loaded"), [(10, 1, 9), (2, 1, 1), (1, 0, 0), (0, 0, 0)])
+def test_a_state_is_handed_over_one_token_early(prompt_tokens, truncated, loaded):
+    state = scheduler(groups=(STATE,))
+    admission = state.arrive("p1", prefill_request_params(), prompt_tokens=prompt_tokens, now_s=0.0)
+    assert admission.truncate_tokens == truncated
+    allocate(state, "p1", [[1]])
+    state.preempt("p1", now_s=0.0)
+    allocate(state, "p1", [[1]])  # the truncation was announced once and is not asked for again
+    with_ticket(state, "d1", prompt_tokens=prompt_tokens, remote_num_tokens=None)
+    assert state.external_tokens("d1", computed_tokens=0) == loaded
+
+
+def test_a_lookahead_moves_the_end_further():
+    state = scheduler(state_backoff_tokens=3)
+    assert state.arrive("p1", prefill_request_params(), prompt_tokens=10, now_s=0.0).truncate_tokens == 3
+    with_ticket(state, prompt_tokens=10, remote_num_tokens=7)
+    assert state.external_tokens("d1", computed_tokens=0) == 7
+
+
+def test_a_ticket_for_a_shorter_prompt_is_not_believed_beyond_it():
+    state = scheduler()
+    with_ticket(state, prompt_tokens=1000, remote_num_tokens=48)
+    assert state.external_tokens("d1", computed_tokens=0) == 48
+    with pytest.raises(InvalidEvent, match="expects 1000 external tokens"):
+        allocate(state, "d1", [[1, 2, 3]], external=1000)
+
+
+# ---- heartbeats
+
+
+def beats(state, now_s):
+    return [(beat.peer_engine_id, beat.peer_request_ids) for beat in state.take_step_plan(now_s=now_s).heartbeats]
+
+
+def test_heartbeats_are_grouped_by_peer_and_throttled():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="a")
+    with_ticket(state, "d2", remote_request_id="b")
+    with_ticket(state, "d3", remote_request_id="c", remote_engine_id="prefill-1")
+    state.arrive("p1", prefill_request_params(), prompt_tokens=1, now_s=0.0)
+    state.arrive("local", None, prompt_tokens=1, now_s=0.0)
+    plan = state.take_step_plan(now_s=0.0)
+    assert [(beat.peer_engine_id, beat.peer_request_ids) for beat in plan.heartbeats] == [
+        ("prefill-0", ("a", "b")),
+        ("prefill-1", ("c",)),
+    ]
+    beat = plan.heartbeats[0]
+    assert (beat.peer_host, beat.peer_port, beat.peer_tp, beat.peer_pp, beat.peer_dcp) == ("10.0.0.1", 5600, 2, 1, 1)
+    assert beats(state, 4.9) == []
+    with_ticket(state, "d4", remote_request_id="d", now_s=4.9)
+    assert beats(state, 4.9) == []
+    assert beats(state, 5.0) == [("prefill-0", ("a", "b", "d")), ("prefill-1", ("c",))]
+    assert beats(state, 10.0) == [("prefill-0", ("a", "b", "d")), ("prefill-1", ("c",))]
+
+
+def test_heartbeats_go_on_while_a_request_waits_or_reads_and_stop_with_it():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="a")
+    with_ticket(state, "d2", remote_request_id="b")
+    assert beats(state, 0.0) == [("prefill-0", ("a", "b"))]
+    allocate(state, "d1", [[1, 2, 3]], external=48)
+    assert beats(state, 5.0) == [("prefill-0", ("a", "b"))]
+    state.transfer_results(sent=[], received=["d1"], failed=[])
+    assert beats(state, 10.0) == [("prefill-0", ("b",))]
+    finish(state, "d2", "abort", [[]], 0)
+    assert beats(state, 15.0) == []
+    assert state._consumers.heartbeats.peer_count == 0
+
+
+def test_two_holders_of_one_ticket_keep_its_lease_until_the_last_is_done():
+    state = scheduler()
+    for name in ("d1", "d2"):
+        with_ticket(state, name)
+    finish(state, "d1", "abort", [[]], 0)
+    assert beats(state, 0.0) == [("prefill-0", ("cmpl-1",))]
+    finish(state, "d2", "abort", [[]], 0)
+    assert beats(state, 5.0) == []
+
+
+# ---- the next turn reads back
+
+
+def test_a_decode_hands_its_blocks_back_for_the_next_turn():
+    decode = scheduler(engine_id="decode-0", bidirectional=True)
+    with_ticket(decode)
+    allocate(decode, "d1", [[4, 5, 6]], external=48)
+    plan = decode.take_step_plan(now_s=0.0)
+    assert (len(plan.reads), plan.expects) == (1, ("d1",))
+    decode.transfer_results(sent=[], received=["d1"], failed=[])
+    allocate(decode, "d1", [[4, 5, 6, 7]], [[7]])
+    decode.preempt("d1", now_s=0.0)
+    allocate(decode, "d1", [[4, 5, 6, 7]])
+    decision = finish(decode, "d1", "stop", [[4, 5, 6, 7]], 60)
+    assert decision.keep_blocks
+    assert decision.params["do_remote_decode"] is True
+    assert decode.take_step_plan(now_s=0.0).grants[0].lease_s == 480.0
+
+    prefill = scheduler(bidirectional=True)
+    assert prefill.arrive("p2", decision.params, prompt_tokens=200, now_s=0.0).role == "producer"
+    assert prefill.external_tokens("p2", computed_tokens=0) == 0  # fewer than 64 tokens are not worth it
+    big = {**decision.params, "remote_num_tokens": 120}
+    assert prefill.arrive("p3", big, prompt_tokens=200, now_s=0.0).role == "producer"
+    assert prefill.external_tokens("p3", computed_tokens=16) == 104
+    allocate(prefill, "p3", [list(range(13))], external=104)
+    plan = prefill.take_step_plan(now_s=0.0)
+    assert (plan.heartbeats, [order.peer_engine_id for order in plan.reads]) == ((), ["decode-0"])
+    prefill.transfer_results(sent=[], received=["p3"], failed=[])
+    allocate(prefill, "p3", [list(range(13))], [[]])
+    assert finish(prefill, "p3", blocks=[list(range(13))], tokens=200).params["do_remote_prefill"] is True
+    decode.transfer_results(sent=["d1"], received=[], failed=[])
+    assert decode.live_count == 0
+
+
+def test_a_bad_readback_is_still_a_prefill():
+    state = scheduler(bidirectional=True)
+    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_port=0)
+    admission = state.arrive("p1", params, prompt_tokens=200, now_s=0.0)
+    assert (admission.role, admission.rejected_code) == ("producer", "ticket-range")
+
+
+def test_a_state_is_read_back_only_as_far_as_it_goes():
+    state = scheduler(bidirectional=True, groups=(STATE,), recompute_threshold_tokens=0)
+    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=100)
+    for name, prompt_tokens, loaded in (("p1", 101, 100), ("p2", 100, 0), ("p3", 300, 100)):
+        state.arrive(name, params, prompt_tokens=prompt_tokens, now_s=0.0)
+        assert state.external_tokens(name, computed_tokens=0) == loaded
+    state.arrive("p4", {**params, "remote_num_tokens": None}, prompt_tokens=300, now_s=0.0)
+    assert state.external_tokens("p4", computed_tokens=0) == 0
