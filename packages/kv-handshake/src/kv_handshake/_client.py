@@ -186,8 +186,11 @@ class Client:
         for task in arrived:
             self._admit(task, now_s)
         self._start_due(now_s)
-        for connection in self._hub.poll(self._next_deadline_s() - time.monotonic()):
+        readable, faulty = self._hub.poll(self._next_deadline_s() - time.monotonic())
+        for connection in readable:
             self._read(connection)
+        for connection in faulty:
+            self._take_fault(connection)
         self._check_times(time.monotonic())
 
     def _admit(self, task: Task, now_s: float) -> None:
@@ -255,38 +258,41 @@ class Client:
             connection.send(session.next_query(now_s=time.perf_counter()))
 
     def _read(self, connection: Connection) -> None:
-        task = self._running.get(connection)
-        if task is None:
-            return
+        task = self._running[connection]
         while not task.session.is_over and (frames := connection.receive()) is not None:
             task.session.receive_message(frames, now_s=time.perf_counter())
             task.extend_patience(time.monotonic())
             self._send_ahead(connection, task)
-        if not task.session.is_over and (fault := connection.fault()):
-            self._take_fault(connection, task, fault)
         if task.session.is_over:
-            self._hub.discard(connection)
-            del self._running[connection]
-            self._end_attempt(task)
+            self._hang_up(connection, task)
 
-    def _take_fault(self, connection: Connection, task: Task, fault: str) -> None:
-        # Replies that came before the end of the connection still count.
-        while not task.session.is_over and (frames := connection.receive()) is not None:
-            task.session.receive_message(frames, now_s=time.perf_counter())
+    def _take_fault(self, connection: Connection) -> None:
+        if connection not in self._running:
+            return
+        self._read(connection)  # replies that came before the end of the connection still count
+        task = self._running.get(connection)
+        fault = connection.fault() if task is not None else ""
+        if task is None or not fault:
+            return
         problems = {
             "connection-refused": "no connection",
             "connection-lost": "the connection ended before a reply",
             "authentication-refused": "the encrypted connection was refused",
         }
         task.session.fail(task.transport_error(fault, problems[fault], time.monotonic()))
+        self._hang_up(connection, task)
+
+    def _hang_up(self, connection: Connection, task: Task) -> None:
+        """Tell the caller first, then tidy up: closing a connection takes longer than reading a reply."""
+        del self._running[connection]
+        self._end_attempt(task)
+        self._hub.discard(connection)
 
     def _check_times(self, now_s: float) -> None:
         for connection, task in list(self._running.items()):
             task.check_time(now_s)
             if task.session.is_over:
-                self._hub.discard(connection)
-                del self._running[connection]
-                self._end_attempt(task)
+                self._hang_up(connection, task)
         for task in list(self._lookups):
             task.check_time(now_s)
             if task.session.is_over:

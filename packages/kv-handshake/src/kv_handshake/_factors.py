@@ -85,6 +85,9 @@ FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
 """Group by factor name. A name that is not here must match where both sides send it, and is informative otherwise."""
 
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -147,7 +150,7 @@ def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -
     differences = [
         Difference(name, local.get(name), peer.get(name), _difference_group(name, local, peer))
         for name in {*local, *peer}
-        if _canonical(local.get(name)) != _canonical(peer.get(name))
+        if not _is_same(local.get(name), peer.get(name))
     ]
     rank: dict[Group, int] = {"must-match": 0, "may-differ": 1, "informative": 2}
     return tuple(sorted(differences, key=lambda each: (rank[each.group], each.name)))
@@ -168,6 +171,13 @@ def check_factors(factors: Mapping[str, object]) -> None:
     if len(factors) > MAX_FACTORS:
         raise ConfigurationError("invalid-factors", f"{len(factors)} factors; at most {MAX_FACTORS} are sent")
     _canonical(dict(factors))
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two values are the same JSON; most of them are equal texts or numbers, which needs no JSON to be seen."""
+    if type(one) is type(other) and one.__class__ in _PLAIN:
+        return one == other
+    return _canonical(one) == _canonical(other)
 
 
 def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str, object]) -> Group:

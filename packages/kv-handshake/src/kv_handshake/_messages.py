@@ -7,8 +7,8 @@ vLLM's own decoder skips keys that it does not know, so the same bytes serve bot
 
 from __future__ import annotations
 
-import hashlib
 import math
+import zlib
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
@@ -78,7 +78,7 @@ class Envelope(
         rank: (pp rank, tp rank) that this reply is about.
         generation: Grows whenever the peer's registration changes.
         factors: What the peer is, by factor name: the inputs of the hash, and more.
-        checksum: SHA-256 of `agent_metadata_bytes`, 32 bytes.
+        checksum: CRC-32 of `agent_metadata_bytes`.
         capabilities: ``required``, ``supported`` or ``absent`` by capability name.
         refusal: Set if this reply is a refusal.
     """
@@ -89,7 +89,7 @@ class Envelope(
     rank: tuple[int, int] | None = None
     generation: int | None = None
     factors: dict[str, Any] = {}
-    checksum: bytes | None = None
+    checksum: int | None = None
     capabilities: dict[str, str] = {}
     refusal: Refusal | None = None
 
@@ -190,9 +190,12 @@ _encoder = msgspec.msgpack.Encoder()
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def checksum_of(metadata_bytes: bytes) -> bytes:
-    """Return the 32-byte SHA-256 of encoded agent metadata."""
-    return hashlib.sha256(metadata_bytes).digest()
+def checksum_of(metadata_bytes: bytes) -> int:
+    """Return the CRC-32 of encoded agent metadata (polynomial 0x04C11DB7 reflected, as in zlib and Ethernet).
+
+    It is there for accidents: any flip within 32 neighbouring bits is found for certain. It authenticates nothing.
+    """
+    return zlib.crc32(metadata_bytes)
 
 
 def decode_envelope(frame: bytes) -> Envelope:
@@ -216,7 +219,7 @@ def decode_envelope(frame: bytes) -> Envelope:
     if envelope.checksum is not None and envelope.checksum != checksum_of(envelope.agent_metadata_bytes):
         raise WireError(
             "checksum-mismatch",
-            f"the SHA-256 of {len(envelope.agent_metadata_bytes)} metadata bytes is not the announced one; ask again",
+            f"the CRC-32 of {len(envelope.agent_metadata_bytes)} metadata bytes is not the announced one; ask again",
             size_bytes=len(envelope.agent_metadata_bytes),
         )
     return envelope

@@ -69,6 +69,7 @@ class ClientSession:
         self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._verdict = Verdict()
+        self._judged: tuple[object, ...] = ()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
         self._clock_offset_s: float | None = None
@@ -199,7 +200,7 @@ class ClientSession:
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
         envelope = decode_envelope(frames[0])
-        self._verdict = judge(self._offer, envelope, self._dialect.version)
+        self._compare(envelope)
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
         wanted = 2 if self._dialect.has_clock_frame else 1
@@ -228,6 +229,19 @@ class ClientSession:
                 found=metadata.engine_id,
             )
         return metadata
+
+    def _compare(self, envelope: Envelope) -> None:
+        """Set the verdict; ranks of one engine say the same, so it is worked out once for all of them."""
+        said = (
+            envelope.compatibility_hash,
+            envelope.factors,
+            envelope.protocol,
+            envelope.capabilities,
+            envelope.refusal,
+        )
+        if said != self._judged:
+            self._verdict = judge(self._offer, envelope, self._dialect.version)
+            self._judged = said
 
     def _check_agreement(self, metadata: AgentMetadata) -> None:
         """Raise unless the rank is of the same life of the same engine as those before it."""

@@ -45,7 +45,7 @@ class Request:
 
     @property
     def peer(self) -> tuple[str, int, str, tuple[Rank, ...], int]:
-        """What failures are remembered by: all that was asked, so that a wrong question does not block the right one."""
+        """What failures are remembered by: the whole question, so that a wrong one does not block the right one."""
         return (self.host, self.port, self.engine_id, tuple(self.ranks), self.dialect)
 
 

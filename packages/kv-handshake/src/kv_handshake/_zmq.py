@@ -14,8 +14,7 @@ import socket
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import zmq
 import zmq.utils.z85
@@ -60,9 +59,7 @@ def generate_keypair() -> tuple[str, str]:
     return public.decode("ascii"), secret.decode("ascii")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """One message from a peer.
 
     Attributes:
@@ -134,7 +131,7 @@ class RouterSocket:
             else:
                 frames = [self._socket.recv()]
             surplus = 0
-            while self._socket.rcvmore:
+            while self._socket.get(zmq.RCVMORE):
                 part = self._socket.recv()
                 if len(frames) < _MAX_FRAMES:
                     frames.append(part)
@@ -280,7 +277,7 @@ class Connection:
             frames = [self.socket.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
-        while self.socket.rcvmore:
+        while self.socket.get(zmq.RCVMORE):
             part = self.socket.recv()
             if len(frames) <= _MAX_FRAMES + 1:
                 frames.append(part)
@@ -349,19 +346,24 @@ class Hub:
             del self._by_socket[each]
         connection.close()
 
-    def poll(self, timeout_s: float) -> list[Connection]:
+    def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
         """Wait until a connection has something to say, the doorbell rings or the time is over.
 
         Returns:
-            The connections to look at, each once.
+            The connections with replies to read, and those with a fault to look at.
         """
-        ready = self._poller.poll(max(0, min(60_000, int(timeout_s * 1000) + 1)))
-        for each, _ in ready:
-            if each == self._ear.fileno():
+        readable: list[Connection] = []
+        faulty: list[Connection] = []
+        for each, _ in self._poller.poll(max(0, min(60_000, int(timeout_s * 1000) + 1))):
+            connection = self._by_socket.get(each)
+            if connection is None:
                 with contextlib.suppress(BlockingIOError):
                     self._ear.recv(4096)
-        found = (self._by_socket.get(each) for each, _ in ready)
-        return list(dict.fromkeys(connection for connection in found if connection is not None))
+            elif each is connection.socket:
+                readable.append(connection)
+            else:
+                faulty.append(connection)
+        return readable, faulty
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
