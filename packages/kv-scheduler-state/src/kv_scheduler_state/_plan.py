@@ -137,6 +137,11 @@ class HeartbeatOrder:
         """Decode-context-parallel size of the peer."""
         return self.peer.dcp
 
+    @property
+    def peer_dialect(self) -> int | None:
+        """Connector version that the peer announced, or None."""
+        return self.peer.dialect
+
 
 @final
 @dataclass(frozen=True, slots=True)
