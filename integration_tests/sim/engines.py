@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
 from vllm_adapter.config import Settings
 from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
@@ -61,13 +62,29 @@ class Engine:
         self._reports: dict[str, int] = {}
 
     def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
+        layers = tuple(f"layers.{n}" for n in range(LAYERS))
         return EngineFacts(
-            engine_id=self.name, host="127.0.0.1", port=port, tp=self.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=1,
-            total_kv_heads=HEADS, head_size=HEAD_SIZE, block_count=self.blocks, generation=self.generation, layout="LBHNC", kernel_order="",
-            attention_backend="SIM", connector_version=14, is_mla=False,
-            groups=(CacheGroup("attention", TOKENS, 0, 0, tuple(f"layers.{n}" for n in range(LAYERS))),),
-            group_ids=(0,), factors=dict(factors),
-        )  # fmt: skip
+            engine_id=self.name,
+            host="127.0.0.1",
+            port=port,
+            tp=self.tp,
+            tp_rank=rank,
+            pp=1,
+            pp_rank=0,
+            dcp=1,
+            total_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            block_count=self.blocks,
+            generation=self.generation,
+            layout="LBHNC",
+            kernel_order="",
+            attention_backend="SIM",
+            connector_version=14,
+            is_mla=False,
+            groups=(CacheGroup("attention", TOKENS, 0, 0, layers),),
+            group_ids=(0,),
+            factors=dict(factors),
+        )
 
     def _caches(self, rank: int) -> list[LayerCache]:
         return [

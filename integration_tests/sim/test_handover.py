@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import TOKENS, Engine
+
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.config import Settings
 

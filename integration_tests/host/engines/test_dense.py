@@ -97,7 +97,13 @@ def test_clients_that_leave_strand_no_blocks(pair: Pair, after_s: float) -> None
 HOSTILE: list[object] = [
     {"do_remote_prefill": True},
     {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]},
-    {"do_remote_prefill": True, "remote_block_ids": "x" * 1000, "remote_engine_id": 1, "remote_host": [], "remote_port": 0},
+    {
+        "do_remote_prefill": True,
+        "remote_block_ids": "x" * 1000,
+        "remote_engine_id": 1,
+        "remote_host": [],
+        "remote_port": 0,
+    },
     {
         "do_remote_prefill": True,
         "remote_engine_id": "nobody",
@@ -126,10 +132,12 @@ HOSTILE: list[object] = [
 def test_a_hostile_ticket_is_answered_or_refused_and_the_next_request_served(pair: Pair, number: int) -> None:
     async def send() -> int:
         body = {"model": "tiny", "prompt": prompt(400 + number), "max_tokens": 4, "kv_transfer_params": HOSTILE[number]}
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            async with session.post(pair.decode.url + "/v1/completions", json=body) as reply:
-                await reply.read()
-                return reply.status
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+            session.post(pair.decode.url + "/v1/completions", json=body) as reply,
+        ):
+            await reply.read()
+            return reply.status
 
     assert asyncio.run(send()) in {200, 400, 500}
     assert pair.decode.is_healthy()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvdev.demo import connector_config
 from pairs import Pair, prompt, started_pair
+
+from kvdev.demo import connector_config
 
 FAMILIES = ["sliding-window", "mla", "mamba"]
 
@@ -48,7 +49,10 @@ def test_the_corrupted_page_control_fails() -> None:
 
 
 def test_the_connector_is_loaded_by_its_own_name_without_a_module_path() -> None:
-    names = {role: {**connector_config(role), "kv_connector": "KVTransferConnector"} for role in ("kv_producer", "kv_consumer")}
+    names = {
+        role: {**connector_config(role), "kv_connector": "KVTransferConnector"}
+        for role in ("kv_producer", "kv_consumer")
+    }
     for config in names.values():
         del config["kv_connector_module_path"]
     with started_pair("dense", prefill_config=names["kv_producer"], decode_config=names["kv_consumer"]) as pair:

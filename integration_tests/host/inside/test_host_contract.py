@@ -33,10 +33,17 @@ def test_the_host_has_what_the_stubs_say(module: str, owner: str | None, name: s
 
 
 def test_both_hashes_agree() -> None:
-    from kv_handshake import compatibility_hash
     from vllm.config.utils import hash_factors
 
-    factors = {"vllm_version": "0.32.0", "model": "m", "num_kv_heads": 4, "cross": None, "nested": {"b": [1, 2], "a": "é"}}
+    from kv_handshake import compatibility_hash
+
+    factors = {
+        "vllm_version": "0.32.0",
+        "model": "m",
+        "num_kv_heads": 4,
+        "cross": None,
+        "nested": {"b": [1, 2], "a": "é"},
+    }
     assert compatibility_hash(factors) == hash_factors(factors)
 
 

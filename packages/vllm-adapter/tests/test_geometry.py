@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 from factories import attention_cache, facts
-from kv_topology import Planner, from_document
 
+from kv_topology import Planner, from_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.facts import CacheGroup, LayerCache
 from vllm_adapter.geometry import local_document, registration_ranges

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from vllm_adapter.peer_geometry import PeerGeometry
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
-
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
 

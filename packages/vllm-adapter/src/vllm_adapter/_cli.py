@@ -87,9 +87,10 @@ def _check(file: str) -> int:
         return 1
     table = cast("dict[str, object]", config)
     extra = table.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        print("vllm-adapter config: kv_connector_extra_config must be an object", file=sys.stderr)
+        return 1
     try:
-        if not isinstance(extra, dict):
-            raise ConfigurationError("kv_connector_extra_config must be an object", code="wrong-type")
         _, notes = load_settings(cast("dict[str, object]", extra))
     except ConfigurationError as error:
         print(f"vllm-adapter config: {error}", file=sys.stderr)

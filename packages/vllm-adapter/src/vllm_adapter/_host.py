@@ -16,7 +16,6 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import vllm
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,6 +36,7 @@ from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
@@ -68,12 +68,17 @@ _SUPPORTED = ((0, 30), (0, 33))
 CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
 """vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    P2P_HITS: object = CacheHitSource.P2P
-except ImportError:  # before 0.32 hits have no source
-    P2P_HITS = None
+def _p2p_hits() -> object:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:  # before 0.32 hits have no source
+        return None
+    return CacheHitSource.P2P
+
+
+P2P_HITS = _p2p_hits()
+"""How vLLM labels prompt tokens that came from a peer engine."""
 
 _logger = init_logger("vllm.vllm_adapter")
 
@@ -268,7 +273,9 @@ def _kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str
     """Name the order inside a page where the attention kernel has one of its own: vLLM's CPU kernels do."""
     if backend != "CPU_ATTN":
         return ""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import (
+        _get_attn_isa,  # pyright: ignore[reportPrivateUsage]  (the host has no public name for the order)
+    )
 
     model = config.model_config
     sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]

@@ -29,10 +29,7 @@ OBSOLETE_KEYS: Mapping[str, str] = {
 def _key(
     default: object, doc: str, *, least: float | None = None, most: float | None = None, choices: tuple[str, ...] = ()
 ) -> Any:  # noqa: ANN401  (dataclass field)
-    metadata = {"doc": doc, "least": least, "most": most, "choices": choices}
-    if isinstance(default, tuple):
-        return field(default=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"doc": doc, "least": least, "most": most, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,8 @@ def _checked(key: dataclasses.Field[Any], value: object) -> object:
 
 
 def _check_range(key: dataclasses.Field[Any], value: object) -> None:
-    least, most, choices = key.metadata["least"], key.metadata["most"], key.metadata["choices"]
+    least, most = key.metadata["least"], key.metadata["most"]
+    choices: tuple[str, ...] = key.metadata["choices"]
     if isinstance(value, int | float) and not isinstance(value, bool):
         if (least is not None and value < least) or (most is not None and value > most) or value != value:  # noqa: PLR0124
             raise ConfigurationError(

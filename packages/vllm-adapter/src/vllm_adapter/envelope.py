@@ -87,7 +87,8 @@ def _pages(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
     """Return (page bytes, stride, count) of a cache in kernel blocks."""
     kernel_blocks = _kernel_blocks(facts, cache)
     page_bytes = cache.page_bytes // kernel_blocks
-    stride = cache.stride_bytes[0] if len(cache.shape) > 1 else page_bytes
+    block_stride, *inner = cache.stride_bytes
+    stride = block_stride if inner else page_bytes
     return page_bytes, stride, facts.block_count * kernel_blocks
 
 

@@ -72,11 +72,9 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str
 
 def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, int, MemoryKind], ...]:
     """Return (address, length_bytes, device, memory kind) ranges that cover all caches, overlapping ones merged."""
-    spans = sorted(
-        (cache.memory_kind, cache.device, cache.address, cache.address + _extent_bytes(cache)) for cache in caches
-    )
     merged: list[tuple[MemoryKind, int, int, int]] = []
-    for kind, device, start, stop in spans:
+    for cache in sorted(caches, key=lambda cache: (cache.memory_kind, cache.device, cache.address)):
+        kind, device, start, stop = cache.memory_kind, cache.device, cache.address, cache.address + _extent_bytes(cache)
         if merged and merged[-1][:2] == (kind, device) and start <= merged[-1][3]:
             merged[-1] = (kind, device, merged[-1][2], max(stop, merged[-1][3]))
         else:

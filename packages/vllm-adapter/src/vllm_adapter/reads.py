@@ -1,7 +1,9 @@
 """The consumer's part of a worker: peers, plans and reads, all on the transfer thread.
 
 A ticket is a client's word, so engines are told apart by all of it: name, address and sizes. A lying ticket can fail its own
-request, it cannot lend its engine to an honest one. One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
+request, it cannot lend its engine to an honest one.
+
+One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
 (something is wrong with it: its reads in flight may end, new orders wait, then it is forgotten and met anew). An order that
 reaches a wiring or draining engine waits in that record and nowhere else, so no other engine's reads wait with it.
 

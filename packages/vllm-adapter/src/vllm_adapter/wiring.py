@@ -175,7 +175,7 @@ if TYPE_CHECKING:
     _planner: ports.Planner = Planner()
     _lease_table: ports.LeaseTable = LeaseTable()
 
-    def _conformance(
+    def conformance(
         client: Client, listener: Listener, thread: TransferThread, state: SchedulerState
     ) -> tuple[ports.HandshakeClient, ports.HandshakeListener, ports.TransferThread, ports.SchedulerState]:
         return client, listener, thread, state
