@@ -133,7 +133,8 @@ def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]
     agent = _attempt("create agent", lambda: module.nixl_agent("plugin-query", module.nixl_agent_config(backends=[])))
     result: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {}
     for name in agent.get_plugin_list():
-        result[str(name)] = (tuple(agent.get_plugin_mem_types(name)), dict(agent.get_plugin_params(name)))
+        kinds = tuple(str(kind).removesuffix("_SEG") for kind in agent.get_plugin_mem_types(name))
+        result[str(name)] = (kinds, dict(agent.get_plugin_params(name)))
     return result
 
 

@@ -77,7 +77,8 @@ class PageLayout:
         word_cell = np.full(page_bytes // _WORD_BYTES, -1, dtype=np.int64)
         word_weight: Words = np.zeros(page_bytes // _WORD_BYTES, dtype=np.uint64)
         canonical = [0] * self._cell_count
-        for start, size, cell in zip((starts // 8).tolist(), (sizes // 8).tolist(), owner.tolist(), strict=True):
+        segments: list[list[int]] = np.stack([starts // 8, sizes // 8, owner], axis=1).tolist()
+        for start, size, cell in segments:
             if bool((word_cell[start : start + size] >= 0).any()):
                 raise AgentError("bad-rows", f"segments overlap at byte {start * 8} of the page")
             word_cell[start : start + size] = cell
@@ -110,7 +111,8 @@ class PageLayout:
             block: Words = words[chosen[first : first + step]]
             if is_regular:
                 shape = (len(edges), int(widths[0]))
-                runs = np.einsum("prw,rw->pr", block.reshape(-1, *shape), weight.reshape(shape))
+                by_run: Words = np.reshape(block, (-1, *shape))
+                runs: Words = np.einsum("prw,rw->pr", by_run, np.reshape(weight, shape))
             else:
                 runs = np.add.reduceat(block * weight, edges, axis=1)
             for cell in range(self._cell_count):

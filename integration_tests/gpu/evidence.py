@@ -1,0 +1,60 @@
+"""JSON evidence of a GPU run: what ran, where, with which outcome and how fast."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def device_facts():
+    """Return name, driver and count of the GPUs, or why there are none."""
+    try:
+        import torch
+    except ImportError as error:
+        return {"reason": f"torch cannot be imported: {error}"}
+    if not torch.cuda.is_available():
+        return {"reason": "torch sees no CUDA device"}
+    return {
+        "name": torch.cuda.get_device_name(0),
+        "count": torch.cuda.device_count(),
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver():
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().splitlines()[0] if path.exists() else "unknown"
+
+
+def commit():
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def make_evidence(facts, implementation, results, bandwidth):
+    """Return the evidence; it is green only if a GPU was there, something ran, and all of it passed."""
+    is_green = "reason" not in facts and bool(results) and all(outcome == "passed" for outcome in results.values())
+    return {
+        "format": 1,
+        "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "device": facts,
+        "nixl": implementation,
+        "python": platform.python_version(),
+        "results": dict(results),
+        "bandwidth_gb_s": dict(bandwidth),
+        "is_green": is_green,
+    }
+
+
+def write_evidence(path, evidence):
+    Path(path).write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,83 @@
+"""Run the shipped checks on VRAM and write JSON evidence.
+
+    python integration_tests/gpu/run.py [--output FILE]
+
+Exit code 0: all passed on a GPU. 1: something failed. 77: there is no GPU, nothing was shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+
+import numpy as np
+from evidence import device_facts, make_evidence, write_evidence
+from stages import PAGE_BYTES, PAGES, PLACES, make_stage
+
+from kv_nixl_agent.testing import CHECKS
+
+NO_GPU = 77
+
+
+def bandwidth_of(stage):
+    """Return the best of ten reads of all pages in random order, GB/s."""
+    stage.connect()
+    ids = np.random.default_rng(0).permutation(PAGES)
+    best_s = 1e9
+    for number in range(10):
+        began_s = time.perf_counter()
+        result = stage.read(f"b{number}", ids, ids)
+        best_s = min(best_s, time.perf_counter() - began_s)
+        assert result.outcome == "done", result
+    return PAGES * PAGE_BYTES / best_s / 1e9
+
+
+def run_place(torch, place, results, bandwidth):
+    """Run every check and the bandwidth of one direction."""
+    for body in (*CHECKS, bandwidth_of):
+        name = f"{place}:{body.__name__}"
+        try:
+            stage, close = make_stage(torch, place)
+            try:
+                measured = body(stage)
+            finally:
+                close()
+            results[name] = "passed"
+            if body is bandwidth_of:
+                bandwidth[place] = round(measured, 2)
+        except Exception as error:
+            results[name] = f"failed: {type(error).__name__}: {error}"
+            traceback.print_exc()
+        print(f"{name}: {results[name]}", flush=True)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="gpu-evidence.json", help="file for the evidence (default: %(default)s)")
+    parser.add_argument("--control", action="store_true", help="run the DRAM control alone, GPU or not; never green")
+    options = parser.parse_args(arguments)
+    facts, results, bandwidth, implementation = device_facts(), {}, {}, "not started"
+    if options.control:
+        facts = {**facts, "reason": "only the DRAM control was run"}
+    if "reason" not in facts or options.control:
+        import torch
+
+        from kv_nixl_agent import open_nixl
+
+        probe = open_nixl("gpu-probe", [("UCX", {})])
+        implementation = probe.features.implementation
+        probe.close()
+        for place in ("dram-to-dram",) if options.control else PLACES:
+            run_place(torch, place, results, bandwidth)
+    evidence = make_evidence(facts, implementation, results, bandwidth)
+    write_evidence(options.output, evidence)
+    if "reason" in facts:
+        print(f"NOT RUN, NOT GREEN: {facts['reason']}", file=sys.stderr)
+        return NO_GPU
+    return 0 if evidence["is_green"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

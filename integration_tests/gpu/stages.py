@@ -1,0 +1,80 @@
+"""Stages whose pages live in VRAM on one or both sides. Both agents run in this process: one GPU is enough."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kv_nixl_agent import TransferAgent, open_nixl
+from kv_nixl_agent.testing import RecordingPort, Stage, page_pattern, recording_factory
+
+PAGES, PAGE_BYTES = 64, 65536
+PLACES = {
+    "vram-to-vram": ("VRAM", "VRAM"),
+    "vram-to-dram": ("DRAM", "VRAM"),
+    "dram-to-vram": ("VRAM", "DRAM"),
+    "dram-to-dram": ("DRAM", "DRAM"),  # the control
+}
+"""(consumer, producer) memory kinds by the direction in which data moves."""
+
+
+class Memory:
+    """Pages on the GPU or on the host, read and filled through torch."""
+
+    def __init__(self, torch, kind):
+        self._torch = torch
+        self.kind = kind
+        device = "cuda:0" if kind == "VRAM" else "cpu"
+        self.tensor = torch.zeros((PAGES, PAGE_BYTES), dtype=torch.uint8, device=device)
+        self.region = (self.tensor.data_ptr(), self.tensor.numel(), 0, kind)
+        self.rows = np.array([[self.tensor.data_ptr(), PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
+
+    def fill(self, seed):
+        pattern = np.ascontiguousarray(page_pattern(seed, PAGES, PAGE_BYTES))
+        self.tensor.copy_(self._torch.from_numpy(pattern))
+        self._settle()
+
+    def read(self):
+        self._settle()
+        return self.tensor.cpu().numpy()
+
+    def _settle(self):
+        if self.kind == "VRAM":
+            self._torch.cuda.synchronize()
+
+
+class LocalProducer:
+    """`ProducerControl` over an agent of this process."""
+
+    page_bytes, page_count = PAGE_BYTES, PAGES
+
+    def __init__(self, agent, memory):
+        self._agent, self._memory = agent, memory
+        self.agent_metadata, self.fence, self.rows = agent.agent_metadata(), agent.fence, memory.rows
+        self.fill = memory.fill
+        self.write_fence = agent.write_fence
+
+    def read_page(self, number):
+        return self._memory.read()[number].tobytes()
+
+    def take_notifications(self):
+        return list(self._agent.take_notifications())
+
+
+def make_stage(torch, place, *, port_factory=open_nixl):
+    """Return (stage, close); `close` checks that no handle is left."""
+    consumer_kind, producer_kind = PLACES[place]
+    mine, theirs = Memory(torch, consumer_kind), Memory(torch, producer_kind)
+    theirs.fill(0)
+    ports: list[RecordingPort] = []
+    factory = recording_factory(port_factory, ports)
+    producer = TransferAgent(f"producer-{place}", [theirs.region], port_factory=factory)
+    consumer = TransferAgent(f"consumer-{place}", [mine.region], port_factory=factory)
+    stage = Stage(consumer, LocalProducer(producer, theirs), mine.read, mine.rows, (consumer_kind, producer_kind))
+
+    def close():
+        consumer.close()
+        producer.close()
+        for port in ports:
+            assert port.open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
+
+    return stage, close

@@ -1,0 +1,54 @@
+"""The GPU stage under pytest, and what can be tested of it without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from evidence import device_facts, make_evidence, write_evidence  # noqa: E402 - beside this file
+
+FACTS = {"name": "Fake GPU", "count": 1, "driver": "1.2", "torch": "2", "cuda": "12"}
+
+
+def test_on_a_gpu(tmp_path):
+    """Everything on VRAM; skipped, with the reason, where there is no GPU."""
+    facts = device_facts()
+    if "reason" in facts:
+        pytest.skip(f"no GPU, nothing is shown: {facts['reason']}")
+    done = subprocess.run([sys.executable, str(HERE / "run.py"), "--output", str(tmp_path / "e.json")], check=False)
+    assert done.returncode == 0
+
+
+def test_without_a_gpu_the_runner_is_not_green(tmp_path):
+    if "reason" not in device_facts():
+        pytest.skip("this machine has a GPU")
+    output = tmp_path / "e.json"
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--output", str(output)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 77
+    assert "NOT RUN, NOT GREEN" in done.stderr
+    evidence = json.loads(output.read_text())
+    assert (evidence["is_green"], evidence["results"]) == (False, {})
+
+
+def test_evidence_names_commit_device_versions_results_and_bandwidth(tmp_path):
+    evidence = make_evidence(FACTS, "nixl 9", {"a": "passed"}, {"vram-to-vram": 99.0})
+    write_evidence(tmp_path / "e.json", evidence)
+    read = json.loads((tmp_path / "e.json").read_text())
+    assert read["is_green"] is True
+    assert set(read) >= {"commit", "device", "nixl", "python", "results", "bandwidth_gb_s", "taken_at"}
+    assert read["device"]["driver"] == "1.2"
+
+
+@pytest.mark.parametrize(
+    ("facts", "results"),
+    [(FACTS, {}), (FACTS, {"a": "passed", "b": "failed: x"}), ({"reason": "none"}, {"a": "passed"})],
+)
+def test_evidence_is_green_only_for_a_full_pass_on_a_gpu(facts, results):
+    assert make_evidence(facts, "nixl 9", results, {})["is_green"] is False

@@ -1,0 +1,247 @@
+"""Queue, caps, fairness, mixed memory, deadlines, peers: the engine on the fake fabric."""
+
+import numpy as np
+import pytest
+from helpers import Pages, make_pair, order
+
+from kv_nixl_agent import AgentError, AgentOptions, TransferAgent
+
+
+def code_of(call):
+    with pytest.raises(AgentError) as error:
+        call()
+    return error.value.code
+
+
+def test_peers_take_turns():
+    posted = []
+    options = AgentOptions(
+        chunk_rows=4, trace=lambda event: event.state == "posted" and posted.append(event.transfer_id)
+    )
+    pair = make_pair(options=options)
+    other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
+    pair.connect("p")
+    pair.consumer.add_peer("q", other.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows)
+    ids = list(range(8))
+    for number in range(3):
+        pair.consumer.post(order(f"p{number}", ids, ids, peer="p"))
+    pair.consumer.post(order("q0", ids, ids, peer="q"))
+    pair.run()
+    assert posted.index("q0") == 1, posted
+    assert [name for name in posted if name.startswith("p")] == ["p0", "p1", "p2"]
+    assert {result.outcome for result in pair.results.values()} == {"done"}
+
+
+def test_bytes_in_flight_are_capped_and_the_queue_is_visible():
+    pair = make_pair(options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2), latency_polls=3)
+    pair.connect()
+    pair.run(5)
+    for number in range(6):
+        pair.consumer.post(order(f"t{number}", [0, 1, 2], [3, 4, 5]))
+    assert pair.consumer.statistics()["queued_bytes"] == 6 * 3 * 64
+    highest = 0
+    while len(pair.results) < 6:
+        pair.run(1)
+        highest = max(highest, pair.consumer.statistics()["inflight_bytes"])
+    assert 0 < highest <= 4 * 64
+    assert pair.consumer.statistics()["queued"] == 0
+
+
+def test_one_part_above_the_cap_still_goes():
+    pair = make_pair(options=AgentOptions(max_inflight_bytes=1))
+    pair.connect()
+    pair.consumer.post(order("t", [0, 1], [2, 3]))
+    assert pair.run()["t"].outcome == "done"
+
+
+def test_queue_and_quarantine_are_bounded():
+    pair = make_pair(options=AgentOptions(max_queued=2, max_quarantined_per_peer=1))
+    pair.connect()
+    for number in range(2):
+        pair.consumer.post(order(f"t{number}", [0], [0]))
+    assert code_of(lambda: pair.consumer.post(order("t2", [0], [0]))) == "queue-full"
+    pair.run()
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [0], [0], deadline_s=0.1))
+    pair.run(3, step_s=0.2)
+    assert code_of(lambda: pair.consumer.post(order("next", [0], [0]))) == "quarantine-full"
+    pair.fabric.agent("producer").resume()
+    pair.run(3, step_s=0.2)
+    pair.consumer.post(order("next", [0], [0]))
+    assert pair.run()["next"].outcome == "done"
+
+
+def test_a_read_that_is_done_after_its_deadline_is_void():
+    pair = make_pair(latency_polls=0)
+    pair.connect()
+    pair.consumer.post(order("late", [0], [1], deadline_s=1.0))
+    pair.clock[0] += 5.0
+    result = pair.run()["late"]
+    assert (result.outcome, result.is_memory_quiet) == ("timed-out", True)
+
+
+def test_cancel_in_the_queue_and_on_the_wire():
+    pair = make_pair(options=AgentOptions(chunk_rows=1), latency_polls=5)
+    pair.connect()
+    pair.run(10)
+    pair.consumer.post(order("queued", [0], [0]))
+    assert pair.consumer.cancel("queued")
+    pair.consumer.post(order("posted", [1], [1]))
+    pair.run(1)
+    assert pair.consumer.cancel("posted")
+    assert not pair.consumer.cancel("posted")
+    assert not pair.consumer.cancel("never")
+    pair.run(20, step_s=0.01)
+    assert [pair.results[name].is_memory_quiet for name in ("queued", "posted")] == [True, False]
+    assert pair.consumer.take_quiet() == ["posted"]
+    assert not pair.local.page(0).any()
+
+
+@pytest.mark.parametrize("is_quiet_on_release", [False, True])
+def test_removing_a_peer_ends_quarantine_only_where_that_is_safe(is_quiet_on_release):
+    pair = make_pair(options=AgentOptions(is_quiet_on_release=is_quiet_on_release))
+    pair.connect()
+    pair.run(3)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [0], [0]))
+    pair.run(2)
+    pair.consumer.remove_peer("p")
+    pair.run(5, step_s=0.1)
+    assert pair.results["stuck"].code == "peer-removed"
+    assert pair.consumer.has_quarantine is not is_quiet_on_release
+    assert (pair.consumer.take_quiet() == ["stuck"]) is is_quiet_on_release
+
+
+def test_late_writes_into_released_memory_are_what_quarantine_prevents():
+    """Control: a port that releases an active transfer is written to later; the agent never does that."""
+    pair = make_pair()
+    pair.connect()
+    pair.run(3)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [4], [4], deadline_s=0.1))
+    pair.run(3, step_s=0.2)
+    pair.fabric.agent("producer").resume()
+    assert pair.fabric.land_late_writes() == 0, "the agent released an active transfer"
+    assert not pair.local.page(4).any()
+    pair.run(2, step_s=0.1)
+    assert np.array_equal(pair.local.page(4), pair.remote.page(4)), "the write lands while in quarantine"
+    assert pair.consumer.take_quiet() == ["stuck"]
+
+
+def test_mixed_memory_kinds_are_split():
+    pair = make_pair()
+    device = Pages(8, 64)
+    pair.consumer.register([(*device.region[:3], "VRAM")])
+    rows = np.concatenate([device.rows, pair.local.rows])
+    peer_rows = np.concatenate([pair.remote.rows, pair.remote.rows])
+    pair.consumer.add_peer(
+        "p",
+        pair.producer.agent_metadata(),
+        local_rows=rows,
+        peer_rows=peer_rows,
+        local_kind=["VRAM", "DRAM"],
+        memory_kind=["DRAM", "DRAM"],
+    )
+    pair.consumer.post(order("m", [0, 9, 1, 8], [20, 21, 22, 40], notification=b"m"))
+    result = pair.run()["m"]
+    assert (result.outcome, result.descriptor_count, result.is_notified) == ("done", 4, True)
+    assert np.array_equal(device.page(0), pair.remote.page(20))
+    assert np.array_equal(device.page(1), pair.remote.page(22))
+    assert np.array_equal(pair.local.page(1), pair.remote.page(21))
+    assert np.array_equal(pair.local.page(0), pair.remote.page(8))
+    assert list(pair.producer.take_notifications()) == [("consumer", b"m")]
+
+
+def test_idle_peers_lose_their_lists_and_get_them_back():
+    pair = make_pair(options=AgentOptions(max_prepared_peers=2))
+    producers = []
+    for number in range(4):
+        producers.append(TransferAgent(f"producer{number}", [pair.remote.region], port_factory=pair.fabric.port))
+        pair.consumer.add_peer(
+            f"p{number}", producers[-1].agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows
+        )
+        pair.run(3)
+    assert pair.consumer.statistics()["peers_prepared"] == 2
+    assert pair.consumer.statistics()["local_lists"] == 1, "equal local rows are shared"
+    pair.consumer.post(order("t", [1], [2], peer="p0"))
+    assert pair.run()["t"].outcome == "done"
+    assert pair.consumer.statistics()["peers_prepared"] == 2
+
+
+def test_two_keys_cannot_share_an_agent():
+    pair = make_pair()
+    pair.connect("p")
+    assert code_of(lambda: pair.connect("q")) == "peer-known"
+    assert pair.consumer.has_peer("p")
+    assert not pair.consumer.has_peer("q")
+
+
+def test_a_failed_warm_up_is_counted_and_leaves_the_peer():
+    pair = make_pair()
+    pair.fabric.agent("producer").die()
+    metadata = pair.producer._port._port
+    assert metadata.is_dead
+    pair2 = make_pair()
+    pair2.fabric.fail_next("post", "nixl-disconnected")
+    pair2.connect()
+    assert pair2.consumer.statistics()["warm_ups_failed"] == 1
+    assert pair2.consumer.peers()["p"]["is_connected"] is False
+    assert pair2.ports[1].open_handles()["transfer"] == 0
+
+
+def test_closing_voids_every_fence_word():
+    pair = make_pair()
+    pair.connect()
+    pair.producer.write_fence(0, 3)
+    pair.producer._memory.deregister_all = list  # the memory stays, as it does for NIXL
+    pair.fabric.agent("producer").close = lambda: None
+    pair.producer.close()
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    assert pair.run()["r"].outcome == "fence-rejected"
+
+
+def test_every_scratch_word_in_use_only_delays():
+    pair = make_pair(latency_polls=0)
+    pair.connect()
+    pair.producer.write_fence(0, 3)
+    fences = pair.consumer._memory.fences
+    taken = [fences.take_scratch(0) for _ in range(512)]
+    assert fences.take_scratch(0) is None
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    pair.run(3)
+    assert pair.results == {}
+    for word in taken:
+        fences.give_back(word)
+    assert pair.run()["r"].outcome == "done"
+
+
+def test_trace_tells_the_whole_life():
+    events = []
+    pair = make_pair(options=AgentOptions(trace=events.append))
+    pair.connect()
+    pair.producer.write_fence(0, 3)
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    pair.run()
+    assert [event.state for event in events] == ["queued", "posted", "data-done", "fence-read", "ended"]
+    assert {event.transfer_id for event in events} == {"r"}
+
+
+@pytest.mark.parametrize(("slot", "generation"), [(-1, 0), (4096, 0), (0, -1), (0, 2**64 - 1)])
+def test_fence_words_have_bounds(slot, generation):
+    pair = make_pair()
+    assert code_of(lambda: pair.producer.write_fence(slot, generation)) == "bad-fence"
+
+
+def test_statistics_summarise():
+    pair = make_pair()
+    pair.connect()
+    for number in range(10):
+        pair.consumer.post(order(f"t{number}", [0, 1], [2, 3], notification=b"n"))
+    pair.run(step_s=0.001)
+    statistics = pair.consumer.statistics()
+    assert statistics["transfers_done"] == 10
+    assert statistics["descriptors"] == 20
+    assert statistics["descriptors_merged"] == 10
+    assert statistics["notifications_sent"] == 10
+    assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
+    assert all(isinstance(value, float | int) for value in statistics.values())

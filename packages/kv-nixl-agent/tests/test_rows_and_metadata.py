@@ -1,0 +1,151 @@
+"""Rows, ordering and sealed metadata, by property."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_nixl_agent import (
+    ERROR_CODES,
+    AgentError,
+    AgentOptions,
+    BackendOptions,
+    ThreadOptions,
+    open_metadata,
+    seal_metadata,
+)
+from kv_nixl_agent._metadata import peek_agent_name
+from kv_nixl_agent._rows import RowTable, check_rows, expand_rows, order_for_merging
+
+row = st.tuples(
+    st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)
+).map(lambda one: (one[0], one[1], one[2], one[1] + one[3], one[4]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(row, min_size=1, max_size=8), st.data())
+def test_descriptors_are_numbered_through_all_rows(rows, data):
+    table = np.array(rows, dtype=np.uint64)
+    kinds = data.draw(st.lists(st.sampled_from(["DRAM", "VRAM"]), min_size=len(rows), max_size=len(rows)))
+    checked = RowTable(table, kinds)
+    lines = expand_rows(table)
+    assert checked.count == len(lines)
+    ids = np.arange(checked.count, dtype=np.int32)
+    assert checked.lengths(ids).tolist() == lines[:, 1].tolist()
+    located = checked.locate(ids)
+    if located is None:
+        assert len(checked.groups) == 1
+        return
+    codes, inside = located
+    expanded = {kind: expand_rows(group) for kind, group in checked.groups.items()}
+    for number, (code, index) in enumerate(zip(codes.tolist(), inside.tolist(), strict=True)):
+        assert expanded[("DRAM", "VRAM")[code]][index].tolist() == lines[number].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40))
+def test_ordering_keeps_pairs_and_ascends_by_peer(pairs):
+    local = np.array([one for one, _ in pairs], dtype=np.int32)
+    peer = np.array([other for _, other in pairs], dtype=np.int32)
+    mine, theirs = order_for_merging(local, peer)
+    assert sorted(zip(mine.tolist(), theirs.tolist(), strict=True)) == sorted(pairs)
+    assert theirs.tolist() == sorted(peer.tolist())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=0, max_size=7), max_size=6)
+    | st.text()
+    | st.none()
+    | st.floats()
+)
+def test_rows_are_checked_or_refused(rows):
+    try:
+        table = check_rows(rows)
+    except AgentError as error:
+        assert error.code == "bad-rows"
+    except ValueError as error:
+        assert "inhomogeneous" in str(error)  # ragged nested lists are no array at all
+    else:
+        assert table.shape[1] == 5
+        assert not table.flags.writeable
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_any_bytes_are_metadata_or_damaged(blob):
+    try:
+        opened = open_metadata(blob)
+    except AgentError as error:
+        assert error.code == "metadata-damaged"
+    else:
+        assert opened.startswith(b"nixlSerDes|")
+    assert peek_agent_name(blob) is None or isinstance(peek_agent_name(blob), str)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300), st.data())
+def test_a_seal_opens_and_no_flip_or_cut_of_it_does(body, data):
+    blob = b"nixlSerDes|" + body + b"|"
+    sealed = seal_metadata(blob)
+    assert open_metadata(sealed, is_seal_required=True) == blob
+    damaged = bytearray(sealed)
+    damaged[data.draw(st.integers(0, len(sealed) - 1))] ^= data.draw(st.integers(1, 255))
+    for wrong in (bytes(damaged), sealed[: data.draw(st.integers(0, len(sealed) - 1))]):
+        with pytest.raises(AgentError):
+            open_metadata(wrong, is_seal_required=True)
+
+
+def test_metadata_without_a_seal_is_taken_unless_it_is_required():
+    blob = b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"
+    assert open_metadata(blob) == blob
+    assert peek_agent_name(blob) == "abc"
+    with pytest.raises(AgentError, match="no checksum trailer"):
+        open_metadata(blob, is_seal_required=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BackendOptions(name=""),
+        lambda: BackendOptions(num_threads=65),
+        lambda: BackendOptions(split_batch_size=0),
+        lambda: AgentOptions(backends=()),
+        lambda: AgentOptions(backends=(BackendOptions(), BackendOptions())),
+        lambda: AgentOptions(fence_words=0),
+        lambda: AgentOptions(chunk_rows=-1),
+        lambda: AgentOptions(max_inflight_bytes=0),
+        lambda: AgentOptions(max_queued=0),
+        lambda: ThreadOptions(spin_s=-1.0),
+        lambda: ThreadOptions(idle_poll_s=0.0),
+        lambda: ThreadOptions(gil_switch_interval_s=0.0),
+    ],
+)
+def test_options_are_checked_when_made(make):
+    with pytest.raises(AgentError) as error:
+        make()
+    assert error.value.code == "bad-options"
+
+
+def test_backend_parameters_in_nixl_spelling():
+    options = BackendOptions(
+        num_threads=4,
+        split_batch_size=16,
+        engine_config={"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"},
+        error_handling="none",
+    )
+    assert dict(options.as_parameters()) == {
+        "num_threads": "4",
+        "split_batch_size": "16",
+        "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k",
+        "ucx_error_handling_mode": "none",
+    }
+
+
+def test_errors_carry_their_facts_and_survive_pickling():
+    import pickle
+
+    for code, facts in ERROR_CODES.items():
+        error = pickle.loads(pickle.dumps(AgentError(code, "text", number=3)))
+        assert (error.code, error.fault, error.is_retry_safe) == (code, facts.fault, facts.is_retry_safe)
+        assert (str(error), dict(error.context)) == ("text", {"number": 3})
