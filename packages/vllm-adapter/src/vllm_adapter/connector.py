@@ -177,7 +177,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the transfer thread."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._worker_side.start_step(metadata.plan)
+            self._worker_side.start_step(metadata.plan, metadata.orphans)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request's forward only runs once all its layers are there."""

@@ -79,8 +79,10 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def _kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
-    is_paged = facts.groups[cache.group].kind != "state" and len(cache.shape) > 1
-    return max(1, cache.shape[0] // facts.block_count) if is_paged else 1
+    """Kernel blocks per scheduler block; one for states and for flat views, whose pages are the scheduler's."""
+    if facts.groups[cache.group].kind == "state" or len(cache.stride_bytes) == 1:
+        return 1
+    return max(1, cache.shape[0] // facts.block_count)
 
 
 def _pages(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:

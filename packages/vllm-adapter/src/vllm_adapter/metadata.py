@@ -14,10 +14,16 @@ __all__ = ["RankEnvelope", "StepMetadata"]
 
 @final
 class StepMetadata(KVConnectorMetadata):
-    """One step's plan, scheduler to workers; vLLM pickles it."""
+    """One step's plan, scheduler to workers; vLLM pickles it.
 
-    def __init__(self, plan: StepPlan) -> None:
+    Attributes:
+        plan: Orders for the workers.
+        orphans: Requests that the host parked for a read that nobody will make; the workers report them as failed.
+    """
+
+    def __init__(self, plan: StepPlan, orphans: tuple[str, ...] = ()) -> None:
         self.plan = plan
+        self.orphans = orphans
 
 
 @final

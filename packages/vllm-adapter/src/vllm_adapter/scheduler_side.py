@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
@@ -17,17 +18,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter.facts import EngineFacts
-    from vllm_adapter.ports import HandshakeListener
+    from vllm_adapter.ports import FinishDecision, HandshakeListener
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
 
 _logger = init_logger("vllm.vllm_adapter")
+_T = TypeVar("_T")
 
 
 @final
 class SchedulerSide:
-    """Drives the request machines from vLLM's scheduler hooks and serves this engine's metadata to peers."""
+    """Drives the request machines from vLLM's scheduler hooks and serves this engine's metadata to peers.
+
+    No hook raises: what the machines refuse is logged, and the request goes on without a hand-over. A request that the host
+    has already parked for a read that was then refused is reported as failed by the workers, so that it never hangs.
+    """
 
     def __init__(
         self,
@@ -40,6 +46,8 @@ class SchedulerSide:
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
+        self._orphans: list[str] = []
+        self._reported_orphans: set[str] = set()
 
     @property
     def group_ids(self) -> tuple[int, ...]:
@@ -48,9 +56,16 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
-        admission = self._state.arrive(
-            request.request_id, request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens, now_s=self._now_s()
+        arrive = partial(
+            self._state.arrive,
+            request.request_id,
+            request.kv_transfer_params,
+            prompt_tokens=request.num_prompt_tokens,
+            now_s=self._now_s(),
         )
+        admission = _attempt("arrival", request.request_id, arrive)
+        if admission is None:
+            return
         if admission.rejected_code:
             _logger.warning(
                 "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
@@ -63,63 +78,95 @@ class SchedulerSide:
 
     def external_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """Answer `get_num_new_matched_tokens`: tokens to load beyond the local prefix hit, and that they load meanwhile."""
-        tokens = self._state.external_tokens(request.request_id, computed_tokens=computed_tokens)
+        ask = partial(self._state.external_tokens, request.request_id, computed_tokens=computed_tokens)
+        tokens = _attempt("prefix lookup", request.request_id, ask) or 0
         return tokens, tokens > 0
 
     def after_allocation(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Note the blocks that the scheduler gave to a request."""
-        self._state.allocate(
+        note = partial(
+            self._allocate,
             request.request_id,
-            block_ids=select_groups(self._facts, blocks.get_block_ids()),
-            new_block_ids=select_groups(self._facts, blocks.get_unhashed_block_ids_all_groups()),
+            block_ids=blocks.get_block_ids(),
+            new_block_ids=blocks.get_unhashed_block_ids_all_groups(),
+            external_tokens=external_tokens,
+        )
+        if _attempt("allocation", request.request_id, note) is None and external_tokens:
+            self._orphans.append(request.request_id)
+
+    def _allocate(self, request_id: str, *, block_ids: object, new_block_ids: object, external_tokens: int) -> bool:
+        self._state.allocate(
+            request_id,
+            block_ids=select_groups(self._facts, block_ids),
+            new_block_ids=select_groups(self._facts, new_block_ids),
             external_tokens=external_tokens,
             now_s=self._now_s(),
         )
+        return True
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what this step tells the workers."""
+        now_s = self._now_s()
         for request_id in output.preempted_req_ids or ():
-            self._state.preempt(request_id, now_s=self._now_s())
-        return StepMetadata(self._state.take_step_plan(now_s=self._now_s()))
+            _attempt("preemption", request_id, partial(self._state.preempt, request_id, now_s=now_s))
+        orphans, self._orphans = tuple(self._orphans), []
+        self._reported_orphans.update(orphans)
+        return StepMetadata(self._state.take_step_plan(now_s=now_s), orphans)
 
     def request_finished(self, request: Request, block_ids: object) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
-        decision = self._state.finish(
+        decision = _attempt("end", request.request_id, partial(self._finish, request, block_ids))
+        if decision is None:
+            return False, None
+        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
+
+    def _finish(self, request: Request, block_ids: object) -> FinishDecision:
+        return self._state.finish(
             request.request_id,
             reason=end_reason(request),
             block_ids=select_groups(self._facts, block_ids),
             computed_tokens=request.num_computed_tokens,
             now_s=self._now_s(),
         )
-        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
-        self._state.transfer_results(
+        received = (output.finished_recving or set()) - self._reported_orphans
+        self._reported_orphans -= output.finished_recving or set()
+        failed: set[str] = getattr(output, "failed_recving", None) or set()
+        note = partial(
+            self._state.transfer_results,
             sent=sorted(output.finished_sending or ()),
-            received=sorted(output.finished_recving or ()),
-            failed=sorted(getattr(output, "failed_recving", None) or ()),
+            received=sorted(received),
+            failed=sorted(failed & received),
         )
+        _attempt("report of the workers", "(several)", note)
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""
         payloads = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
-        if self._listener is None:
-            listener = self._make_listener()
-            listener.replace(payloads)
-            listener.start()
-            self._listener = listener
-            _logger.info(
-                "side channel of engine %s serves %d ranks on port %d",
-                self._facts.engine_id,
-                len(payloads),
-                listener.port,
-            )
-        else:
+        if self._listener is not None:
             self._listener.replace(payloads)
+            return
+        listener = self._make_listener()
+        listener.replace(payloads)
+        listener.start()
+        self._listener = listener
+        _logger.info(
+            "side channel of engine %s serves %d ranks on port %d", self._facts.engine_id, len(payloads), listener.port
+        )
 
     def close(self) -> None:
         """Stop serving; idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+
+
+def _attempt(hook: str, request_id: str, call: Callable[[], _T]) -> _T | None:
+    """Call, and turn a refusal into one log line and None."""
+    try:
+        return call()
+    except Exception:
+        _logger.exception("request %s: %s was refused; it goes on without a hand-over", request_id, hook)
+        return None

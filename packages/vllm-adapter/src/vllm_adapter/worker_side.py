@@ -61,6 +61,7 @@ class WorkerSide:
         self._stats = StatsBuffer()
         self._ends: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
+        self._orphans: list[str] = []
         self._agent: TransferThread | None = None
         self._handshakes: HandshakeClient | None = None
         self._reads: ReadCoordinator | None = None
@@ -133,8 +134,9 @@ class WorkerSide:
 
     # ---------------------------------------------------------------------------------------------- every step
 
-    def start_step(self, plan: StepPlan) -> None:
-        """Hand a step's orders to the transfer thread and return at once."""
+    def start_step(self, plan: StepPlan, orphans: Sequence[str] = ()) -> None:
+        """Hand a step's orders to the transfer thread and return at once; `orphans` are reported as failed reads."""
+        self._orphans += orphans
         agent = self._agent
         if agent is None or plan.is_empty:
             return
@@ -180,6 +182,9 @@ class WorkerSide:
                 results.received.add(end.order.request_id)
                 if not end.is_ok:
                     results.failed.add(end.order.request_id)
+        results.received.update(self._orphans)
+        results.failed.update(self._orphans)
+        self._orphans.clear()
         self._check_alive()
         return results
 

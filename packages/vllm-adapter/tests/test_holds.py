@@ -1,0 +1,124 @@
+"""The producer's coordinator: leases, fences and notifications, with the real lease table and wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fakes import FakeAgent
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_handshake import Codec
+from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
+
+from vllm_adapter.holds import HoldCoordinator, HoldObserver
+
+FENCE = (3, 77)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now_s = 50.0
+        self.sent: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.agent = FakeAgent()
+        observer = HoldObserver(self.sent.append, lambda key: self.counts.update([key]), lambda _: None)
+        self.holds = HoldCoordinator(LeaseTable(max_pause_s=1e9), Codec(), observer, now_s=lambda: self.now_s)
+        self.holds.attach(self.agent)  # type: ignore[arg-type]
+
+    def expect(self, request_id: str = "r") -> None:
+        self.holds.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))
+
+    def grant(self, request_id: str = "r", lease_s: float = 30.0) -> None:
+        self.holds.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE),)))
+
+    def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1) -> None:
+        self.holds.notified(reader, Codec().read_complete(request_id, count))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.read()
+    assert bench.sent == []
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+    ((slot, generation),) = bench.agent.fences
+    assert slot == FENCE[0]
+    assert generation != FENCE[1]
+
+
+def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
+    bench.expect()
+    bench.read()
+    bench.grant()
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+
+
+def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.read(reader="D0", count=2)
+    bench.read(reader="D0", count=2)
+    bench.holds.tick()
+    assert bench.sent == []
+    bench.read(reader="D1", count=2)
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+
+
+def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(lease_s=30)
+    bench.now_s += 25
+    for payload in Codec().heartbeats(["r", "unknown"]):
+        bench.holds.notified("D", payload)
+    bench.now_s += 19
+    bench.holds.tick()
+    assert bench.sent == []
+    bench.now_s += 2
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+    assert bench.counts["num_kv_expired_reqs"] == 1
+    bench.read()
+    assert bench.counts["num_notifications_after_expiry"] == 1
+
+
+def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:
+    bench.expect()
+    bench.holds.apply(StepPlan(releases=("r",)))
+    bench.holds.tick()
+    assert bench.sent == []
+
+
+def test_a_revoked_lease_is_reported(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.holds.apply(StepPlan(revokes=("r",)))
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+
+
+def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:
+    bench.holds.apply(
+        StepPlan(expects=("a", "a"), grants=(GrantOrder("ghost", 3.0, None), GrantOrder("a", 30.0, None)))
+    )
+    bench.read("a")
+    bench.holds.tick()
+    assert bench.sent == ["a"]
+
+
+@given(st.binary(max_size=64))
+def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
+    bench = Bench()
+    bench.expect()
+    bench.grant()
+    bench.holds.notified("stranger", payload)
+    bench.holds.tick()
+    assert bench.sent == []
