@@ -185,6 +185,8 @@ def test_null_blocks():
     assert caught.value.code == "peer-blocks-too-few"
     assert caught.value.context["block"] == 3
     assert pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, None)) == [(3, 0, 0, 0), (4, 0, 8, 0)]
+    assert pairs(pairing(16, 16), [0, 4], [7, 8], nulls=(None, 5)) == [(0, 0, 7, 0), (4, 0, 8, 0)]
+    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, 9)) == [(4, 0, 8, 0)]
 
 
 @pytest.mark.parametrize(

@@ -259,3 +259,46 @@ def test_token_deals():
     assert np.flatnonzero(deal.owned(units, 2)).tolist() == [2, 3, 8, 9]
     assert deal.packed(units[deal.owned(units, 2)], 2).tolist() == [0, 1, 2, 3]
     assert Group("latent", 8, deal=deal).span_tokens == 24
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+@pytest.mark.parametrize("peer_tp", range(1, 9))
+@pytest.mark.parametrize(
+    ("model", "peer_dcps"),
+    [
+        (ModelSpec(("attention",), 4, 2), (1,)),
+        (ModelSpec(("latent",), latent_dim=4), (1, 2, 4)),
+        (ModelSpec(("latent", "mamba2"), latent_dim=4, state=STATE), (1, 2, 4)),
+    ],
+)
+def test_target_ranks_are_those_read_or_notified(tp, peer_tp, model, peer_dcps):
+    for peer_dcp in peer_dcps:
+        if peer_tp % peer_dcp:
+            continue
+        consumers = build_engine(model, EngineSpec(tp, block_tokens=64))
+        producers = build_engine(model, EngineSpec(peer_tp, 1, peer_dcp, 64))
+        asked = [target_ranks(consumers[0, rank], peer_tp=peer_tp, peer_dcp=peer_dcp) for rank in range(tp)]
+        made = [plan_transfer(consumers[0, rank], producers) for rank in range(tp)]
+        assert [sorted({*plan.producer_ranks, *plan.notify_only_ranks}) for plan in made] == [list(r) for r in asked]
+
+
+def test_target_ranks_ask_every_stage():
+    local = build_engine(ModelSpec(("attention",), 4, 2), EngineSpec(2))[0, 1]
+    assert target_ranks(local, peer_tp=4, peer_pp=2) == ((0, 2), (0, 3), (1, 2), (1, 3))
+
+
+def test_stages_without_a_layer_are_notified_by_the_stage_across():
+    model = ModelSpec(("attention",) * 2, 4, 2)
+    consumers = build_engine(model, EngineSpec(2, 2))
+    producers = build_engine(model, EngineSpec(2, 2))
+    for (stage, rank), local in consumers.items():
+        plan = plan_transfer(local, producers)
+        assert plan.producer_ranks == ((stage, rank),)
+        assert plan.notify_only_ranks == ()
+        assert [plan.reader_count((s, rank)) for s in range(2)] == [1, 1]
+    wide = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(4, 2))
+    for rank in range(2):
+        local = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(2))[0, rank]
+        plan = plan_transfer(local, wide)
+        assert plan.producer_ranks == ((0, 2 * rank), (1, 2 * rank))
+        assert plan.notify_only_ranks == ((0, 2 * rank + 1), (1, 2 * rank + 1))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -367,7 +368,11 @@ GOOD = json.loads(json.dumps(to_document(engine(2)[0, 1])))
 PLACES = list(places(GOOD))[1:]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=int(os.environ.get("KV_TOPOLOGY_EXAMPLES", "25")) * 12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), junk | st.integers(-2, 70)), min_size=1, max_size=3))
 def test_any_document_is_an_answer_or_a_coded_refusal(changes):
     document = copy.deepcopy(GOOD)
