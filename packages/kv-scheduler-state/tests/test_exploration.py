@@ -18,17 +18,17 @@ IS_FULL = os.environ.get("KV_PROOF") == "full"
 WORLDS = {
     "prefill, 1 request, host buffer": (lambda: prefill_world(requests=1), None),
     "prefill, 1 request, device memory": (lambda: prefill_world(requests=1, is_plain=True), None),
-    "prefill, 1 request, 2 workers": (lambda: prefill_world(requests=1, workers=2), 700),
-    "prefill, 2 requests": (lambda: prefill_world(requests=2), 700),
-    "prefill, 3 requests": (lambda: prefill_world(requests=3), 700),
+    "prefill, 1 request, 2 workers": (lambda: prefill_world(requests=1, workers=2), 400),
+    "prefill, 2 requests": (lambda: prefill_world(requests=2), 400),
+    "prefill, 3 requests": (lambda: prefill_world(requests=3), 400),
     "decode, 1 request": (lambda: decode_world(requests=1), None),
     "decode, 1 request, failures are final": (lambda: decode_world(requests=1, fails_requests=True), None),
-    "decode, 2 requests": (lambda: decode_world(requests=2), 1000),
-    "decode, 3 requests": (lambda: decode_world(requests=3), 1000),
+    "decode, 2 requests": (lambda: decode_world(requests=2), 500),
+    "decode, 3 requests": (lambda: decode_world(requests=3), 500),
     "pair, 1 request": (lambda: pair_world(requests=1), None),
-    "pair, 1 request, faults": (lambda: pair_world(requests=1, adversity=1), 700),
-    "pair, 2 requests": (lambda: pair_world(requests=2), 700),
-    "pair, 3 requests, faults": (lambda: pair_world(requests=3, adversity=1), 700),
+    "pair, 1 request, faults": (lambda: pair_world(requests=1, adversity=1), 400),
+    "pair, 2 requests": (lambda: pair_world(requests=2), 400),
+    "pair, 3 requests, faults": (lambda: pair_world(requests=3, adversity=1), 400),
 }
 COMPLETE = {name for name, (_, bound) in WORLDS.items() if bound is None}
 
@@ -37,7 +37,7 @@ COMPLETE = {name for name, (_, bound) in WORLDS.items() if bound is None}
 @pytest.mark.parametrize("name", WORLDS)
 def test_no_order_of_events_breaks_a_promise(name, capsys):
     make_world, bound = WORLDS[name]
-    result = explore(make_world, max_states=bound if bound is None or not IS_FULL else 50 * bound)
+    result = explore(make_world, max_states=bound if bound is None or not IS_FULL else 80 * bound)
     with capsys.disabled():
         print(f"\n  {name}: {result}", end="")
     assert not result.violation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._heartbeats import HeartbeatBook, HeartbeatPeer
@@ -153,4 +152,4 @@ class ConsumerDesk:
             self._outbox.has_orders = True
         else:
             # No worker has seen the read: what is left of it is to tell the peer, and to report to the parked engine.
-            self._outbox.reads[request_id] = replace(order, local_block_ids=self._no_blocks)
+            self._outbox.reads[request_id] = order._replace(local_block_ids=self._no_blocks)

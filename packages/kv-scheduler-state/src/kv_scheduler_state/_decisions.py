@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +14,7 @@ FinishReason = Literal["length", "stop", "abort", "error"]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """What becomes of a request that has just arrived.
 
     Attributes:
@@ -35,8 +33,7 @@ class Admission:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class FinishDecision:
+class FinishDecision(NamedTuple):
     """What becomes of a finished request's blocks.
 
     Attributes:

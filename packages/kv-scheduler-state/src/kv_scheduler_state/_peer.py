@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 __all__ = ["PeerAddress"]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
+class PeerAddress(NamedTuple):
     """What a ticket says about the engine that wrote it; the same in all its tickets.
 
     Attributes:

@@ -1,14 +1,14 @@
 """What one scheduler step tells the workers.
 
-A plan is a plain immutable value: it can be pickled, and `to_bytes`/`from_bytes` give it a form that does not depend
+A plan is a plain immutable value (a named tuple, because steps are frequent and those are built fastest): it can be
+pickled, and `to_bytes`/`from_bytes` give it a form that does not depend
 on this package's classes. Workers apply the parts in this order: expects, fences, grants, releases, revokes (producer
 side), then reads, cancels, heartbeats (consumer side); saves whenever the step's blocks are computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state._blocks import Blocks
@@ -18,8 +18,7 @@ __all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrde
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class ReadOrder:
+class ReadOrder(NamedTuple):
     """One request's read, or the notification that stands in for it.
 
     Attributes:
@@ -95,8 +94,7 @@ class ReadOrder:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class HeartbeatOrder:
+class HeartbeatOrder(NamedTuple):
     """Leases of one peer engine that are to be renewed now.
 
     Attributes:
@@ -144,8 +142,7 @@ class HeartbeatOrder:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class FenceOrder:
+class FenceOrder(NamedTuple):
     """A fence word that the workers write before the request's blocks can be read."""
 
     request_id: str
@@ -154,8 +151,7 @@ class FenceOrder:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class GrantOrder:
+class GrantOrder(NamedTuple):
     """A lease of `lease_s` seconds that starts now, on the workers' clocks."""
 
     request_id: str
@@ -164,8 +160,7 @@ class GrantOrder:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Everything that one scheduler step orders, in the order in which the scheduler decided it.
 
     Attributes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from typing import Any, Final, cast
 
 from kv_scheduler_state._errors import PlanDecodeError, quote
@@ -27,17 +26,8 @@ _Reader = Callable[[object], object]
 def encode_plan(plan: StepPlan) -> bytes:
     """Return a plan as version 1 JSON in UTF-8."""
     document: dict[str, object] = {"version": PLAN_VERSION}
-    for name in _PARTS:
-        part = cast("tuple[object, ...]", getattr(plan, name))
-        if part:
-            document[name] = [_plain(order) for order in part]
+    document.update((name, part) for name, part in zip(_PARTS, plan, strict=True) if part)
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _plain(order: object) -> object:
-    if not isinstance(order, _ORDERS):
-        return order
-    return [_plain(getattr(order, name)) for name in order.__slots__]
 
 
 def decode_plan(data: bytes) -> StepPlan:
@@ -130,7 +120,7 @@ def _save(value: object) -> tuple[str, tuple[tuple[int, ...], ...]]:
 
 
 def _order(order_type: type[Any], *readers: _Reader) -> _Reader:
-    required = sum(1 for field in fields(order_type) if field.default is MISSING)
+    required = len(order_type._fields) - len(order_type._field_defaults)
 
     def read(value: object) -> object:
         items = _list(value)
@@ -141,8 +131,7 @@ def _order(order_type: type[Any], *readers: _Reader) -> _Reader:
     return read
 
 
-_PARTS: Final = tuple(field.name for field in fields(StepPlan))
-_ORDERS: Final = (ReadOrder, HeartbeatOrder, FenceOrder, GrantOrder, PeerAddress)
+_PARTS: Final = StepPlan._fields
 _optional_integer: Final = _optional(_integer)
 _peer: Final = _order(
     PeerAddress,

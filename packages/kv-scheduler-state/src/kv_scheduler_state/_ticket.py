@@ -8,9 +8,8 @@ ignored by others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,8 +49,7 @@ NO_EXTRA: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class HandoffTicket:
+class HandoffTicket(NamedTuple):
     """A validated promise of one engine to serve one request's blocks.
 
     Attributes:
@@ -77,7 +75,7 @@ class HandoffTicket:
     fence: tuple[int, int] | None = None
     expiry_clock_s: float | None = None
     transfer_mode: Literal["pull"] | None = None
-    extra: Mapping[str, object] = field(default_factory=lambda: NO_EXTRA, hash=False)
+    extra: Mapping[str, object] = NO_EXTRA
 
     def to_params(self) -> dict[str, object]:
         """Return `kv_transfer_params` with every known key that has a value, and the unknown ones."""

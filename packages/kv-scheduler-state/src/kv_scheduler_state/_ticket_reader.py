@@ -21,7 +21,6 @@ __all__ = ["ParamsKind", "TicketReader"]
 ParamsKind = Literal["none", "prefill", "handoff", "readback"]
 
 _MAX_CLOCK_S: Final = 1e15
-_INT_ONLY: Final = {int}
 _LISTS: Final = (list, tuple)
 _PEER_KEYS: Final = (
     "remote_engine_id",
@@ -186,7 +185,7 @@ class TicketReader:
         value = fields.get("remote_block_ids")
         if not isinstance(value, _LISTS):
             _refuse_type("remote_block_ids", value, "a list of lists of block ids")
-        groups = cast("list[object] | tuple[object, ...]", value)
+        groups = cast("list[list[int]]", value)  # as far as is known; each part is checked below
         if len(groups) != self._groups:
             raise TicketError(
                 "ticket-groups",
@@ -200,21 +199,20 @@ class TicketReader:
         for group in groups:
             if not isinstance(group, _LISTS):
                 _refuse_type("remote_block_ids", group, "a list of lists of block ids")
-            budget -= len(cast("list[object]", group))
+            budget -= len(group)
             if budget < 0:
                 raise TicketError(
                     "ticket-too-large",
                     f"remote_block_ids has more than {self._limits.max_blocks} block ids",
                     field="remote_block_ids",
                 )
-            blocks.append(self._group(cast("list[int]", group)))
+            blocks.append(self._group(group))
         if not any(blocks):
             raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
         return tuple(blocks)
 
     def _group(self, group: list[int]) -> tuple[int, ...]:
-        # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else together.
-        if group and (set(map(type, group)) != _INT_ONLY or not _fits(group, self._limits.max_block_id)):
+        if group and not _are_block_ids(group, self._limits.max_block_id):
             raise TicketError(
                 "ticket-blocks",
                 f"remote_block_ids must hold integers from 0 to {self._limits.max_block_id}",
@@ -255,12 +253,13 @@ def _extra(fields: _Params) -> Mapping[str, object]:
     return MappingProxyType(extra)
 
 
-def _fits(group: list[int], most: int) -> bool:
+def _are_block_ids(group: list[int], most: int) -> bool:
+    # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else at admission.
     try:
-        array("I", group)  # 32 bits without a sign: the cheapest way to look at every id
-    except OverflowError:
+        array("I", group)  # only integers of 32 bits without a sign get in, and bools
+    except (TypeError, OverflowError):
         return False
-    return most >= _MAX_UINT32 or max(group) <= most
+    return bool not in map(type, group) and (most >= _MAX_UINT32 or max(group) <= most)
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:

@@ -9,7 +9,6 @@ without asking the code under test.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
@@ -195,7 +194,7 @@ class PrefillSide:
         for words, table in zip(self.words, self.tables, strict=True):
             for order in plan.fences:
                 words[order.slot] = order.generation
-            table.apply(replace(plan, expects=()) if self.is_plain else plan, now_s=now_s)
+            table.apply(plan._replace(expects=()) if self.is_plain else plan, now_s=now_s)
         for grant in plan.grants:
             prompt = self.prompts[grant.request_id]
             demand(prompt.status == "kept", f"{grant.request_id}: granted while {prompt.status}")
