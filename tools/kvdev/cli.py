@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     test = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
-    test.add_argument("scope", nargs="*", help="a package name, check, sim, real-io, host, gpu")
+    test.add_argument("scope", nargs="*", help="a package name, check, tools, sim, real-io, host, gpu")
     test.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
     test.add_argument("-k", dest="select", default="", help="passed to pytest")
     test.set_defaults(run=_test)

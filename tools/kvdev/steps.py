@@ -21,6 +21,16 @@ __all__ = ["DevError", "fail", "note", "run_step"]
 
 _PROGRESS_EVERY_S = 15.0
 _TAIL_LINES = 30
+_NO_NETWORK = (
+    "dns error",
+    "error resolving DNS",
+    "Temporary failure in name resolution",
+    "Name or service not known",
+    "Network is unreachable",
+    "Connection refused",
+    "Failed to establish a new connection",
+    "error sending request",
+)
 
 
 class DevError(Exception):
@@ -76,10 +86,20 @@ def run_step(
     if code not in allowed:
         fail(
             f"step '{name}' failed (exit code {code}, after {elapsed_s:.0f} s)\n"
-            f"  command: {shlex.join(words)}\n  log: {log}\n  its last lines:\n{_tail(log)}"
+            f"  command: {shlex.join(words)}\n  log: {log}\n  its last lines:\n{_tail(log)}{_hint(_tail(log))}"
         )
     note(f"  ok  {name} ({elapsed_s:.1f} s)" if code == 0 else f"  --  {name}: exit code {code} ({elapsed_s:.1f} s)")
     return code, log
+
+
+def _hint(text: str) -> str:
+    """Say what to do where the log shows that no package index could be reached."""
+    if not any(sign in text for sign in _NO_NETWORK):
+        return ""
+    return (
+        "\n  No package index could be reached. Check the network, or name a reachable index with UV_DEFAULT_INDEX (uv) and "
+        "PIP_INDEX_URL (pip); then run the same command again."
+    )
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], log: Path, started: float, timeout_s: float) -> int:

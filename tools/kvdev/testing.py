@@ -9,6 +9,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdev.envs import DEFAULT_VLLM, host_environment, package_environment
@@ -17,11 +18,10 @@ from kvdev.steps import DevError, fail, note, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 __all__ = ["SCOPES", "run_tests"]
 
-SCOPES = ("check", *PACKAGES, "sim", "real-io", "host", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "sim", "real-io", "host", "gpu")
 _NO_TESTS_COLLECTED = 5
 
 
@@ -69,6 +69,8 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, *, vllm: str, select: str, i
     elif scope in PACKAGES:
         python = package_environment(uv, scope)
         _pytest(scope, python, [ROOT / "packages" / scope / "tests"], tally, select)
+    elif scope == "tools":
+        _pytest(scope, _here(), [ROOT / "tools" / "tests"], tally, select)
     elif scope in {"sim", "real-io"}:
         _pytest(scope, _here(), [ROOT / "integration_tests" / scope.replace("-", "_")], tally, select)
     elif scope == "host":
@@ -151,8 +153,6 @@ def _last_part(log: Path, lines: int = 120) -> str:
 
 
 def _here() -> Path:
-    from pathlib import Path
-
     return Path(sys.executable)
 
 
