@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Tables = Mapping[tuple[int, int], Sequence[SliceTable]]
 
-__all__ = ["Estimate", "make_estimate"]
+__all__ = ["Estimate", "bytes_per_token", "make_estimate"]
 
 
 @final
@@ -56,13 +56,19 @@ def _share(table: SliceTable) -> float:
     return tokens_meet(table.pairing.local.deal, table.pairing.peer.deal) / table.pairing.unit_tokens
 
 
+def bytes_per_token(table: SliceTable) -> float:
+    """Return the bytes of a table per token of the prompt; of states, per request."""
+    moved = float(table.length.sum())
+    return moved if table.pairing.local.is_state else moved * _share(table)
+
+
 def _descriptors_per_token(tables: Tables) -> float:
     return sum(len(table) * _share(table) for table in _all(tables) if not table.pairing.local.is_state)
 
 
 def make_estimate(tables: Tables, staged: tuple[Tables, Sequence[StagedRegion]] | None, cost: CostModel) -> Estimate:
     """Return what the direct plan and, if there is one, the staged plan cost for the cost model's prompt."""
-    per_token = sum(float(t.length.sum()) * _share(t) for t in _all(tables) if not t.pairing.local.is_state)
+    per_token = sum(bytes_per_token(table) for table in _all(tables) if not table.pairing.local.is_state)
     states = [table for table in _all(tables) if table.pairing.local.is_state]
     state_bytes = sum(int(table.length.sum()) for table in states)
     state_descriptors = sum(len(table) for table in states)

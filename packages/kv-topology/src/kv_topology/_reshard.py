@@ -104,9 +104,7 @@ def _reordered(field: FieldLayout, order: str | None) -> FieldLayout:
     if order is None or token is None or head is None:
         return field
     cell = min(token.stride_bytes, head.stride_bytes)
-    if order == "HN":
-        strides = {token.name: cell, "head": cell * token.count}
-    else:
-        strides = {"head": cell, token.name: cell * head.count}
+    outer, inner = (head, token) if order == "HN" else (token, head)
+    strides = {inner.name: cell, outer.name: cell * inner.count}
     axes = tuple(replace(axis, stride_bytes=strides.get(axis.name, axis.stride_bytes)) for axis in field.axes)
     return replace(field, axes=axes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_topology._engine import build_engine
+from kv_topology._estimate import bytes_per_token
 from kv_topology._plan import plan_transfer
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
     from kv_topology._model import RankGeometry
     from kv_topology._plan import TransferPlan
-    from kv_topology._slices import SliceTable
     from kv_topology._spec import DryRun
 
     Rank = tuple[int, int]
@@ -43,7 +43,7 @@ class Survey:
 
     def bytes_from(self, consumer: Rank, producer: Rank) -> float:
         """Return the bytes per token of the prompt, or of states per request, that one rank reads from another."""
-        return sum(table_bytes_per_token(table) for table in self.plans[consumer].slices(producer))
+        return sum(bytes_per_token(table) for table in self.plans[consumer].slices(producer))
 
     def descriptors_per_token(self, plan: TransferPlan) -> float:
         """Return descriptors per token of the kind of plan that was chosen."""
@@ -103,16 +103,6 @@ class Survey:
                             share = axis.size / geometry.tp_size / axis.count if axis is not None else 1.0
                             states += field.held_bytes * share * (1 if axis is not None else tp == 0)
         return per_token + states
-
-
-def table_bytes_per_token(table: SliceTable) -> float:
-    """Return bytes per token of the prompt, or per request for states."""
-    from kv_topology._shards import tokens_meet
-
-    if table.pairing.local.is_state:
-        return float(table.length.sum())
-    share = tokens_meet(table.pairing.local.deal, table.pairing.peer.deal)
-    return float(table.length.sum()) / table.pairing.unit_tokens * share
 
 
 def _ranks(ranks: Sequence[Rank]) -> str:
