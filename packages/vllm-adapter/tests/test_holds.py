@@ -8,9 +8,9 @@ import pytest
 from fakes import FakeAgent
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kv_handshake import Codec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
-
 from vllm_adapter.holds import HoldCoordinator, HoldObserver
 
 FENCE = (3, 77)

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_adapter.peer_geometry import PeerGeometry
+from vllm_adapter.peers import PeerLimits
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
@@ -50,7 +51,7 @@ class Bench:
             self.planner,
             FakeCodec(),  # type: ignore[arg-type]
             observer,
-            ReadLimits(read_timeout_s=60, lease_s=30, engine_ttl_s=3600, handshake_s=15, dialect=14),
+            ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14)),
             now_s=lambda: self.now_s,
         )
         self.reads.attach(self.agent, self.handshakes)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from vllm_adapter.geometry import local_document, registration_ranges
 from vllm_adapter.holds import HoldCoordinator, HoldObserver
 from vllm_adapter.observations import StatsBuffer
+from vllm_adapter.peers import PeerLimits
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ class WorkerSide:
             ReadLimits(
                 read_timeout_s=settings.read_timeout_s,
                 lease_s=settings.kv_lease_duration,
-                engine_ttl_s=settings.engine_ttl,
-                handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
-                dialect=settings.ticket_dialect or facts.connector_version,
+                peers=PeerLimits(
+                    handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
+                    engine_ttl_s=settings.engine_ttl,
+                    dialect=settings.ticket_dialect or facts.connector_version,
+                ),
             ),
             now_s=time.monotonic,
         )
