@@ -1,9 +1,9 @@
 """Cost of the scheduler hooks, against the plain dictionaries that vLLM's own connector keeps.
 
-The baseline below is a re-implementation of what that connector's scheduler half does per hook: look into the client's
-dictionary, put the request into one of five dictionaries, copy them into a metadata object per step, log at debug level. It
-validates nothing, knows no fence and sends no heartbeat. Its full scans are the two that it makes per step: over everything
-scheduled (host-buffer mode), and over all leases.
+The baseline below is a re-implementation of what that connector's scheduler half does per hook: look into the
+client's dictionary, put the request into one of five dictionaries, copy them into a metadata object per step, log at
+debug level. It validates nothing, knows no fence and sends no heartbeat. Its full scans are the two that it makes per
+step: over everything scheduled (host-buffer mode), and over all leases.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import logging
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROUNDS = 15
 LIVES = 400
@@ -139,7 +141,7 @@ class _Baseline:
         }
 
 
-def _state(**changes: Any) -> SchedulerState:
+def _state(**changes: float) -> SchedulerState:
     return SchedulerState(SchedulerConfig("prefill-0", "10.0.0.1", 5600, fence_slots=4096, **changes))
 
 

@@ -170,6 +170,17 @@ def test_ends_are_forgotten_in_the_end():
     assert silent.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "unknown"
 
 
+def test_leases_that_were_read_leave_nothing_behind():
+    table = granted()
+    for index in range(1000):
+        table.grant(f"q{index}", lease_s=30.0, fence=None, now_s=0.0)
+        table.read_complete(f"q{index}", reader="a", reader_count=1, now_s=0.0)
+    assert len(table._heap) < 100
+    assert table.check_invariants() == ()
+    assert len(table.take_ended(now_s=0.0)) == 1000
+    assert [end.request_id for now_s in range(1, 31) for end in table.take_ended(now_s=float(now_s))] == ["p1"]
+
+
 def test_an_id_can_be_used_again():
     table = granted()
     table.release("p1", now_s=0.0)

@@ -32,8 +32,8 @@ class BlockClipper:
         self._groups = groups
         self._is_plain = all(group.kind == "full" for group in groups)
 
-    def freeze(self, block_ids: Sequence[Sequence[int]]) -> Blocks:
-        """Return an immutable copy.
+    def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse block lists of another model.
 
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
@@ -44,7 +44,6 @@ class BlockClipper:
                 groups=len(block_ids),
                 expected=len(self._groups),
             )
-        return tuple([tuple(group) for group in block_ids])
 
     def clip(self, block_ids: Sequence[Sequence[int]], *, is_partial: bool = False) -> Blocks:
         """Return the blocks that cross between engines.
@@ -57,7 +56,8 @@ class BlockClipper:
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
         """
-        blocks = self.freeze(block_ids)
+        self.require_groups(block_ids)
+        blocks = tuple([tuple(group) for group in block_ids])
         if self._is_plain:
             return blocks
         return tuple(

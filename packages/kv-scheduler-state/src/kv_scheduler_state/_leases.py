@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import contextmanager
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, final
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaseTable"]
 
-_TRACE_LENGTH = 16
+_TRACE_LENGTH: Final = 16
+_HEAP_SLACK: Final = 64
 
 
 @final
@@ -351,6 +352,14 @@ class LeaseTable:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:
             del self._leases[request_id]
+            if len(self._heap) > 2 * len(self._leases) + _HEAP_SLACK:
+                self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        # Leases that were read leave their heap item behind until it comes up; under load that would be most of the heap.
+        leases = self._leases
+        self._heap = [item for item in self._heap if item[2] in leases]
+        heapify(self._heap)
 
     def _end(self, request_id: str, lease: Lease, effect: str) -> None:
         reason = END_REASONS[effect]

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state._admission import AdmissionDesk
+from kv_scheduler_state._arguments import covered_blocks, require_count
 from kv_scheduler_state._blocks import BlockClipper
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._consumer import ConsumerDesk
-from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason, Role
+from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
 from kv_scheduler_state._errors import (
     DuplicateRequest,
     InvalidEvent,
     SchedulerStateError,
-    TicketError,
     UnknownRequest,
     quote,
 )
-from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._introspection import describe, violations
 from kv_scheduler_state._live import Live
 from kv_scheduler_state._machine import GONE, Table
@@ -34,7 +34,6 @@ from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import ProducerDesk
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
-from kv_scheduler_state._ticket_reader import TicketReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +44,6 @@ __all__ = ["SchedulerState"]
 
 _REASONS: Final = frozenset(("length", "stop", "abort", "error"))
 _HANDS_OVER: Final = frozenset(("length", "stop"))
-_PRODUCER: Final = Admission("producer")
-_CONSUMER: Final = Admission("consumer")
 
 
 @final
@@ -62,7 +59,7 @@ class SchedulerState:
     """
 
     __slots__ = (
-        "_backoff_tokens",
+        "_admissions",
         "_clipper",
         "_clock",
         "_config",
@@ -70,7 +67,6 @@ class SchedulerState:
         "_live",
         "_outbox",
         "_producers",
-        "_tickets",
     )
 
     def __init__(
@@ -81,19 +77,13 @@ class SchedulerState:
         consumer_table: Table = CONSUMER_TABLE,
     ) -> None:
         self._config = config
-        self._backoff_tokens = config.backoff_tokens
         self._clock = ObservedClock()
         self._clipper = BlockClipper(config.groups)
         self._outbox = Outbox()
         self._producers = ProducerDesk(config, producer_table, self._clipper, self._outbox)
         self._consumers = ConsumerDesk(config, consumer_table, self._outbox)
         self._live: dict[str, Live] = {}
-        self._tickets = TicketReader(
-            groups=len(config.groups),
-            limits=config.limits,
-            hosts=HostPolicy(config.peer_networks, config.peer_hosts),
-            reads_back=config.bidirectional,
-        )
+        self._admissions = AdmissionDesk(config, self._consumers, self._producers)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -115,40 +105,17 @@ class SchedulerState:
         """
         if type(request_id) is not str or not request_id:
             raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
-        _require_count("prompt_tokens", prompt_tokens)
+        require_count("prompt_tokens", prompt_tokens)
         known = self._live.get(request_id)
         if known is not None:
             raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
         at_s = self._clock.observe(now_s)
         live = Live(prompt_tokens, at_s)
-        admission = BYSTANDER if params is None else self._admit(request_id, live, params, prompt_tokens, at_s)
+        admission = (
+            BYSTANDER if params is None else self._admissions.admit(request_id, live, params, prompt_tokens, at_s)
+        )
         self._live[request_id] = live
         return admission
-
-    def _admit(self, request_id: str, live: Live, params: object, prompt_tokens: int, at_s: float) -> Admission:
-        role: Role = "none"
-        truncate_tokens = 0
-        try:
-            kind = self._tickets.classify(params)
-            if kind == "none":
-                return BYSTANDER
-            if kind != "handoff":
-                role = "producer"
-                backoff = self._backoff_tokens
-                truncate_tokens = backoff if prompt_tokens > backoff else 0
-                live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
-            if kind != "prefill":
-                ticket = self._tickets.read(params, kind)
-                live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens - truncate_tokens, at_s)
-                role = "producer" if kind == "readback" else "consumer"
-                if kind == "handoff" and self._config.bidirectional:
-                    live.producer = self._producers.arrive(request_id, is_readback=True, now_s=at_s)
-        except TicketError as error:
-            live.rejected_code = error.code
-            return Admission(role, error.code, str(error), truncate_tokens)
-        if truncate_tokens:
-            return Admission(role, "", "", truncate_tokens)
-        return _PRODUCER if role == "producer" else _CONSUMER
 
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int:
         """Return the prompt tokens to read from the peer beyond the local prefix hit; changes nothing.
@@ -158,7 +125,7 @@ class SchedulerState:
             InvalidEvent: `invalid-event`, for a negative count.
         """
         live = self._find(request_id, "external-tokens")
-        _require_count("computed_tokens", computed_tokens)
+        require_count("computed_tokens", computed_tokens)
         return 0 if live.consumer is None else self._consumers.external_tokens(live.consumer, computed_tokens)
 
     def allocate(
@@ -188,7 +155,7 @@ class SchedulerState:
         consumer, producer = live.consumer, live.producer
         if consumer is None and producer is None:
             return
-        _require_count("external_tokens", external_tokens)
+        require_count("external_tokens", external_tokens)
         consumer_row = producer_row = None
         local_blocks: tuple[tuple[int, ...], ...] = ()
         computed_blocks: tuple[int, ...] = ()
@@ -202,7 +169,7 @@ class SchedulerState:
             consumer_row = self._consumers.table.find(request_id, consumer.state, "load" if external_tokens else "hit")
             if external_tokens:
                 local_blocks = self._clipper.clip(new_block_ids)
-                computed_blocks = _covered(block_ids, new_block_ids)
+                computed_blocks = covered_blocks(block_ids, new_block_ids)
         if producer is not None:
             producer_row = self._producers.table.find(request_id, producer.state, "allocate")
         at_s = self._clock.observe(now_s)
@@ -277,7 +244,7 @@ class SchedulerState:
         live = self._find(request_id, "finish")
         if reason not in _REASONS:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_REASONS)}")
-        _require_count("computed_tokens", computed_tokens)
+        require_count("computed_tokens", computed_tokens)
         consumer, producer = live.consumer, live.producer
         hands_over = False
         consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "finish")
@@ -285,8 +252,8 @@ class SchedulerState:
         if producer is not None:
             hands_over = reason in _HANDS_OVER and any(block_ids)
             producer_row = self._producers.table.find(request_id, producer.state, "hand-over" if hands_over else "drop")
-            if hands_over and len(block_ids) != len(self._config.groups):
-                self._clipper.freeze(block_ids)
+            if hands_over:
+                self._clipper.require_groups(block_ids)
         at_s = self._clock.observe(now_s)
         live.is_finished = True
         if consumer is not None and consumer_row is not None:
@@ -426,14 +393,3 @@ class SchedulerState:
             live.producer = None
         if live.is_finished and live.consumer is None and live.producer is None:
             del self._live[request_id]
-
-
-def _require_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 0:
-        raise InvalidEvent(f"{name} is {quote(value)}, must be an integer of zero or more")
-
-
-def _covered(block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    if len(block_ids) != len(new_block_ids):
-        raise InvalidEvent(f"block_ids has {len(block_ids)} groups, new_block_ids has {len(new_block_ids)}")
-    return tuple([max(0, len(all_ids) - len(new)) for all_ids, new in zip(block_ids, new_block_ids, strict=True)])

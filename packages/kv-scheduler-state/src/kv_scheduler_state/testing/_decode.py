@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_scheduler_state._decisions import FinishReason
+    from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["DecodeSide", "GenerousPeer", "Peer"]
 
@@ -187,7 +188,7 @@ class DecodeSide:
         """Do one of `steps` and check what can be checked at once."""
         name = step[0]
         if name == "d-step":
-            self._step(now_s)
+            self.obey(self.state.take_step_plan(now_s=now_s), now_s)
         else:
             request_id, answer = step[1], self.answers[step[1]]
             if len(step) > 2:
@@ -257,8 +258,8 @@ class DecodeSide:
         answer.in_flight |= frozenset(ranks)
         answer.is_notified = True
 
-    def _step(self, now_s: float) -> None:
-        plan = self.state.take_step_plan(now_s=now_s)
+    def obey(self, plan: StepPlan, now_s: float) -> None:
+        """Let the ranks do what a plan says."""
         for order in plan.reads:
             answer = self.answers[order.request_id]
             answer.orders += 1

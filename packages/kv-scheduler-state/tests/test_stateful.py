@@ -1,0 +1,59 @@
+"""Long random lives of two engines, several prompts, several workers; every one of them must heal."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kv_scheduler_state import StepPlan
+from kv_scheduler_state.testing import decode_world, pair_world, prefill_world
+
+
+class HandOver(RuleBasedStateMachine):
+    """Whatever may happen next, happens, in an order that Hypothesis chooses and shrinks."""
+
+    @initialize(
+        kind=st.sampled_from(("pair", "prefill", "decode")),
+        requests=st.integers(1, 4),
+        readers=st.integers(1, 3),
+        workers=st.integers(1, 2),
+        is_odd=st.booleans(),
+    )
+    def start(self, kind, requests, readers, workers, is_odd):
+        if kind == "pair":
+            self.world = pair_world(requests=requests, readers=readers, adversity=2)
+        elif kind == "prefill":
+            self.world = prefill_world(requests=requests, readers=readers, workers=workers, is_plain=is_odd)
+        else:
+            self.world = decode_world(requests=requests, readers=readers, fails_requests=is_odd)
+
+    @rule(data=st.data())
+    def happen(self, data):
+        # The world checks every promise while the step happens, and raises ModelViolation.
+        self.world.apply(data.draw(st.sampled_from(self.world.steps())))
+
+    @rule()
+    def ask(self):
+        for side in (self.world.prefill, self.world.decode):
+            if side is not None:
+                before = side.state.snapshot(now_s=self.world.now_s)
+                side.probe(self.world.now_s)
+                assert side.state.snapshot(now_s=self.world.now_s) == before
+
+    @rule()
+    def write_down(self):
+        if self.world.decode is not None and self.world.decode.state.has_work():
+            # A plan that crosses a process is the plan that was taken.
+            take = self.world.decode.state.take_step_plan
+            plan = take(now_s=self.world.now_s)
+            assert StepPlan.from_bytes(plan.to_bytes()) == plan
+            self.world.decode.obey(plan, self.world.now_s)
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.heal()
+
+
+TestHandOver = HandOver.TestCase
+TestHandOver.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
