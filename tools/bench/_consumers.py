@@ -57,7 +57,7 @@ class Ours:
         self.wait()
         return time.perf_counter() - began_s
 
-    def order(self, local: Indices, theirs: Indices, times: int, **more: Any) -> None:  # noqa: ANN401
+    def order(self, local: Indices, theirs: Indices, times: int, **more: Any) -> None:
         """Order without waiting."""
         self._results.clear()
         self._ends_s.clear()
@@ -108,7 +108,7 @@ class Ours:
         """End the thread."""
         self.thread.close()
 
-    def _do(self, function: Any) -> None:  # noqa: ANN401
+    def _do(self, function: Any) -> None:
         done = threading.Event()
 
         def call() -> None:
@@ -133,7 +133,9 @@ class Bare:
         address, page_bytes, _, _, count = rows[0].tolist()
         is_per_block = options.pop("per_block", False)
         module = find_nixl()
-        self._nixl = module.nixl_agent("bare", module.nixl_agent_config(capture_telemetry=True, **options))
+        self._nixl = module.nixl_agent(
+            "bare", module.nixl_agent_config(**{"capture_telemetry": True, "num_threads": 4, **options})
+        )
         self._memory = np.ones((count, page_bytes), dtype=np.uint8)
         here = self._memory.ctypes.data
         self._nixl.register_memory(np.array([[here, self._memory.nbytes, 0]], dtype=np.uint64), "DRAM")
@@ -210,7 +212,7 @@ class ConsumerProcess:
         self._reply()
         os.kill(self._process.pid, signal.SIGSTOP)
 
-    def call(self, command: str, *arguments: object) -> Any:  # noqa: ANN401
+    def call(self, command: str, *arguments: object) -> Any:
         """Let the child run one command."""
         os.kill(self._process.pid, signal.SIGCONT)
         self._connection.send((command, arguments))
@@ -229,7 +231,7 @@ class ConsumerProcess:
             self._process.wait()
         self._connection.close()
 
-    def _reply(self) -> Any:  # noqa: ANN401
+    def _reply(self) -> Any:
         if not self._connection.poll(90):
             self._process.kill()
             message = "a consumer did not answer within 90 s"

@@ -44,7 +44,7 @@ def _consumers(peer: PeerProcess, **ours: object) -> dict[str, ConsumerProcess]:
     return {
         "ours": ConsumerProcess("ours", *described, **ours),
         "raw": ConsumerProcess("bare", *described),
-        "seed": ConsumerProcess("bare", *described, per_block=True, num_threads=4),
+        "seed": ConsumerProcess("bare", *described, per_block=True),
     }
 
 

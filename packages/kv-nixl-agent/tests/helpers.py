@@ -82,12 +82,12 @@ def make_pair(*, pages=32, page_bytes=64, options=None, producer_options=None, *
     return Pair(fabric, consumer, producer, local, remote, ports, clock)
 
 
-def order(transfer_id, local, peer, **arguments):
+def order(transfer_id, local, theirs, **arguments):
     arguments.setdefault("peer", "p")
     return TransferOrder(
         transfer_id,
         local_indices=np.asarray(local, dtype=np.int32),
-        peer_indices=np.asarray(peer, dtype=np.int32),
+        peer_indices=np.asarray(theirs, dtype=np.int32),
         **arguments,
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import Pages, make_pair, order
 
-from kv_nixl_agent import AgentError, AgentOptions, TransferAgent
+from kv_nixl_agent import CLOSED_GENERATION, AgentError, AgentOptions, TransferAgent
 
 
 def code_of(call):
@@ -178,26 +178,19 @@ def test_two_keys_cannot_share_an_agent():
 
 def test_a_failed_warm_up_is_counted_and_leaves_the_peer():
     pair = make_pair()
-    pair.fabric.agent("producer").die()
-    metadata = pair.producer._port._port
-    assert metadata.is_dead
-    pair2 = make_pair()
-    pair2.fabric.fail_next("post", "nixl-disconnected")
-    pair2.connect()
-    assert pair2.consumer.statistics()["warm_ups_failed"] == 1
-    assert pair2.consumer.peers()["p"]["is_connected"] is False
-    assert pair2.ports[1].open_handles()["transfer"] == 0
+    pair.fabric.fail_next("post", "nixl-disconnected")
+    pair.connect()
+    assert pair.consumer.statistics()["warm_ups_failed"] == 1
+    assert pair.consumer.peers()["p"]["is_connected"] is False
+    assert pair.ports[1].open_handles()["transfer"] == 0
 
 
 def test_closing_voids_every_fence_word():
     pair = make_pair()
-    pair.connect()
     pair.producer.write_fence(0, 3)
-    pair.producer._memory.deregister_all = list  # the memory stays, as it does for NIXL
-    pair.fabric.agent("producer").close = lambda: None
+    fences = pair.producer._memory.fences
     pair.producer.close()
-    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
-    assert pair.run()["r"].outcome == "fence-rejected"
+    assert {fences.read(slot) for slot in range(fences.word_count)} == {CLOSED_GENERATION}
 
 
 def test_every_scratch_word_in_use_only_delays():
@@ -245,3 +238,34 @@ def test_statistics_summarise():
     assert statistics["notifications_sent"] == 10
     assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
     assert all(isinstance(value, float | int) for value in statistics.values())
+
+
+def test_a_raising_trace_hook_stops_nothing():
+    def hook(event):
+        raise RuntimeError(event.state)
+
+    pair = make_pair(options=AgentOptions(trace=hook))
+    pair.connect()
+    pair.consumer.post(order("r", [0], [0]))
+    assert pair.run()["r"].outcome == "done"
+    assert pair.consumer.statistics()["trace_errors"] == 4
+
+
+def test_a_stopped_peer_replaced_under_its_name_leaves_its_reads_in_quarantine():
+    pair = make_pair()
+    pair.connect()
+    pair.run(3)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [0], [0], deadline_s=0.1))
+    pair.run(3, step_s=0.2)
+    again = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
+    pair.consumer.replace_peer("p", again.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows)
+    pair.consumer.post(order("new", [1], [2]))
+    pair.run(10, step_s=0.1)
+    assert pair.results["new"].outcome == "done"
+    (entry,) = pair.consumer.quarantine()
+    assert (entry.transfer_id, entry.bytes_at_risk) == ("stuck", 64)
+    assert "lost track" in entry.last_error
+    assert pair.consumer.declare_quiet("stuck")
+    assert not pair.consumer.declare_quiet("stuck")
+    assert pair.consumer.take_quiet() == ["stuck"]

@@ -1,12 +1,14 @@
 """The owner thread on the fake fabric."""
 
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 from helpers import Pages, wait_for
 
-from kv_nixl_agent import AgentError, AgentOptions, TransferThread
+from kv_nixl_agent import AgentError, AgentOptions, ThreadOptions, TransferThread
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -122,4 +124,114 @@ def test_start_reports_what_registration_raised():
     assert not rank.thread.is_alive
     with pytest.raises(AgentError):
         rank.thread.call_soon(lambda: None)
+    rank.thread.close()
+
+
+def test_a_dying_loop_reports_everything_and_is_seen():
+    fabric = FakeFabric()
+    consumer = Rank(fabric, "consumer", Pages(16, 32), thread_options=ThreadOptions(max_sleep_s=1e-4))
+    producer = Rank(fabric, "producer", Pages(16, 32, seed=1))
+    for rank in (producer, consumer):
+        rank.thread.start()
+    one = np.zeros(1, dtype=np.int32)
+
+    def connect_and_stall():
+        consumer.thread.add_peer(
+            "p", producer.thread.agent_metadata(), local_rows=consumer.pages.rows, peer_rows=producer.pages.rows
+        )
+        fabric.agent("producer").stop()
+        consumer.thread.post_read("r", "p", one, one)
+
+        def broken():
+            message = "broken on purpose"
+            raise RuntimeError(message)
+
+        consumer.thread._loop.agent._engine.advance = broken
+
+    consumer.do(connect_and_stall)
+    wait_for(lambda: not consumer.thread.is_alive)
+    assert consumer.thread.health().state == "dead"
+    assert consumer.thread.failure.code == "thread-dead"
+    wait_for(lambda: "r" in consumer.results)
+    (result,) = consumer.results["r"]
+    assert (result.outcome, result.code) == ("failed", "thread-dead")
+    with pytest.raises(AgentError) as error:
+        consumer.thread.call_soon(lambda: None)
+    assert error.value.code == "thread-dead"
+    consumer.thread.close()
+    producer.thread.close()
+
+
+def test_a_stuck_turn_is_seen():
+    fabric = FakeFabric()
+    rank = Rank(fabric, "slow", Pages(1, 8), thread_options=ThreadOptions(stuck_after_s=0.05))
+    rank.thread.start()
+    release = threading.Event()
+    rank.thread.call_soon(lambda: release.wait(10))
+    wait_for(lambda: rank.thread.health().state == "stuck")
+    release.set()
+    wait_for(lambda: rank.thread.health().state == "running")
+    rank.thread.close()
+    assert rank.thread.health().state == "closed"
+
+
+def test_close_gives_every_result_and_quiet_before_it_returns(ranks):
+    fabric, _, consumer = ranks
+    fabric.agent("producer").stop()
+    one = np.zeros(1, dtype=np.int32)
+    consumer.do(lambda: [consumer.thread.post_read(f"r{n}", "p", one, one) for n in range(5)])
+    consumer.thread.close()
+    consumer.thread.close()
+    assert set(consumer.results) == {f"r{n}" for n in range(5)}
+    assert {one[0].outcome for one in consumer.results.values()} == {"cancelled"}
+    assert sorted(consumer.quiet) == [f"r{n}" for n in range(5)]
+    with pytest.raises(AgentError) as error:
+        consumer.thread.call_soon(lambda: None)
+    assert error.value.code == "agent-closed"
+
+
+def test_the_switch_interval_is_lowered_while_threads_live_and_restored():
+    before = sys.getswitchinterval()
+    fabric = FakeFabric()
+    first = Rank(fabric, "first", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=1e-3))
+    second = Rank(fabric, "second", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=2e-3))
+    first.thread.start()
+    second.thread.start()
+    assert sys.getswitchinterval() == pytest.approx(min(before, 1e-3))
+    first.thread.close()
+    assert sys.getswitchinterval() == pytest.approx(min(before, 2e-3))
+    second.thread.close()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_work_wakes_a_sleeping_thread_at_once():
+    fabric = FakeFabric()
+    rank = Rank(fabric, "sleepy", Pages(1, 8), thread_options=ThreadOptions(idle_poll_s=30.0))
+    rank.thread.start()
+    time.sleep(0.1)
+    began = time.monotonic()
+    for _ in range(20):
+        rank.do(lambda: None)
+    assert time.monotonic() - began < 5.0
+    rank.thread.close()
+
+
+def test_calls_from_many_threads_all_run_once_and_in_order():
+    fabric = FakeFabric()
+    rank = Rank(fabric, "busy", Pages(1, 8))
+    rank.thread.start()
+    seen = []
+
+    def put(caller):
+        for number in range(300):
+            rank.thread.call_soon(lambda number=number: seen.append((caller, number)))
+
+    callers = [threading.Thread(target=put, args=(caller,)) for caller in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    wait_for(lambda: len(seen) == 1800)
+    for caller in range(6):
+        assert [number for who, number in seen if who == caller] == list(range(300))
     rank.thread.close()

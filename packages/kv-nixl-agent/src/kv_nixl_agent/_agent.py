@@ -286,6 +286,7 @@ class TransferAgent:
         try:
             arrived = self._port.notifications()
         except AgentError:
+            self._statistics.count("notification_poll_errors")
             return ()
         if arrived:
             self._statistics.count("notifications_received", len(arrived))
@@ -300,6 +301,15 @@ class TransferAgent:
     def has_quarantine(self) -> bool:
         """Whether quarantine holds anything."""
         return len(self._engine.quarantine) > 0
+
+    def declare_quiet(self, transfer_id: str) -> bool:
+        """End the quarantine of a transfer on the caller's word that nothing can write any more; False if not held.
+
+        For a peer process that is known to be gone, where NIXL itself cannot tell: it loses track of a transfer when a
+        second agent of the peer's name is added. `take_quiet` reports the transfer as usual.
+        """
+        self._refuse_closed()
+        return self._engine.declare_quiet(transfer_id)
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """Return what quarantine holds, oldest first."""

@@ -367,6 +367,13 @@ class TransferEngine:
     def _quarantined_part_over(self, transfer: Transfer, part: Part) -> None:
         self.custody.over(transfer.peer, part.handle)
 
+    def declare_quiet(self, transfer_id: str) -> bool:
+        """Let a transfer leave quarantine on the caller's word; False if it is not held."""
+        transfer = self.quarantine.declare_quiet(transfer_id, self._quarantined_part_over)
+        if transfer is not None:
+            self._report_quiet(transfer)
+        return transfer is not None
+
     def _report_quiet(self, transfer: Transfer) -> None:
         self._statistics.count("quiet_total")
         self.quiet.append(transfer.order.transfer_id)
@@ -391,6 +398,10 @@ class TransferEngine:
             self._statistics.count("release_failures")
 
     def _trace(self, transfer: Transfer, state: str, detail: str = "") -> None:
-        if self._options.trace is not None:
-            order = transfer.order
+        if self._options.trace is None:
+            return
+        order = transfer.order
+        try:
             self._options.trace(TraceEvent(self._clock(), order.transfer_id, order.peer, state, detail))
+        except Exception:  # noqa: BLE001 - the caller's hook must not stop a transfer half-way
+            self._statistics.count("trace_errors")

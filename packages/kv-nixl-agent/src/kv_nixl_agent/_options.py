@@ -28,9 +28,9 @@ def _demand(holds: bool, message: str, **context: object) -> None:
 class BackendOptions:
     """One NIXL backend and its parameters.
 
-    The defaults of UCX are measured (docs/transfers.md): worker threads win only from about a thousand descriptors
-    on and only where cores are free, so they are off; error handling stays at UCX's `peer`, without which a dead
-    peer is never noticed.
+    The defaults of UCX follow measurements (docs/transfers.md): four worker threads take effect from about a thousand
+    descriptors on, read many small pages faster, and let posting return sooner. Error handling stays at UCX's `peer`,
+    without which a dead peer is never noticed.
 
     Attributes:
         name: Plugin name.
@@ -42,7 +42,7 @@ class BackendOptions:
     """
 
     name: str = "UCX"
-    num_threads: int = 0
+    num_threads: int = 4
     split_batch_size: int | None = None
     engine_config: Mapping[str, str] = field(default_factory=dict[str, str])
     error_handling: Literal["peer", "none"] | None = None

@@ -37,6 +37,7 @@ class Peer:
         "fence",
         "fence_list",
         "is_connected",
+        "is_lost",
         "is_removed",
         "is_wired",
         "key",
@@ -62,6 +63,8 @@ class Peer:
         self.is_wired = False
         self.is_connected = True
         self.is_removed = False
+        self.is_lost = False
+        """Whether NIXL can tell no more about its outstanding handles."""
         self.last_used = 0
         self.outstanding = 0
         """Handles posted to this peer that have not ended."""
@@ -192,8 +195,9 @@ class PeerTable:
                 f"agent {agent_name!r} is already the peer {holder.key!r}, it cannot be {key!r} too; replace that peer",
                 peer=key,
             )
-        # A restarted peer under its old name: NIXL refuses two of a name, so the old one goes although handles of it
-        # are still watched in quarantine.
+        # A restarted peer under its old name: NIXL refuses two of a name, so the old one goes. Of its handles that are
+        # still in quarantine NIXL knows nothing from then on, although their data may still land.
+        holder.is_lost = holder.outstanding > 0
         self._release(holder)
 
     def remove(self, key: str) -> Peer:

@@ -33,6 +33,8 @@ _COUNTERS: Final = (
     "quarantined_total",
     "quiet_total",
     "release_failures",
+    "notification_poll_errors",
+    "trace_errors",
 )
 _TIMES: Final = ("queue_s", "post_s", "wire_s", "fence_s", "check_s")
 _WINDOW: Final = 1024

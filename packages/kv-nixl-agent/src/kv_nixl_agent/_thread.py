@@ -340,6 +340,10 @@ class TransferThread:
         """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""
         self._own().cancel(transfer_id)
 
+    def declare_quiet(self, transfer_id: str) -> bool:
+        """End a quarantine on the caller's word; see `TransferAgent.declare_quiet`."""
+        return self._own().declare_quiet(transfer_id)
+
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent."""
         return self._own().send_notification(peer, payload)

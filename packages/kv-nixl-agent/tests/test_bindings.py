@@ -1,0 +1,179 @@
+"""The seam to NIXL, over a stand-in module: what it finds, passes on, normalises and codes."""
+
+import enum
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from kv_nixl_agent import AgentError, NixlBinding, _bindings, find_nixl, open_nixl
+
+ONE = np.zeros(1, dtype=np.int32)
+ROWS = np.array([[4096, 8, 0, 8, 3]], dtype=np.uint64)
+
+
+class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's spelling
+    """Named as NIXL names it."""
+
+
+class SyncMode(enum.Enum):
+    NIXL_THREAD_SYNC_RW = 1
+
+
+class StandIn:
+    """Enough of `nixl_agent`; `answers` overrides what a method returns or raises."""
+
+    def __init__(self, name, config):
+        self.name, self.config, self.backends, self.answers, self.calls = name, config, {}, {}, []
+
+    def __getattr__(self, method):
+        def call(*arguments):
+            self.calls.append((method, arguments))
+            answer = self.answers.get(method)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+    def get_plugin_list(self):
+        return ["UCX"]
+
+    def get_plugin_params(self, backend):
+        return {"num_workers": "1"}
+
+    def create_backend(self, backend, parameters):
+        if parameters.get("num_workers") == "bad":
+            raise RuntimeError("no")
+        self.backends[backend] = parameters
+
+    def get_backend_params(self, backend):
+        return self.backends[backend]
+
+
+@pytest.fixture
+def module(monkeypatch):
+    stand_in = types.ModuleType("nixl")
+    stand_in.nixl_agent = StandIn
+    stand_in.nixl_agent_config = lambda **given: given
+    stand_in.nixl_thread_sync_t = SyncMode
+    monkeypatch.setitem(sys.modules, "nixl", stand_in)
+    return stand_in
+
+
+def open_one(**parameters):
+    binding = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
+    return binding, binding._agent
+
+
+def code_of(call):
+    with pytest.raises(AgentError) as error:
+        call()
+    return error.value.code
+
+
+def test_agent_is_made_with_our_settings(module):
+    binding, agent = open_one(num_threads="4")
+    assert agent.config == {
+        "backends": [],
+        "capture_telemetry": True,
+        "enable_prog_thread": False,
+        "sync_mode": SyncMode.NIXL_THREAD_SYNC_RW,
+    }
+    assert agent.backends == {"UCX": {"num_threads": "4"}}
+    assert binding.features.backends == ("UCX",)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    for name in _bindings._IMPORT_NAMES:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AgentError, match=r"nixl_cu13.*nixl_rocm") as error:
+        find_nixl()
+    assert error.value.code == "nixl-missing"
+
+
+def test_later_names_are_tried(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    monkeypatch.setitem(sys.modules, "nixl_cu12", module)
+    assert find_nixl() is module
+
+
+def test_backends_that_cannot_start(module):
+    assert code_of(lambda: open_nixl("me", [("NOPE", {})])) == "backend-unavailable"
+    assert code_of(lambda: open_nixl("me", [("UCX", {"num_wokers": "2"})])) == "backend-unavailable"
+    assert code_of(lambda: open_nixl("me", [("UCX", {"num_workers": "bad"})])) == "backend-unavailable"
+
+
+def test_returns_are_normalised(module):
+    binding, agent = open_one()
+    agent.answers = {
+        "add_remote_agent": b"peer",
+        "get_new_notifs": {"peer": [b"a", b"b"], "other": []},
+        "check_xfer_state": "PROC",
+        "transfer": "DONE",
+    }
+    assert binding.add_peer(b"blob") == "peer"
+    assert list(binding.notifications()) == [("peer", b"a"), ("peer", b"b")]
+    assert (binding.post(object()), binding.check(object())) == ("done", "in-progress")
+    assert binding.telemetry(object()) is None
+    assert agent.calls[0] == ("add_remote_agent", (b"blob",))
+    binding.make("read", 1, ONE, 2, ONE, b"n")
+    assert agent.calls[-1][1][0] == "READ"
+
+
+def test_none_and_err_are_errors(module):
+    binding, agent = open_one()
+    assert code_of(lambda: binding.register("DRAM", ROWS[:, :3])) == "nixl-invalid-param"
+    agent.answers = {"transfer": "ERR", "add_remote_agent": b""}
+    assert code_of(lambda: binding.post(object())) == "nixl-backend"
+    assert code_of(lambda: binding.add_peer(b"blob")) == "nixl-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(nixlRemoteDisconnectError("gone"), "nixl-disconnected"), (OSError("odd"), "nixl-unknown")],
+)
+def test_whatever_nixl_raises_is_coded(module, raised, code):
+    binding, agent = open_one()
+    calls = {
+        "check_xfer_state": lambda: binding.check(1),
+        "transfer": lambda: binding.post(1),
+        "release_xfer_handle": lambda: binding.release(1),
+        "release_dlist_handle": lambda: binding.release_prepared(1),
+        "prep_xfer_dlist": lambda: binding.prepare(None, "DRAM", ROWS),
+        "get_new_notifs": binding.notifications,
+        "send_notif": lambda: binding.send_notification("p", b"x"),
+        "deregister_memory": lambda: binding.deregister(1),
+        "get_agent_metadata": binding.agent_metadata,
+        "remove_remote_agent": lambda: binding.remove_peer("p"),
+    }
+    for method, call in calls.items():
+        agent.answers = {method: raised}
+        with pytest.raises(AgentError) as error:
+            call()
+        assert error.value.code == code, method
+        assert error.value.__cause__ is raised
+
+
+def test_rows_are_expanded_for_a_nixl_without_strided_lists(module):
+    binding, agent = open_one()
+
+    def prepare(owner, rows, kind):
+        if rows.shape[1] == 5:
+            raise TypeError("incompatible function arguments")
+        return "handle"
+
+    agent.prep_xfer_dlist = prepare
+    assert binding.prepare(None, "DRAM", ROWS) == "handle"
+    assert binding.features.strided_rows is False
+    assert binding.prepare("p", "DRAM", ROWS) == "handle"
+
+
+def test_closed_binding_refuses(module):
+    binding, _ = open_one()
+    binding.close()
+    binding.close()
+    assert code_of(binding.notifications) == "agent-closed"
+    assert isinstance(binding, NixlBinding)
