@@ -27,8 +27,9 @@ from ._errors import AgentError
 from ._failures import code_of, is_off_the_wire, late_message
 from ._fence_reader import FenceReader, Verdict
 from ._quarantine import Quarantine
+from ._statistics import Tracer
 from ._transfer import FairQueue, Part, Transfer, split_into_parts
-from ._values import Outcome, TraceEvent, TransferOrder, TransferResult
+from ._values import Outcome, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ class TransferEngine:
         self._options = options
         self._statistics = statistics
         self._clock = clock
+        self._trace = Tracer(options.trace, statistics, clock)
         self.custody = Custody(port, peers, statistics)
         self._fences = FenceReader(port, memory.fences, clock, self.custody)
         self._queue = FairQueue()
@@ -91,7 +93,7 @@ class TransferEngine:
         parts = split_into_parts(peer, order.local_indices, order.peer_indices, chunk_rows=self._options.chunk_rows)
         transfer = Transfer(order, peer, parts, now_s=self._clock())
         self._live[order.transfer_id] = transfer
-        self._trace(transfer, "queued")
+        self._trace(transfer.order, "queued")
         if not parts:
             self._finish(transfer)
             return
@@ -168,7 +170,7 @@ class TransferEngine:
         if not transfer.first_post_s:
             transfer.first_post_s = started_s
             self._posted[transfer.order.transfer_id] = transfer
-            self._trace(transfer, "posted")
+            self._trace(transfer.order, "posted")
         progress: Progress | None = None
         failure: AgentError | None = None
         try:
@@ -245,7 +247,7 @@ class TransferEngine:
         if transfer.active or transfer.pending or transfer.has_ended or transfer.data_done_s:
             return
         transfer.data_done_s = self._clock()
-        self._trace(transfer, "data-done")
+        self._trace(transfer.order, "data-done")
         transfer.peer.is_wired = True
         if transfer.data_done_s > transfer.deadline_s:
             self._end_at_deadline(transfer)
@@ -259,7 +261,7 @@ class TransferEngine:
         if verdict is None:
             return False
         self._statistics.count("fence_checks")
-        self._trace(transfer, "fence-read", verdict.detail)
+        self._trace(transfer.order, "fence-read", verdict.detail)
         if verdict.outcome == "done":
             self._finish(transfer)
         else:
@@ -334,7 +336,7 @@ class TransferEngine:
         )
         self._statistics.ended(result)
         self.results.append(result)
-        self._trace(transfer, "ended", code or outcome)
+        self._trace(transfer.order, "ended", code or outcome)
         if transfer.active:
             self._statistics.count("quarantined_total")
             for part in transfer.active:
@@ -377,7 +379,7 @@ class TransferEngine:
     def _report_quiet(self, transfer: Transfer) -> None:
         self._statistics.count("quiet_total")
         self.quiet.append(transfer.order.transfer_id)
-        self._trace(transfer, "quiet")
+        self._trace(transfer.order, "quiet")
 
     # ---------------------------------------------------------------------------------------------------------- close
 
@@ -396,12 +398,3 @@ class TransferEngine:
             self._port.release_prepared(self._fences.scratch)
         except AgentError:
             self._statistics.count("release_failures")
-
-    def _trace(self, transfer: Transfer, state: str, detail: str = "") -> None:
-        if self._options.trace is None:
-            return
-        order = transfer.order
-        try:
-            self._options.trace(TraceEvent(self._clock(), order.transfer_id, order.peer, state, detail))
-        except Exception:  # noqa: BLE001 - the caller's hook must not stop a transfer half-way
-            self._statistics.count("trace_errors")

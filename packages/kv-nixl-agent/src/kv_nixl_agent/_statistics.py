@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
+from ._values import TraceEvent
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from ._values import TransferResult
+    from ._values import TransferOrder, TransferResult
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "Tracer"]
 
 _COUNTERS: Final = (
     "transfers_done",
@@ -80,3 +82,26 @@ class Statistics:
         busy_s = float(recent[:, 1:3].sum())
         result["recent_bytes_per_s"] = float(recent[:, 5].sum()) / busy_s if busy_s > 0 else 0.0
         return result
+
+
+@final
+class Tracer:
+    """Tells a hook of every state change; costs one comparison when there is none."""
+
+    __slots__ = ("_clock", "_hook", "_statistics")
+
+    def __init__(
+        self, hook: Callable[[TraceEvent], None] | None, statistics: Statistics, clock: Callable[[], float]
+    ) -> None:
+        self._hook = hook
+        self._statistics = statistics
+        self._clock = clock
+
+    def __call__(self, order: TransferOrder, state: str, detail: str = "") -> None:
+        """Report that the transfer of `order` has reached `state`."""
+        if self._hook is None:
+            return
+        try:
+            self._hook(TraceEvent(self._clock(), order.transfer_id, order.peer, state, detail))
+        except Exception:  # noqa: BLE001 - the caller's hook must not stop a transfer half-way
+            self._statistics.count("trace_errors")

@@ -1,0 +1,49 @@
+"""The README is true: its example runs, its table of codes is the table, its names exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kv_nixl_agent
+from kv_nixl_agent import ERROR_CODES
+
+README = Path(__file__).parents[1] / "README.md"
+WORDS = {True: "yes", False: "no", None: "depends"}
+
+
+@pytest.mark.timeout(60)
+def test_first_example_runs(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_code_is_in_the_table():
+    rows = [
+        f"| `{code}` | {facts.fault} | {WORDS[facts.is_retry_safe]} | {facts.meaning} |"
+        for code, facts in ERROR_CODES.items()
+    ]
+    listed = [
+        line
+        for line in README.read_text().splitlines()
+        if re.match(r"\| `[a-z0-9-]+` \| (local|peer|environment)", line)
+    ]
+    assert listed == rows
+
+
+def test_everything_exported_exists_and_is_documented():
+    for name in kv_nixl_agent.__all__:
+        assert hasattr(kv_nixl_agent, name), name
+    for name in ("TransferThread", "TransferAgent", "AgentOptions", "PageLayout", "open_nixl"):
+        assert name in kv_nixl_agent.__all__
+        assert f"`{name}`" in README.read_text() or name in README.read_text()
+
+
+def test_no_module_is_too_long():
+    for module in (Path(kv_nixl_agent.__file__).parent).glob("*.py"):
+        assert len(module.read_text().splitlines()) <= 400, module.name
