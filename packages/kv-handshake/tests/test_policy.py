@@ -99,6 +99,8 @@ def test_capabilities():
     theirs = {"fence": "supported", "streamed": "absent", "later": "required"}
     ours = {"fence": "supported", "later": "supported", "push": "supported"}
     assert judged(VLLM, peer(VLLM, capabilities=theirs), capabilities=ours).capabilities == {"fence", "later"}
+    more = {**theirs, "later": "supported", "extra": "supported"}
+    assert judged(VLLM, peer(VLLM, capabilities=more), capabilities={"fence": "required"}).capabilities == {"fence"}
     verdict = judged(VLLM, peer(VLLM, capabilities=theirs), capabilities={"fence": "supported"})
     assert (verdict.code, "peer requires 'later'" in verdict.message) == ("capability-missing", True)
     verdict = judged(VLLM, silent(VLLM), capabilities={"fence": "required"})

@@ -1,0 +1,266 @@
+"""The command line, recordings and comparisons."""
+
+import json
+import threading
+
+import msgspec
+import pytest
+
+from kv_handshake import (
+    Advertisement,
+    Codec,
+    ConfigurationError,
+    Listener,
+    Recording,
+    Snapshot,
+    compare,
+    compatibility_hash,
+    decode_envelope,
+    decode_metadata,
+    dialect_of,
+    generate_keypair,
+    read_recording,
+)
+from kv_handshake._cli import main
+from kv_handshake.testing import sample_envelopes, sample_metadata
+
+FACTORS = dict.fromkeys(dialect_of(14).hash_factors, "x") | {"vllm_version": "0.32.0", "dtype": "torch.bfloat16"}
+ADVERTISEMENT = Advertisement(engine_id="engine-a", host="127.0.0.1", port=5600, dialect=14, compatibility_id="00ff")
+
+
+def recording(factors=FACTORS, *, silent=False, **changes):
+    frame = Codec().encode_envelope({**sample_metadata(), **changes}, factors, dialect=14, rank=(0, 0))
+    if silent:
+        inner = decode_envelope(frame).agent_metadata_bytes
+        frame = msgspec.msgpack.encode(
+            {"compatibility_hash": compatibility_hash(factors), "agent_metadata_bytes": inner}
+        )
+    return Recording(14, {(0, 0): frame}, advertisement=ADVERTISEMENT.encode())
+
+
+def snapshot(made):
+    envelope = decode_envelope(made.payloads[0, 0])
+    return Snapshot("engine", made.dialect, envelope, decode_metadata(envelope), envelope.factors)
+
+
+@pytest.fixture
+def served():
+    opened = []
+
+    def serve(made):
+        listener = Listener("127.0.0.1", 0, payloads=made.payloads, advertisement=made.advertisement or None)
+        listener.start()
+        opened.append(listener)
+        return f"127.0.0.1:{listener.port}"
+
+    yield serve
+    for listener in opened:
+        listener.close()
+
+
+def test_probe_prints_a_peer(served, capsys):
+    assert main(["probe", served(recording()), "--advertisement"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "engine_id",
+        "engine-a",
+        "block_lens",
+        "[65536, 65536]",
+        "clock offset",
+        " ms",
+        "dtype",
+        '"tp_size":1',
+    ):
+        assert part in text
+
+
+def test_probe_in_json(served, capsys):
+    peer = served(Recording(14, sample_envelopes([(0, 0), (0, 1), (1, 2)], regions=9)))
+    assert main(["probe", peer, "--rank", "0-1", "--rank", "1:2", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert [(each["pp"], each["tp"]) for each in seen["ranks"]] == [(0, 0), (0, 1), (1, 2)]
+    assert seen["ranks"][2]["metadata"]["device_id"] == 2
+    assert seen["ranks"][0]["metadata"]["agent_metadata"]["bytes"] == 256
+    assert main(["probe", peer]) == 0
+    assert "9 in all" in capsys.readouterr().out
+
+
+def test_probe_of_an_old_release(served, capsys):
+    peer = served(Recording(2, sample_envelopes(dialect=2)))
+    assert main(["probe", peer, "--vllm", "0.20.1"]) == 0
+    assert "clock" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_against_an_equal_peer_prints_no_difference(served, capsys, silent):
+    left, right = served(recording(silent=silent)), served(recording(engine_id="other", num_blocks=7))
+    assert main(["probe", left, "--against", right]) == 0
+    assert "no difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "silent", "names", "code"),
+    [
+        ({"dtype": "torch.float16"}, False, ["dtype"], 1),
+        ({"dtype": "torch.float16"}, True, ["dtype"], 1),
+        ({"model": "other"}, False, ["model"], 1),
+        ({"model": "other"}, True, ["model", "suspect"], 1),
+        ({"block_size": 32}, False, ["block_size"], 0),
+        ({"vllm_version": "0.32.1"}, True, ["vllm_version"], 0),
+    ],
+)
+def test_against_names_what_differs(served, capsys, changes, silent, names, code):
+    metadata = {"block_size": 32} if "block_size" in changes else {}
+    other = recording({**FACTORS, **changes}, silent=silent, **metadata)
+    for first, second in ((recording(), other), (other, recording())):
+        assert main(["probe", served(first), "--against", served(second)]) == code
+        text = capsys.readouterr().out.splitlines()[-2:]
+        for name in names:
+            assert name in "".join(text)
+
+
+def test_against_a_file_and_a_supposed_model(served, capsys, tmp_path):
+    file = tmp_path / "peer.json"
+    peer = served(recording())
+    assert main(["probe", peer, "--save", str(file), "--advertisement"]) == 0
+    assert read_recording(file).payloads == recording().payloads
+    assert json.loads(read_recording(file).advertisement)["engine_id"] == "engine-a"
+    assert (
+        main(
+            [
+                "probe",
+                served(recording({**FACTORS, "model": "/b"}, silent=True)),
+                "--against",
+                str(file),
+                "--suppose",
+                "model=/b",
+                "--suppose",
+                "head_size=7",
+                "--json",
+            ]
+        )
+        == 1
+    )
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["against"]
+    assert [each["name"] for each in found["differences"]] == ["model"]
+    assert (found["basis"], found["compatible"]) == ("hash-explained", False)
+
+
+def test_two_silent_peers():
+    same = compare(snapshot(recording(silent=True)), snapshot(recording(silent=True)))
+    assert (same.is_equal, same.basis) == (True, "hash")
+    other = compare(snapshot(recording(silent=True)), snapshot(recording({**FACTORS, "model": "b"}, silent=True)))
+    assert (other.suspects, other.is_compatible) == (("any hashed factor",), False)
+
+
+def test_first_engine_stands_first_in_every_difference():
+    ours, silent = snapshot(recording()), snapshot(recording({**FACTORS, "dtype": "torch.float16"}, silent=True))
+    (forth,), (back,) = compare(ours, silent).differences, compare(silent, ours).differences
+    assert (forth.local, forth.peer) == ("torch.bfloat16", "torch.float16")
+    assert (back.local, back.peer) == ("torch.float16", "torch.bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["probe", "nowhere"], 2),
+        (["probe", "127.0.0.1:1", "--rank", "x"], 2),
+        (["probe", "127.0.0.1:1", "--rank", "3-1"], 2),
+        (["probe", "127.0.0.1:1", "--dialect", "99"], 2),
+        (["probe", "127.0.0.1:1", "--public-key", "x"], 2),
+        (["probe", "127.0.0.1:1", "--json"], 3),
+        (["probe", "no-such-host.invalid:1"], 3),
+        (["serve", "no-such-file"], 2),
+    ],
+)
+def test_exit_codes(arguments, code, capsys):
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["error"] if "--json" in arguments else printed.err.startswith("kv-handshake: ")
+
+
+def test_refusals_and_bad_supposition(served, capsys):
+    peer = served(Recording(14, sample_envelopes()))
+    assert main(["probe", peer, "--rank", "9"]) == 4
+    assert main(["probe", peer, "--advertisement"]) == 4
+    assert main(["probe", peer, "--against", peer, "--suppose", "model"]) == 2
+    assert "unknown-rank" in capsys.readouterr().err
+
+
+def test_probe_with_keys(capsys, tmp_path):
+    from kv_handshake import ServerSecurity
+
+    server, own = generate_keypair(), generate_keypair()
+    for name, text in (("server.key", server[0]), ("own.key", own[0]), ("own.secret", own[1])):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), security=ServerSecurity(*server))
+    listener.start()
+    keys = ["--public-key", tmp_path / "own.key", "--secret-key", tmp_path / "own.secret"]
+    keys += ["--server-key", tmp_path / "server.key"]
+    assert main(["probe", f"127.0.0.1:{listener.port}", *map(str, keys)]) == 0
+    listener.close()
+
+
+def test_serve_serves_a_recording(capsys, tmp_path, free_port):
+    file = tmp_path / "engine.json"
+    recording().write(file)
+    arguments = ["serve", str(file), "--port", str(free_port), "--seconds", "3"]
+    server = threading.Thread(target=main, args=(arguments,))
+    server.start()
+    assert main(["serve", str(file), "--port", "0", "--seconds", "0.01", "--json"]) == 0
+    for _ in range(50):
+        code = main(["probe", f"127.0.0.1:{free_port}", "--advertisement"])
+        if code == 0:
+            break
+    assert code == 0
+    assert main(["serve", str(file), "--port", str(free_port)]) == 2
+    server.join()
+    assert "serving 1 ranks" in capsys.readouterr().out
+
+
+def test_vectors_are_printed(capsys):
+    assert main(["vectors"]) == 0
+    assert "envelope-vllm-v14" in capsys.readouterr().out
+    assert main(["vectors", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+
+
+def test_help_documents_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "exit codes" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+GOOD = '{"format": "kv-handshake-recording", "version": 1, "dialect": 14, "ranks": [%s]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        GOOD % "",
+        GOOD.replace("14", "99") % '{"pp": 0, "tp": 0, "envelope": "gKE="}',
+        GOOD % '{"pp": 0, "tp": 0, "envelope": "no base64"}',
+        GOOD % '{"pp": -1, "tp": 0, "envelope": ""}',
+        GOOD.replace("1,", "2,") % '{"pp": 0, "tp": 0, "envelope": ""}',
+        "[" * 5000,
+    ],
+)
+def test_bad_recordings(tmp_path, text):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_recording(file)
+    assert caught.value.code == "invalid-recording"
+
+
+def test_recording_of_a_silent_engine_keeps_its_factors(tmp_path):
+    made = Recording(14, recording(silent=True).payloads, factors=FACTORS)
+    made.write(tmp_path / "r.json")
+    assert read_recording(tmp_path / "r.json").factors == FACTORS
