@@ -57,7 +57,7 @@ def _result(
 
 
 def _responses(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
-    """Count replies per second to one client that keeps `WINDOW` queries under way; servers in processes of their own."""
+    """Count replies per second to a client with `WINDOW` queries under way; servers in processes of their own."""
     ours, bare = [], []
     with _served(_serve_ours, envelopes) as our_port, _served(_serve_bare, envelopes) as bare_port:
         for _ in range(9):
