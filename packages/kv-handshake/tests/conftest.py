@@ -4,9 +4,14 @@ import socket
 
 import pytest
 import zmq
+from hypothesis import settings
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
+
+# A busy machine may stop any example for longer than a deadline.
+settings.register_profile("kv-handshake", deadline=None)
+settings.load_profile("kv-handshake")
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 QUICK = Timing(deadline_s=2.0, attempt_s=0.4, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.3, hold_most_s=1.0)

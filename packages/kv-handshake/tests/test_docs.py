@@ -24,7 +24,9 @@ def test_states_page_is_generated():
 
 
 def test_readme_lists_every_code():
-    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \| ([\w ]+) \| (.+) \|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| (\w+) \| ([\w ]+) \| (.+) \|$", (PACKAGE / "README.md").read_text(), re.MULTILINE
+    )
     retry = {True: "yes", False: "no", None: "unknown"}
     assert rows == [(code, each.fault, retry[each.is_retry_safe], each.meaning) for code, each in CODES.items()]
 
