@@ -271,7 +271,7 @@ class TransferEngine:
     def _finish(self, transfer: Transfer) -> None:
         """Check pages, notify, and report success."""
         now_s = self._clock()
-        fence_s = now_s - transfer.data_done_s if transfer.order.fence is not None and transfer.data_done_s else 0.0
+        fence_s = transfer.fence_done_s - transfer.data_done_s if transfer.fence_done_s else 0.0
         check_s = 0.0
         if transfer.order.page_check is not None and transfer.descriptor_count:
             differing = differing_pages(transfer.order.page_check)

@@ -20,6 +20,8 @@ from ._failures import code_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
     from ._memory import FenceArray
     from ._port import NixlPort
     from ._transfer import Transfer
@@ -59,6 +61,7 @@ class FenceReader:
         self._custody = custody
         self.scratch = port.prepare(None, "DRAM", fences.rows())
         """Prepared list of the whole local fence array."""
+        self._words = np.arange(1 << 16, dtype=np.int32)  # index arrays of one word are views of this
 
     def advance(self, transfer: Transfer) -> Verdict | None:
         """Begin or continue to read the fence of a transfer whose data is there; None while there is no answer."""
@@ -90,7 +93,7 @@ class FenceReader:
         word = self._fences.take_scratch(generation)
         if word is None:
             return None  # all scratch words are in use; the next turn tries again
-        local, theirs = np.array([word], dtype=np.int32), np.array([slot], dtype=np.int32)
+        local, theirs = self._index(word), self._index(slot)
         try:
             handle = self._port.make("read", self.scratch, local, transfer.peer.fence_list, theirs, b"")
         except AgentError as error:
@@ -110,9 +113,13 @@ class FenceReader:
             return self._failed(transfer, error)
         return self._judge(transfer) if progress == "done" else None
 
+    def _index(self, word: int) -> npt.NDArray[np.int32]:
+        return self._words[word : word + 1] if word < len(self._words) else np.array([word], dtype=np.int32)
+
     def _judge(self, transfer: Transfer) -> Verdict:
         slot, generation = transfer.order.fence or _NO_FENCE
         found = self._fences.read(transfer.fence_word)
+        transfer.fence_done_s = self._clock()
         self._over(transfer)
         if found == generation:
             return Verdict("done", detail=str(found))

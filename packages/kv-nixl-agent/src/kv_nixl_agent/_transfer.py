@@ -54,6 +54,7 @@ class Transfer:
         "data_done_s",
         "deadline_s",
         "descriptor_count",
+        "fence_done_s",
         "fence_handle",
         "fence_posted_s",
         "fence_word",
@@ -86,6 +87,7 @@ class Transfer:
         self.first_post_s = 0.0
         self.data_done_s = 0.0
         self.fence_posted_s = 0.0
+        self.fence_done_s = 0.0
         self.post_s = 0.0
         self.merged_count = 0
         self.fence_handle: Handle | None = None
