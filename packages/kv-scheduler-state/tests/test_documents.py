@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import kv_scheduler_state
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.__main__ import main
 from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
+from kv_scheduler_state.testing._model import demand_refusal
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parents[1] / "docs" / "state-machines.md"
@@ -23,6 +26,15 @@ def test_the_diagrams_are_those_of_the_tables(capsys):
     assert main(["--check", str(PAGE)]) == 0
     assert main(["--check", str(PAGE), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_equal"] is True
+
+
+def test_the_module_runs(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "kv_scheduler_state.__main__")
+    monkeypatch.setattr(sys, "argv", ["kv_scheduler_state", "--check", "missing"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("kv_scheduler_state", run_name="__main__")
+    assert caught.value.code == 2
+    assert "cannot read missing" in capsys.readouterr().err
 
 
 def test_the_page_is_printed_and_a_difference_is_told(capsys, tmp_path):
@@ -64,4 +76,6 @@ def test_the_shipped_classes_pass_the_shipped_checks():
     check_lease_table(LeaseTable)
     with pytest.raises(ModelViolation, match="no"):
         demand(is_kept=False, promise="no")
+    with pytest.raises(ModelViolation, match="nonsense was accepted"):
+        demand_refusal("nonsense", lambda: None)
     assert GenerousPeer(1).is_fence_intact("p0")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
 
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import DuplicateRequest, LeaseTable
 
 
 def test_leases_end_by_deadline_and_not_by_order_of_grant():
@@ -52,6 +53,22 @@ def test_notify_only_work_is_not_reported_and_leaves_nothing_behind():
     assert plan.heartbeats == ()
     state.finish("hit", reason="stop", block_ids=[[1, 2, 3]], computed_tokens=49, now_s=0.0)
     assert state.live_count == 0
+
+
+def test_an_id_is_free_again_once_the_plan_with_its_end_is_taken():
+    state = scheduler()
+    with_ticket(state, "d1")
+    finish = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "now_s": 0.0}
+    state.finish("d1", **finish)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    assert state.take_step_plan(now_s=0.0).reads[0].request_id == "d1"
+    state.finish("p1", **finish)
+    with pytest.raises(DuplicateRequest, match="last orders"):
+        state.arrive("p1", None, prompt_tokens=1, now_s=0.0)
+    with_ticket(state, "d1")  # its end was told with the last plan
+    assert state.take_step_plan(now_s=0.0).releases == ("p1",)
+    state.arrive("p1", None, prompt_tokens=1, now_s=0.0)
 
 
 def test_a_stop_at_the_first_token_hands_over():

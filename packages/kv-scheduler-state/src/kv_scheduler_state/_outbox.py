@@ -50,6 +50,10 @@ class Outbox:
         self.saves.pop(request_id, None)
         self.has_orders = self.holds_orders()
 
+    def is_parting(self, request_id: str) -> bool:
+        """Whether the next plan still tells of the end of a request; a second one of that id would mix with it."""
+        return request_id in self.reads or request_id in self.releases
+
     def holds_orders(self) -> bool:
         """Return what `has_orders` remembers, by looking."""
         return bool(

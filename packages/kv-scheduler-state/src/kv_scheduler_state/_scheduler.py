@@ -100,7 +100,7 @@ class SchedulerState:
             now_s: The caller's monotonic clock.
 
         Raises:
-            DuplicateRequest: `duplicate-request`, while a request of that id is live.
+            DuplicateRequest: `duplicate-request`, while a request of that id is live or has orders in the next plan.
             InvalidEvent: `invalid-event`, for an empty id, a negative length or a time that is none.
         """
         if type(request_id) is not str or not request_id:
@@ -109,6 +109,8 @@ class SchedulerState:
         known = self._live.get(request_id)
         if known is not None:
             raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
+        if self._outbox.has_orders and self._outbox.is_parting(request_id):
+            raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
         at_s = self._clock.observe(now_s)
         live = Live(prompt_tokens, at_s)
         admission = (
