@@ -287,6 +287,40 @@ def test_callback_that_raises_ends_nothing(client, listener, caplog):
     assert "caller's mistake" in caplog.text
 
 
+def test_a_failure_that_nobody_foresaw_ends_one_request_and_not_the_client(client, listener, monkeypatch, caplog):
+    from kv_handshake._zmq import Connection
+
+    real, failures = Connection.receive, iter([RuntimeError("unforeseen"), MemoryError()])
+
+    def receive(self):
+        for failure in failures:
+            raise failure
+        return real(self)
+
+    monkeypatch.setattr(Connection, "receive", receive)
+    for _ in range(2):
+        outcome = fetch(client, listener.port)
+        assert outcome.code == "transport-failed"
+        time.sleep(outcome.elapsed_s + 0.4)
+    time.sleep(1.0)
+    assert fetch(client, listener.port).is_ok
+    assert client.statistics()["restarts"] == 2
+    assert "unforeseen" in caplog.text
+
+
+def test_a_query_that_cannot_be_sent_fails_its_request(client, listener, monkeypatch):
+    from kv_handshake import TransportError
+    from kv_handshake._zmq import Connection
+
+    def send(self, query):
+        raise TransportError("transport-failed", "the queue is full")
+
+    monkeypatch.setattr(Connection, "send", send)
+    assert fetch(client, listener.port).code == "transport-failed"
+    monkeypatch.undo()
+    assert client.statistics()["restarts"] == 0
+
+
 def test_close_ends_what_is_under_way_exactly_once():
     client = Client(LocalOffer(factors=FACTORS))
     ends = []

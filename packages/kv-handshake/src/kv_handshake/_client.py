@@ -35,6 +35,7 @@ __all__ = ["Client"]
 _RESOLVERS = 4
 _IDLE_POLL_S = 60.0
 _JOIN_S = 5.0
+_RECOVERY_S = 0.02
 
 
 @final
@@ -61,7 +62,7 @@ class Client:
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
         self._log = GatedLog()
-        self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "attempts": 0, "callback_errors": 0}
+        self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "attempts": 0, "callback_errors": 0, "restarts": 0}
         self._lock = threading.Lock()
         self._inbox: deque[Task] = deque()
         self._is_closing = False
@@ -150,7 +151,8 @@ class Client:
         """Return the counts so far.
 
         They are ``requests``, ``succeeded``, ``failed``, ``attempts`` (connections tried), ``callback_errors``,
-        ``remembered_failures`` (peers that are not asked for a while) and ``log_lines_held_back``.
+        ``restarts`` (failures of the thread that nobody foresaw), ``remembered_failures`` (questions that are not asked
+        for a while) and ``log_lines_held_back``.
         """
         with self._lock:
             counts = dict(self._counts)
@@ -170,7 +172,10 @@ class Client:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - nothing may end the thread: every request gets its outcome
+                    self._recover(error)
         finally:
             with self._lock:
                 self._is_closing = True
@@ -192,6 +197,17 @@ class Client:
         for connection in faulty:
             self._take_fault(connection)
         self._check_times(time.monotonic())
+
+    def _recover(self, error: Exception) -> None:
+        """End what is under way after a failure that nobody foresaw, and go on with what comes."""
+        with self._lock:
+            self._counts["restarts"] += 1
+        self._log.warning("restart", f"the client goes on after {error!r}")
+        for connection, task in list(self._running.items()):
+            problem = f"no reply because of {error!r}"
+            task.session.fail(task.transport_error("transport-failed", problem, time.monotonic()))
+            self._hang_up(connection, task)
+        time.sleep(_RECOVERY_S)
 
     def _admit(self, task: Task, now_s: float) -> None:
         remembered = self._memory.blocking(task.request.peer, now_s)
@@ -251,11 +267,20 @@ class Client:
             return
         self._running[connection] = task
         self._send_ahead(connection, task)
+        self._settle(connection, task)
+
+    def _settle(self, connection: Connection, task: Task) -> None:
+        """Hang up if the session is over."""
+        if task.session.is_over:
+            self._hang_up(connection, task)
 
     def _send_ahead(self, connection: Connection, task: Task) -> None:
         session = task.session
-        while session.queries_left and len(session.missing_ranks) - session.queries_left < self._timing.pipeline:
-            connection.send(session.next_query(now_s=time.perf_counter()))
+        try:
+            while session.queries_left and len(session.missing_ranks) - session.queries_left < self._timing.pipeline:
+                connection.send(session.next_query(now_s=time.perf_counter()))
+        except HandshakeError as error:
+            session.fail(error)
 
     def _read(self, connection: Connection) -> None:
         task = self._running[connection]
@@ -263,8 +288,7 @@ class Client:
             task.session.receive_message(frames, now_s=time.perf_counter())
             task.extend_patience(time.monotonic())
             self._send_ahead(connection, task)
-        if task.session.is_over:
-            self._hang_up(connection, task)
+        self._settle(connection, task)
 
     def _take_fault(self, connection: Connection) -> None:
         if connection not in self._running:
@@ -291,8 +315,7 @@ class Client:
     def _check_times(self, now_s: float) -> None:
         for connection, task in list(self._running.items()):
             task.check_time(now_s)
-            if task.session.is_over:
-                self._hang_up(connection, task)
+            self._settle(connection, task)
         for task in list(self._lookups):
             task.check_time(now_s)
             if task.session.is_over:
