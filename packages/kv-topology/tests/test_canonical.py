@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 
 from kv_topology import (
+    AttentionShape,
+    Group,
     InvalidBlocks,
     InvalidGeometry,
     TopologyError,
     canonical_segments,
+    cells_layout,
+    layer_regions,
+    packed_layout,
     plan_transfer,
+    rank_geometry,
     reshard_layout,
 )
 from kv_topology._engine import KV_LAYOUTS, EngineSpec, ModelSpec, StateSpec, build_engine
@@ -123,3 +129,25 @@ def test_reshard_to_the_same_shard_is_the_identity():
     for layout in ("packed-HND", "packed-NHD", "halves-HND", "split-NHD"):
         member = build_engine(MODEL, EngineSpec(layout=layout))[0, 0].regions[0].members[0]
         assert reshard_layout(member.layout, tp_size=1, tp_rank=0, page_tokens=16) == member.layout
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_cells_are_packed_pages_without_their_inside(order):
+    def plan(make):
+        def rank(tp_size, tp_rank):
+            regions = layer_regions(["a"], make(tp_size, tp_rank), base_address=4096, page_count=5)
+            return rank_geometry([Group("attention", 8)], regions, tp_size=tp_size, tp_rank=tp_rank)
+
+        return plan_transfer(rank(3, 1), {(0, tp): rank(2, tp) for tp in range(2)})
+
+    def cells(tp_size, tp_rank):
+        heads = AttentionShape(6, 4, 8, 2, tp_size, tp_rank).heads
+        strides = {} if order == "HND" else {"head_stride_bytes": 16, "token_stride_bytes": heads * 16}
+        return cells_layout(6, 8, 16, tp_size=tp_size, tp_rank=tp_rank, **strides)
+
+    mine = plan(cells)
+    packed = plan(lambda size, rank: packed_layout(AttentionShape(6, 4, 8, 2, size, rank), order))
+    assert mine.producer_ranks == packed.producer_ranks == ((0, 0), (0, 1))
+    for producer in mine.producer_ranks:
+        assert mine.local_rows(producer).tolist() == packed.local_rows(producer).tolist()
+        assert mine.peer_rows(producer).tolist() == packed.peer_rows(producer).tolist()

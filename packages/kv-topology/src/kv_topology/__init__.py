@@ -9,6 +9,7 @@ from kv_topology._estimate import Estimate
 from kv_topology._families import (
     AttentionShape,
     PageOrder,
+    cells_layout,
     cpu_layout,
     cross_layer_region,
     halves_layout,
@@ -60,6 +61,7 @@ __all__ = [
     "AttentionShape",
     "PageOrder",
     "packed_layout",
+    "cells_layout",
     "halves_layout",
     "split_layouts",
     "cpu_layout",

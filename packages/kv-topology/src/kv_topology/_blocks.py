@@ -78,7 +78,7 @@ def block_array(ids: Sequence[int], block_count: int, side: str, group: int, nul
             code="block-id-out-of-range",
             context={"side": side, "group": group, "block": worst, "blocks": block_count},
         )
-    array = array.astype(np.int64)
+    array = array.astype(np.int64, copy=False)
     if side == "local":
         _check_unique(array, group, null_block)
     return array

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionShape",
     "PageOrder",
+    "cells_layout",
     "cpu_layout",
     "cross_layer_region",
     "halves_layout",
@@ -123,6 +124,41 @@ def packed_layout(
     return Layout(
         (_kv_field("key", shape, 0, head, token), _kv_field("value", shape, shape.content_bytes, head, token))
     )
+
+
+def cells_layout(
+    kv_heads: int,
+    page_tokens: int,
+    content_bytes: int,
+    *,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    head_stride_bytes: int | None = None,
+    token_stride_bytes: int | None = None,
+) -> Layout:
+    """Return a page of cells (head, token) whose inside is nobody's business: any mix of keys, values and scales.
+
+    This is the view (block, head, token, content) that vLLM gives of every attention cache from 0.27 on. Both sides
+    must use it for a layer, and agree on the content.
+
+    Args:
+        kv_heads: KV heads of the whole model.
+        page_tokens: Tokens in a page.
+        content_bytes: Bytes of a cell.
+        tp_size: Tensor-parallel ranks.
+        tp_rank: This rank.
+        head_stride_bytes: Bytes from one head to the next; heads outermost and dense by default.
+        token_stride_bytes: Bytes from one token to the next; a cell by default.
+    """
+    start, stop = even_interval(kv_heads, tp_size, tp_rank)
+    token = content_bytes if token_stride_bytes is None else token_stride_bytes
+    head = page_tokens * content_bytes if head_stride_bytes is None else head_stride_bytes
+    axes = (
+        Axis(TOKEN_AXIS, page_tokens, 0, page_tokens, token),
+        Axis("head", kv_heads, start, stop, head, "tp"),
+        Axis("content", content_bytes, 0, content_bytes, 1),
+    )
+    return Layout((FieldLayout("cell", 1, 0, axes),))
 
 
 def halves_layout(shape: AttentionShape, order: PageOrder = "HND") -> Layout:

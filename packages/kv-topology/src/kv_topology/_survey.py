@@ -93,15 +93,15 @@ class Survey:
         latent = sum(kind == "latent" for kind in model.kinds)
         per_token = attention * 2 * model.kv_heads * model.head_dim * model.element_bytes
         per_token += latent * (model.latent_dim * model.element_bytes + model.index_dim)
-        states = 0.0
-        for (_, tp), geometry in self.producers.items():
-            for region in geometry.regions:
-                for member in region.members:
-                    if geometry.groups[member.group].is_state:
-                        for field in member.layout.fields:
-                            axis = field.split_axis
-                            share = axis.size / geometry.tp_size / axis.count if axis is not None else 1.0
-                            states += field.held_bytes * share * (1 if axis is not None else tp == 0)
+        states = sum(
+            field.held_bytes * axis.size / geometry.tp_size / axis.count
+            for geometry in self.producers.values()
+            for region in geometry.regions
+            for member in region.members
+            if geometry.groups[member.group].is_state
+            for field in member.layout.fields
+            if (axis := field.split_axis) is not None
+        )
         return per_token + states
 
 
