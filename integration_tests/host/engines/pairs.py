@@ -54,7 +54,12 @@ class Pair:
 
     def assert_same_as_alone(self, texts: Sequence[str], **more: Any) -> None:
         """The router's answers equal those of the prefill engine when it does the whole job by itself."""
-        assert self.ask_all(texts, **more) == self.ask_all(texts, url=self.prefill.url, **more)
+        through = self.ask_all(texts, **more)
+        alone = self.ask_all(texts, url=self.prefill.url, **more)
+        different = [(text[:20], a, b) for text, a, b in zip(texts, through, alone, strict=True) if a != b]
+        assert not different, (
+            f"{len(different)} of {len(texts)} answers differ (prompt, handed over, alone): {different}"
+        )
 
     def decode_count(self, name: str, **labels: str) -> float:
         """A counter of the decode engine."""
