@@ -156,10 +156,10 @@ class ClientSession:
         if len(self._partial) + sum(map(len, self._frames)) + len(data) > MAX_REPLY_BYTES:
             self.fail(WireError("oversized-reply", f"a reply exceeds {MAX_REPLY_BYTES} bytes"))
             return
-        self._partial += data
         if not ends_frame:
+            self._partial += data
             return
-        self._frames.append(bytes(self._partial))
+        self._frames.append(bytes(self._partial) + data if self._partial else data)
         self._partial.clear()
         if len(self._frames) > _MAX_FRAMES:
             self.fail(WireError("unexpected-reply", f"a reply has more than {_MAX_FRAMES} frames"))
