@@ -158,6 +158,21 @@ def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
         again.close()
 
 
+def test_the_same_producer_known_again_while_a_read_is_on_its_way(make_stage):
+    stage = make_stage(page_bytes=65536, page_count=64)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage.producer.stop()
+    ids = np.arange(32)
+    stage.consumer.post(order("old", ids, ids, deadline_s=0.2))
+    old = stage.wait("old")
+    stage.consumer.remove_peer("p")
+    stage.connect()
+    stage.producer.resume()
+    assert stage.read("new", [40], [7]).outcome == "done"
+    stage.run_until(lambda: old.is_memory_quiet or "old" in stage.quiet, 10.0, "quiet memory")
+
+
 def test_deregistered_under_a_reader(make_stage):
     stage = make_stage()
     stage.connect()

@@ -269,3 +269,23 @@ def test_a_stopped_peer_replaced_under_its_name_leaves_its_reads_in_quarantine()
     assert pair.consumer.declare_quiet("stuck")
     assert not pair.consumer.declare_quiet("stuck")
     assert pair.consumer.take_quiet() == ["stuck"]
+
+
+def test_the_same_peer_known_again_while_a_read_is_on_its_way():
+    pair = make_pair()
+    pair.connect()
+    pair.run(3)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("old", [0], [1]))
+    pair.run(2)
+    pair.consumer.replace_peer(
+        "p", pair.producer.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows
+    )
+    pair.fabric.agent("producer").resume()
+    pair.consumer.post(order("new", [2], [3]))
+    pair.run(10, step_s=0.01)
+    assert (pair.results["old"].code, pair.results["new"].outcome) == ("peer-removed", "done")
+    assert pair.consumer.take_quiet() == ["old"]
+    assert pair.consumer.statistics()["peers_retiring"] == 0
+    pair.consumer.remove_peer("p")
+    assert pair.ports[1].peers == set()

@@ -114,6 +114,7 @@ class PeerTable:
         self._is_seal_required = is_seal_required
         self._by_key: dict[str, Peer] = {}
         self._by_name: dict[str, Peer] = {}
+        self._retiring: set[Peer] = set()
         self._shared = _SharedLists(port)
         self._uses = 0
 
@@ -132,7 +133,7 @@ class PeerTable:
         """Return gauges."""
         return {
             "peers": len(self._by_key),
-            "peers_retiring": sum(peer.is_removed for peer in self._by_name.values()),
+            "peers_retiring": len(self._retiring),
             "peers_prepared": sum(peer.is_prepared for peer in self._by_key.values()),
             "local_lists": len(self._shared),
         }
@@ -164,10 +165,11 @@ class PeerTable:
             self._memory.check_local(kind, group)
         if fence is not None and (fence[0] <= 0 or fence[0] % 8 or fence[1] < 0 or not 0 < fence[2] <= 1 << 24):
             raise AgentError("bad-fence", f"peer {key!r} names a fence array {fence} that cannot be", peer=key)
-        self._free_name(peek_agent_name(blob), key)
         try:
-            agent_name = self._port.add_peer(blob)
+            agent_name = self._load(blob, key)
         except AgentError as error:
+            if not error.code.startswith("nixl-"):
+                raise
             raise AgentError(
                 "metadata-rejected",
                 f"NIXL cannot use the metadata of peer {key!r} ({len(blob)} bytes): {error}; fetch it again, and check "
@@ -179,26 +181,34 @@ class PeerTable:
         try:
             self.prepare(peer)
         except AgentError:
-            peer.is_removed = True
-            self.retire(peer)
+            self._retire_later(peer)
             raise
         self._by_key[key] = peer
         return peer
 
-    def _free_name(self, agent_name: str | None, key: str) -> None:
-        holder = None if agent_name is None else self._by_name.get(agent_name)
-        if holder is None:
-            return
-        if not holder.is_removed:
+    def _load(self, blob: bytes, key: str) -> str:
+        """Load a peer's agent, also one whose name still has handles outstanding."""
+        name = peek_agent_name(blob)
+        holder = None if name is None else self._by_name.get(name)
+        if holder is not None:
             raise AgentError(
                 "peer-known",
-                f"agent {agent_name!r} is already the peer {holder.key!r}, it cannot be {key!r} too; replace that peer",
+                f"agent {name!r} is already the peer {holder.key!r}, it cannot be {key!r} too; replace that peer",
                 peer=key,
             )
-        # A restarted peer under its old name: NIXL refuses two of a name, so the old one goes. Of its handles that are
-        # still in quarantine NIXL knows nothing from then on, although their data may still land.
-        holder.is_lost = holder.outstanding > 0
-        self._release(holder)
+        old = [peer for peer in self._retiring if peer.agent_name == name]
+        try:
+            # The same process, known again while reads of its former key are on their way: NIXL just takes it.
+            return self._port.add_peer(blob)
+        except AgentError:
+            if not old or name is None:
+                raise
+        # Another process under the name: NIXL refuses two of a name, so the old one goes. Of its handles in quarantine
+        # NIXL knows nothing from then on, although their data may still land.
+        for peer in old:
+            peer.is_lost = True
+        self._port.remove_peer(name)
+        return self._port.add_peer(blob)
 
     def remove(self, key: str) -> Peer:
         """Forget the peer under `key`; NIXL lets go of it once nothing is outstanding.
@@ -208,19 +218,24 @@ class PeerTable:
         """
         peer = self.get(key)
         del self._by_key[key]
-        peer.is_removed = True
-        self.retire(peer)
+        self._retire_later(peer)
         return peer
+
+    def _retire_later(self, peer: Peer) -> None:
+        peer.is_removed = True
+        if self._by_name.get(peer.agent_name) is peer:
+            del self._by_name[peer.agent_name]
+        self._retiring.add(peer)
+        self.retire(peer)
 
     def retire(self, peer: Peer) -> None:
         """Release a removed peer if nothing of it is outstanding."""
-        if peer.is_removed and peer.outstanding == 0 and self._by_name.get(peer.agent_name) is peer:
-            self._release(peer)
-
-    def _release(self, peer: Peer) -> None:
+        if peer not in self._retiring or peer.outstanding:
+            return
         self._release_lists(peer)
-        if self._by_name.get(peer.agent_name) is peer:
-            del self._by_name[peer.agent_name]
+        self._retiring.remove(peer)
+        is_named = peer.agent_name in self._by_name
+        if not is_named and all(other.agent_name != peer.agent_name for other in self._retiring):
             with contextlib.suppress(AgentError):  # NIXL forgets a dead peer by itself
                 self._port.remove_peer(peer.agent_name)
 
@@ -291,7 +306,12 @@ class PeerTable:
 
     def close(self) -> None:
         """Release everything."""
+        everything = [*self._by_key.values(), *self._retiring]
         self._by_key.clear()
-        for peer in list(self._by_name.values()):
-            peer.is_removed = True
-            self._release(peer)
+        self._by_name.clear()
+        self._retiring.clear()
+        for peer in everything:
+            self._release_lists(peer)
+        for name in {peer.agent_name for peer in everything}:
+            with contextlib.suppress(AgentError):
+                self._port.remove_peer(name)
