@@ -122,6 +122,14 @@ def test_envelope_bounds():
         decode_envelope(frame)
 
 
+@pytest.mark.parametrize("value", [b"bytes", {1: 0, "a": 0}, msgspec.msgpack.Ext(5, b""), {"a": {"b": b""}}])
+def test_factors_of_a_peer_must_be_json(value):
+    frame = msgspec.msgpack.encode({"compatibility_hash": "", "agent_metadata_bytes": b"", "kvh_factors": {"a": value}})
+    with pytest.raises(WireError) as caught:
+        decode_envelope(frame)
+    assert caught.value.code == "malformed-envelope"
+
+
 def test_unknown_keys_are_skipped():
     envelope = msgspec.msgpack.decode(sample_envelopes()[0, 0])
     envelope["from_the_future"] = {"a": [1]}

@@ -11,6 +11,7 @@ from typing import Literal, final
 
 import msgspec
 
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
 from kv_handshake._endpoint import check_endpoint, is_wildcard
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
@@ -83,7 +84,7 @@ def decode_advertisement(data: bytes) -> Advertisement:
     try:
         advertisement = msgspec.json.decode(data, type=Advertisement)
         _check(advertisement)
-    except (msgspec.MsgspecError, ValueError, RecursionError, HandshakeError) as error:
+    except (*DECODE_ERRORS, HandshakeError) as error:
         raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes: {error}") from error
     return advertisement
 

@@ -7,12 +7,14 @@ vLLM's own decoder skips keys that it does not know, so the same bytes serve bot
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import CODES, ConfigurationError, WireError
 from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_FACTORS, MAX_REPLY_BYTES
 
@@ -185,10 +187,6 @@ _metadata_decoder = msgspec.msgpack.Decoder(AgentMetadata)
 _clock_decoder = msgspec.msgpack.Decoder(float)
 _encoder = msgspec.msgpack.Encoder()
 
-# What the decoder raises on hostile bytes: its own errors, bad UTF-8 (a ValueError) and nesting that exceeds the
-# interpreter's limit. Lengths that promise more than the frame holds are refused by it before anything is allocated.
-_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
-
 
 def checksum_of(metadata_bytes: bytes) -> int:
     """Return the CRC-32 of encoded agent metadata (polynomial 0x04C11DB7 reflected, as in zlib and Ethernet).
@@ -212,10 +210,14 @@ def decode_envelope(frame: bytes) -> Envelope:
         )
     try:
         envelope = _envelope_decoder.decode(frame)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
     if len(envelope.factors) > MAX_FACTORS:
         raise WireError("malformed-envelope", f"envelope names {len(envelope.factors)} factors; at most {MAX_FACTORS}")
+    try:
+        json.dumps(envelope.factors, sort_keys=True)
+    except DECODE_ERRORS as error:
+        raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
     if envelope.checksum is not None and envelope.checksum != checksum_of(envelope.agent_metadata_bytes):
         raise WireError(
             "checksum-mismatch",
@@ -233,7 +235,7 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
     """
     try:
         metadata = _metadata_decoder.decode(envelope.agent_metadata_bytes)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
         raise WireError("malformed-metadata", f"agent metadata of {size} bytes does not decode: {error}") from error
     _check_metadata(metadata)
@@ -377,7 +379,7 @@ def decode_clock(frame: bytes) -> float:
     """
     try:
         clock_s = _clock_decoder.decode(frame)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise WireError("malformed-clock", f"clock frame of {len(frame)} bytes does not decode: {error}") from error
     if not math.isfinite(clock_s):
         raise WireError("malformed-clock", f"clock frame says {clock_s}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import msgspec
 
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import ConfigurationError, WireError
 from kv_handshake._limits import MAX_QUERY_BYTES, MAX_RANK
 
@@ -77,7 +78,7 @@ def parse_query(frame: bytes) -> Query:
         raise WireError("oversized-query", f"query of {len(frame)} bytes; at most {MAX_QUERY_BYTES} are read")
     try:
         fields: Any = msgspec.msgpack.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise WireError("malformed-query", f"query of {len(frame)} bytes does not decode: {error}") from error
     if not isinstance(fields, list) or not fields:
         raise WireError("malformed-query", "query is not an array of a command and its fields")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._messages import decode_envelope
@@ -86,7 +87,7 @@ def read_recording(path: str | Path) -> Recording:
         if file.stat().st_size > _MAX_BYTES:
             raise ConfigurationError("invalid-recording", f"it exceeds {_MAX_BYTES} bytes")
         return _interpret(msgspec.json.decode(file.read_bytes(), type=_Document))
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError, HandshakeError) as error:
+    except (OSError, *DECODE_ERRORS, HandshakeError) as error:
         raise ConfigurationError(
             "invalid-recording", f"recording {file} cannot be read: {error}", path=str(file)
         ) from error
