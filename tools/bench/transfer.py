@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAGES = {4096: 4096, 16384: 2048, 65536: 384, 1 << 20: 48}
-READS = 3
-ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "7"))
+READS = 6
+ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "5"))
 
 
 def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal: tuple[str, bool]) -> dict[str, object]:
