@@ -45,6 +45,8 @@ def test_pairs_are_sorted_at_the_peer():
     mine, theirs = plan_of().indices((0, 0), [[8, 3, 6]], [[9, 2, 7]])
     assert theirs.tolist() == [2, 7, 9]
     assert mine.tolist() == [3, 6, 8]
+    mine, theirs = plan_of().indices((0, 0), [[8, 3, 6]], [[2, 9, 7]])
+    assert (mine.tolist(), theirs.tolist()) == ([8, 6, 3], [2, 7, 9])
 
 
 def test_smaller_peer_blocks():
@@ -68,6 +70,7 @@ def test_blocks_without_a_common_divisor_but_one():
 def test_kernel_blocks_on_both_sides():
     assert pairs(pairing(32, 32, 2, 4), [3], [1]) == [(6, 0, 4, 0), (6, 1, 5, 0), (7, 0, 6, 0), (7, 1, 7, 0)]
     assert kernel_pages(np.array([2, 0]), 3).tolist() == [6, 7, 8, 0, 1, 2]
+    assert kernel_pages(np.array([2, 0]), 2).tolist() == [4, 5, 0, 1]
     assert kernel_pages(np.array([2, 0]), 1).tolist() == [2, 0]
 
 
@@ -78,6 +81,19 @@ def test_dealt_out_tokens():
     assert pairs(both, [4], [9, 8]) == [(4, 0, 8, 0)]
     fine = pairing(16, 16, peer_deal=TokenDeal(2, 0, 8))
     assert pairs(fine, [4, 5], [9]) == [(4, 0, 9, 0), (5, 0, 9, 1)]
+
+
+def test_turns_of_several_units():
+    local_dealt = pairing(16, 8, deal=TokenDeal(2, 1, 16))
+    assert pairs(local_dealt, [4], [5, 6, 7, 8]) == [(4, 0, 7, 0), (4, 1, 8, 0)]
+    peer_dealt = pairing(8, 16, peer_deal=TokenDeal(2, 0, 16))
+    assert pairs(peer_dealt, [4, 5, 6, 7], [9]) == [(4, 0, 9, 0), (5, 0, 9, 1)]
+
+
+def test_a_window_that_begins_before_the_peers_list():
+    window = pairing(16, 16, window=16)
+    assert pairs(window, [1, 2, 3, 4], [8, 9], (0, 2)) == [(3, 0, 8, 0), (4, 0, 9, 0)]
+    assert pairs(window, [1, 2, 3, 4], [8, 9, 7], (0, 2)) == [(3, 0, 8, 0), (4, 0, 9, 0)]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +203,7 @@ def test_null_blocks():
     assert pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, None)) == [(3, 0, 0, 0), (4, 0, 8, 0)]
     assert pairs(pairing(16, 16), [0, 4], [7, 8], nulls=(None, 5)) == [(0, 0, 7, 0), (4, 0, 8, 0)]
     assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, 9)) == [(4, 0, 8, 0)]
+    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, None)) == [(4, 0, 8, 0)]
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,14 @@ def test_replicas_are_shared_out():
     assert [(piece.producer, piece.start, piece.stop) for piece in pieces] == [(0, 0, 2), (1, 2, 4)]
 
 
+def test_the_nearest_replica_is_taken_where_none_lies_across():
+    shares = FieldClass(0, producer_context=2, producer_interleave=4)
+    assert [piece.producer for piece in choose_pieces(shares, 8, 3, 8)] == [2, 3]
+    assert [piece.producer for piece in choose_pieces(shares, 8, 6, 8)] == [5, 6]
+    assert [(p.producer, p.start, p.stop) for p in choose_pieces(FieldClass(3), 8, 3, 4)] == [(2, 1, 2)]
+    assert [(p.start, p.stop) for p in choose_pieces(FieldClass(0), 2, 0, 2)] == [(0, 1)]
+
+
 def test_token_deals():
     deal = TokenDeal(3, 1, 4)
     units = np.arange(12)

@@ -106,23 +106,11 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
                     context={"start": low, "stop": high, "share": share, "producer_tp": producer_tp},
                 )
             chosen.append(Piece(_pick(candidates, home), low, high))
-    return _join(chosen)
+    return tuple(sorted(chosen, key=lambda piece: (piece.producer, piece.start)))
 
 
 def _covers(held: tuple[int, int], low: int, high: int) -> bool:
     return held[0] <= low and high <= held[1]
-
-
-def _join(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Sort pieces and join neighbours of the same producer."""
-    joined: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.producer, piece.start)):
-        last = joined[-1] if joined else None
-        if last is not None and last.producer == piece.producer and last.stop == piece.start:
-            joined[-1] = Piece(piece.producer, last.start, piece.stop)
-        else:
-            joined.append(piece)
-    return tuple(joined)
 
 
 def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: int, producer_tp: int) -> frozenset[int]:

@@ -1,0 +1,111 @@
+"""How boxes become slices: what is joined, what must not be, and the limit on fineness."""
+
+import numpy as np
+import pytest
+
+from kv_topology import (
+    AttentionShape,
+    Axis,
+    FieldLayout,
+    Group,
+    Layout,
+    Member,
+    RankGeometry,
+    Region,
+    UnsupportedTopology,
+    _slices,
+    halves_layout,
+    plan_transfer,
+    split_layouts,
+)
+from kv_topology._engine import EngineSpec, ModelSpec, build_engine
+from kv_topology._runs import Runs, box_runs, join_runs, run_count
+
+SHAPE = AttentionShape(2, 4, 4, 1)
+HALF = SHAPE.half_bytes
+
+
+def rank(*regions, tokens=4):
+    return RankGeometry(1, 0, (Group("attention", tokens),), regions)
+
+
+def columns(plan):
+    table = plan.slices((0, 0))[0]
+    return list(
+        zip(
+            *(c.tolist() for c in (table.local_region, table.local_offset, table.peer_region, table.peer_offset)),
+            table.length.tolist(),
+            strict=True,
+        )
+    )
+
+
+def halves(base):
+    return rank(Region(base, 2 * HALF, 2 * HALF, 3, (Member("a", halves_layout(SHAPE), 0),)))
+
+
+def split_with_offset(base):
+    key, value = split_layouts(SHAPE)
+    return rank(
+        Region(base, HALF, HALF, 3, (Member("a", key, 0),)),
+        Region(base * 2, 2 * HALF, 2 * HALF, 3, (Member("a", value, 0, HALF),)),
+    )
+
+
+def test_neighbours_in_different_regions_are_not_joined():
+    whole, parts = halves(4096), split_with_offset(4096)
+    assert columns(plan_transfer(whole, {(0, 0): whole})) == [(0, 0, 0, 0, 2 * HALF)]
+    assert columns(plan_transfer(parts, {(0, 0): whole})) == [(0, 0, 0, 0, HALF), (1, HALF, 0, HALF, HALF)]
+    assert columns(plan_transfer(whole, {(0, 0): parts})) == [(0, 0, 0, 0, HALF), (0, HALF, 1, HALF, HALF)]
+
+
+def two_fields(tokens, strides):
+    fields = tuple(
+        FieldLayout(name, 4, offset, (Axis("token", tokens, 0, tokens, stride),))
+        for name, offset, stride in zip("xy", (0, 4), strides, strict=True)
+    )
+    return rank(Region(4096, 64, 64, 3, (Member("a", Layout(fields), 0),)), tokens=tokens)
+
+
+def test_fields_that_step_apart_are_not_joined():
+    small, same, apart = two_fields(1, (8, 8)), two_fields(2, (8, 8)), two_fields(2, (8, 16))
+    assert columns(plan_transfer(same, {(0, 0): small})) == [(0, 0, 0, 0, 8)]
+    assert columns(plan_transfer(small, {(0, 0): same})) == [(0, 0, 0, 0, 8)]
+    assert columns(plan_transfer(apart, {(0, 0): small})) == [(0, 0, 0, 0, 4), (0, 4, 0, 4, 4)]
+    assert columns(plan_transfer(small, {(0, 0): apart})) == [(0, 0, 0, 0, 4), (0, 4, 0, 4, 4)]
+
+
+def test_runs_of_a_box():
+    assert run_count([(3, 100, 100), (4, 10, 20)], 1) == 12
+    assert run_count([(3, 8, 8), (4, 2, 2), (5, 24, 30)], 2) == 5
+    runs = box_runs([(2, 100, 50), (3, 4, 8), (2, 2, 2)], 2, 7, 9)
+    assert runs.here.tolist() == [7, 11, 15, 107, 111, 115]
+    assert runs.there.tolist() == [9, 17, 25, 59, 67, 75]
+    assert runs.length.tolist() == [4] * 6
+
+
+def table(*rows):
+    return Runs(*(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def test_joining_needs_both_sides():
+    assert len(join_runs([table((0, 0, 4), (4, 4, 4), (8, 9, 4), (13, 13, 4))])) == 3
+    unsorted = [table((4, 14, 4)), table((0, 10, 4))]
+    joined = join_runs(unsorted)
+    assert (joined.here.tolist(), joined.there.tolist(), joined.length.tolist()) == ([0], [10], [8])
+    assert len(join_runs(unsorted, keep_order=True)) == 2
+
+
+def test_the_limit_on_slices(monkeypatch):
+    model = ModelSpec(("attention",) * 3, 2, 4, 1)
+    local = build_engine(model, EngineSpec(layout="packed-HND", block_tokens=4))[0, 0]
+    peers = build_engine(model, EngineSpec(layout="packed-NHD", block_tokens=4))
+    count = 3 * 2 * 4
+    monkeypatch.setattr(_slices, "MAX_SLICES", count)
+    assert len(plan_transfer(local, peers).slices((0, 0))[0]) == count
+    for limit in (count - 1, 2 * 4 - 1):
+        monkeypatch.setattr(_slices, "MAX_SLICES", limit)
+        with pytest.raises(UnsupportedTopology) as caught:
+            plan_transfer(local, peers)
+        assert caught.value.code == "plan-too-fine"
+        assert caught.value.context["limit"] == limit
