@@ -301,7 +301,7 @@ class Client:
         problems = {
             "connection-refused": "no connection",
             "connection-lost": "the connection ended before a reply",
-            "authentication-refused": "the encrypted connection was refused",
+            "authentication-refused": "wrong keys, encryption on one side only, or no ZeroMQ: no connection",
         }
         task.session.fail(task.transport_error(fault, problems[fault], time.monotonic()))
         self._hang_up(connection, task)

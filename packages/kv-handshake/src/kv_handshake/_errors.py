@@ -74,7 +74,9 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "connection-refused": _facts("environment", True, "Nothing accepts connections at this address."),
         "connection-lost": _facts("environment", True, "The connection ended before all replies had come."),
         "authentication-refused": _facts(
-            "environment", False, "The encrypted connection was refused: check both keys."
+            "environment",
+            False,
+            "The opening of the connection failed: wrong keys, encryption on one side only, or no ZeroMQ at this port.",
         ),
         "name-unresolved": _facts("environment", True, "The host name has no address."),
         "recently-failed": _facts("environment", True, "The peer failed a moment ago and is not asked again yet."),

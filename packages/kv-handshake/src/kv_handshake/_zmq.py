@@ -263,11 +263,15 @@ class Connection:
     def send(self, query: bytes) -> None:
         """Queue a query; it leaves as soon as the connection stands.
 
+        A connection that has ended already takes nothing; why it ended is for `fault` to say.
+
         Raises:
-            TransportError: ``transport-failed`` if more queries are queued than the transport takes.
+            TransportError: ``transport-failed``.
         """
         try:
             self.socket.send_multipart((b"", query), zmq.NOBLOCK)
+        except zmq.Again:
+            pass
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot send a query: {error.strerror}") from error
 
