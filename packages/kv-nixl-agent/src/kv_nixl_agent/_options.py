@@ -149,7 +149,7 @@ class ThreadOptions:
     spin_s: float = 200e-6
     min_sleep_s: float = 20e-6
     max_sleep_s: float = 500e-6
-    idle_poll_s: float = 1e-3
+    idle_poll_s: float = 5e-4
     stuck_after_s: float = 30.0
     close_grace_s: float = 2.0
     gil_switch_interval_s: float | None = 5e-4

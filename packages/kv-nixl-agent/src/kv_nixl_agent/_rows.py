@@ -83,6 +83,8 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
     """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
     if len(peer) < 2 or bool((peer[1:] >= peer[:-1]).all()):
         return local, peer
+    if bool((peer[1:] <= peer[:-1]).all()):  # as free lists hand blocks out; a third of the cost of sorting
+        return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
     order = np.argsort(peer)
     return local[order], peer[order]
 
