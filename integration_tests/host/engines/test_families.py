@@ -7,7 +7,7 @@ from pairs import Pair, prompt, started_pair
 
 from kvdev.demo import connector_config
 
-FAMILIES = ["sliding-window", "mla", "mamba"]
+FAMILIES = ["sliding-window", "mamba"]
 
 
 def exercise(pair: Pair) -> None:
@@ -30,10 +30,36 @@ def test_a_family_is_handed_over(family: str) -> None:
         assert again <= (1 if family == "mamba" else 0)
 
 
+def test_a_latent_model_is_handed_over_as_by_the_hosts_own_connector() -> None:
+    """One engine alone is no reference here: on CPU its decode and prefill kernels for latent attention disagree.
+
+    Measured without any connector: generating n tokens at once and asking n times for one token gives different texts.
+    """
+    texts = [prompt(n, 20 + 60 * n) for n in range(4)]
+    hosts = {role: {"kv_connector": "NixlConnector", "kv_role": role} for role in ("kv_producer", "kv_consumer")}
+    with started_pair("mla", prefill_config=hosts["kv_producer"], decode_config=hosts["kv_consumer"]) as pair:
+        expected = [pair.ask_all([text])[0] for text in texts]
+    with started_pair("mla") as pair:
+        assert [pair.ask_all([text])[0] for text in texts] == expected
+        assert pair.decode_count("vllm:nixl_xfer_time_seconds_count") == len(texts)
+        assert pair.decode_count("vllm:nixl_num_failed_transfers_total") == 0
+        assert pair.decode_count("vllm:prompt_tokens_by_source_total", source="local_compute") == 0
+        pair.assert_all_blocks_free()
+
+
+def own_name(role: str) -> dict[str, object]:
+    """The connector under its own name, which vLLM's plugin entry point makes known without a module path."""
+    config = {**connector_config(role), "kv_connector": "KVTransferConnector"}
+    del config["kv_connector_module_path"]
+    return config
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
-def test_unequal_tensor_parallel_sizes(prefill: int, decode: int) -> None:
+def test_unequal_tensor_parallel_sizes_under_the_connectors_own_name(prefill: int, decode: int) -> None:
     with started_pair(
         "dense",
+        prefill_config=own_name("kv_producer"),
+        decode_config=own_name("kv_consumer"),
         prefill_arguments=["--tensor-parallel-size", str(prefill)],
         decode_arguments=["--tensor-parallel-size", str(decode)],
         prefill_cpus="0|1" if prefill == 2 else "0",
@@ -46,15 +72,3 @@ def test_the_corrupted_page_control_fails() -> None:
     with started_pair("dense", decode_environment={"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"}) as pair:
         texts = [prompt(1)]
         assert pair.ask_all(texts) != pair.ask_all(texts, url=pair.prefill.url)
-
-
-def test_the_connector_is_loaded_by_its_own_name_without_a_module_path() -> None:
-    names = {
-        role: {**connector_config(role), "kv_connector": "KVTransferConnector"}
-        for role in ("kv_producer", "kv_consumer")
-    }
-    for config in names.values():
-        del config["kv_connector_module_path"]
-    with started_pair("dense", prefill_config=names["kv_producer"], decode_config=names["kv_consumer"]) as pair:
-        pair.assert_same_as_alone([prompt(1)])
-        assert pair.decode_count("vllm:nixl_xfer_time_seconds_count") >= 1
