@@ -165,11 +165,13 @@ def test_tcp_server_that_speaks_something_else(client):
     with socket.create_server(("127.0.0.1", 0)) as web:
 
         def serve():
-            with contextlib.suppress(OSError):
-                while True:
+            while True:
+                try:
                     accepted, _ = web.accept()
+                except OSError:
+                    return
+                with accepted, contextlib.suppress(OSError):
                     accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
-                    accepted.close()
 
         threading.Thread(target=serve, daemon=True).start()
         assert fetch(client, web.getsockname()[1]).code in ("connection-lost", "authentication-refused")
