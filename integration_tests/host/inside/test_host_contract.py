@@ -60,7 +60,7 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
         block_count=8, generation=7, layout="LBHNC", kernel_order="", attention_backend="CPU_ATTN", connector_version=14,
         is_mla=False, groups=(CacheGroup("attention", 16, 0, 0, ("layers.0",)),), group_ids=(0,), factors={"model": "m"},
     )  # fmt: skip
-    fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(1, 0, 2), geometry=b"{}", generation=7)
+    fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(4096, 0, 2), geometry=b"{}", generation=7)
     frame = Codec().encode_envelope(fields, facts.factors, dialect=14)
     payload = msgspec.msgpack.decode(frame, type=NixlHandshakePayload)
     metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)

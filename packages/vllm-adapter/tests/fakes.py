@@ -38,6 +38,7 @@ class Heartbeat:
     peer_pp: int = 1
     peer_dcp: int = 1
     peer_dialect: int | None = 14
+    peer_generation: int | None = None
     peer_request_ids: tuple[str, ...] = ("p-r1",)
 
 
@@ -95,7 +96,7 @@ class Plan:
 
     peer_rows = local_rows
 
-    def indices(self, producer_rank: tuple[int, int], local_blocks: Any, peer_blocks: Any) -> Any:
+    def indices(self, producer_rank: tuple[int, int], local_blocks: Any, peer_blocks: Any, **alignment: Any) -> Any:
         if any(block > 1000 for group in peer_blocks for block in group):
             raise CodedFailure("block-out-of-range")
         return np.array([b for g in local_blocks for b in g], np.int32), np.array(

@@ -136,6 +136,12 @@ class HeartbeatOrder(NamedTuple):
         return self.peer.dcp
 
     @property
+    def peer_generation(self) -> int | None:
+        """Registration generation that the peer's tickets were written under, or None."""
+        peer = self.peer
+        return peer.registration_generation if peer.generation is None else peer.generation
+
+    @property
     def peer_dialect(self) -> int | None:
         """Connector version that the peer announced, or None."""
         return self.peer.dialect

@@ -102,3 +102,10 @@ class EngineFacts:
     def has_state(self) -> bool:
         """Whether some layers keep a recurrent state instead of a cache of tokens."""
         return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def whole_block_tokens(self) -> tuple[int, ...]:
+        """Tokens per block of each group if every group keeps the whole prompt on this rank; else empty."""
+        if self.dcp > 1 or any(group.kind not in {"attention", "latent"} for group in self.groups):
+            return ()
+        return tuple(group.block_tokens for group in self.groups)

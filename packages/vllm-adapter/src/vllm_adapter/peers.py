@@ -186,6 +186,7 @@ class PeerDirectory:
                 ranks=ranks,
                 engine_id=engine.engine_id,
                 dialect=order.peer_dialect or self._limits.dialect,
+                generation=order.peer_generation,
                 on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)

@@ -66,6 +66,8 @@ class ReadLimits:
     read_timeout_s: float
     lease_s: float
     peers: PeerLimits
+    whole_block_tokens: tuple[int, ...] = ()
+    """Tokens per block of each group, if all groups hold whole prompts; empty with windows, states or context ranks."""
 
 
 @dataclass(slots=True)
@@ -164,7 +166,13 @@ class ReadCoordinator:
             return
         try:
             # All ranks' indices come first: nothing is posted for a request that a later rank would refuse.
-            indices = {r: plan.indices(r, order.local_block_ids, order.peer_block_ids) for r in plan.producer_ranks}
+            tokens, local_first = self._alignment(order)
+            indices = {
+                rank: plan.indices(
+                    rank, order.local_block_ids, order.peer_block_ids, tokens=tokens, local_first=local_first
+                )
+                for rank in plan.producer_ranks
+            }
         except Exception as error:  # noqa: BLE001  (block ids come from the client)
             self._release_at_peer(order, engine, engine.ranks)
             self._end(order, code_of(error), str(error))
@@ -177,6 +185,14 @@ class ReadCoordinator:
         engine.reads_in_flight += 1
         for transfer_id, rank in transfers.items():
             self._post_one(read, transfer_id, rank, indices[rank])
+
+    def _alignment(self, order: ReadOrder) -> tuple[int | None, Sequence[int] | None]:
+        """Tell where the local lists begin in the prompt, where they are not clipped to a window or a state."""
+        block_tokens = self._limits.whole_block_tokens
+        covered = order.local_computed_blocks
+        if not block_tokens or len(covered) != len(block_tokens):
+            return None, None
+        return covered[0] * block_tokens[0] + order.external_tokens, covered
 
     def _post_one(self, read: _Read, transfer_id: str, rank: Rank, indices: tuple[Indices, Indices]) -> None:
         plan = read.engine.plan

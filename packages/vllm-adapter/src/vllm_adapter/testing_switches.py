@@ -36,12 +36,14 @@ class PageCorrupter:
         self._cache = next(iter(caches.values()))
 
     def __call__(self, end: ReadEnd) -> None:
-        """Flip the most significant byte of one element in the request's first received block."""
+        """Make one element of the request's first received block huge, by its most significant byte.
+
+        Three quarters into a page lies a value, not a key, in every layout that the host has; whatever weight attention
+        gives it, it shows.
+        """
         blocks = next((group for group in end.order.local_block_ids if group), None)
         if self._cache is None or blocks is None:
             return
         page = self._cache[blocks[0]]
-        middle = tuple(length // 2 for length in page.shape)
-        element = page[middle].view(1)
-        raw = element.view(torch.uint8)
-        raw[-1] ^= 0x7F
+        place = tuple(3 * length // 4 for length in page.shape)
+        page[place].view(1).view(torch.uint8)[-1] = 0x7F

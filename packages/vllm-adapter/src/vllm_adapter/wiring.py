@@ -154,7 +154,8 @@ class WorkerParts:
             generation=facts.generation,
         )
         factors = {**facts.factors, **facts.extra_factors}
-        return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version)
+        rank = (facts.pp_rank, facts.tp_rank)
+        return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
 
 
 def _use_all_cores() -> None:

@@ -90,6 +90,7 @@ class WorkerSide:
                     engine_ttl_s=settings.engine_ttl,
                     dialect=settings.ticket_dialect or facts.connector_version,
                 ),
+                whole_block_tokens=facts.whole_block_tokens,
             ),
             now_s=time.monotonic,
         )

@@ -105,8 +105,12 @@ class HandshakeClient(Protocol):
         engine_id: str,
         dialect: int,
         on_done: Callable[[HandshakeOutcome], None],
+        generation: int | None = None,
     ) -> None:
-        """Start a handshake and return at once; `on_done` runs on the client's thread exactly once."""
+        """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
+
+        A peer of another registration generation than `generation` is refused; None accepts any.
+        """
         ...
 
     def close(self) -> None: ...
@@ -145,7 +149,14 @@ class NotificationView(Protocol):
 class WireCodec(Protocol):
     """Bytes that the adapter sends or receives outside the side channel's own loop."""
 
-    def encode_envelope(self, metadata: Mapping[str, object], factors: Mapping[str, object], *, dialect: int) -> bytes:
+    def encode_envelope(
+        self,
+        metadata: Mapping[str, object],
+        factors: Mapping[str, object],
+        *,
+        dialect: int,
+        rank: tuple[int, int] | None = None,
+    ) -> bytes:
         """Envelope of one rank for the listener; `metadata` by `PeerMetadata` names."""
         ...
 

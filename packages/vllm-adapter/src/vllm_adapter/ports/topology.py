@@ -39,9 +39,19 @@ class PeerPlan(Protocol):
 
     def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
     def indices(
-        self, producer_rank: tuple[int, int], local_blocks: BlockIds, peer_blocks: BlockIds
+        self,
+        producer_rank: tuple[int, int],
+        local_blocks: BlockIds,
+        peer_blocks: BlockIds,
+        *,
+        tokens: int | None = None,
+        local_first: Sequence[int] | None = None,
     ) -> tuple[Indices, Indices]:
-        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad ids."""
+        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad ids.
+
+        `tokens` (of the prompt so far) and `local_first` (per group, blocks in front of the local list) say where lists
+        begin; without them a shorter local list is the tail of the peer's.
+        """
         ...
 
 
