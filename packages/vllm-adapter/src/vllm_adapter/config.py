@@ -38,6 +38,12 @@ class Settings:
 
     backends: tuple[str, ...] = _key(("UCX",), "NIXL back ends to create, in order.")
     num_threads: int = _key(4, "Worker threads of the UCX back end.", least=0, most=64)
+    progress_thread: str = _key(
+        "auto",
+        "NIXL's own progress thread, which spins on a core; the transfer thread makes progress without it. "
+        "auto: where there are more than 8 cores.",
+        choices=("auto", "on", "off"),
+    )
     enforce_handshake_compat: bool = _key(True, "Refuse a peer whose compatibility hash differs from ours.")
     compatibility_policy: str = _key(
         "exact",

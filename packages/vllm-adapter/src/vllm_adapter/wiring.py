@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerParts", "WorkerParts"]
 
 _SEED_BITS = 62
+_CORES_TO_SPARE = 8
 
 
 @final
@@ -117,6 +118,7 @@ class WorkerParts:
             backends=backends,
             fence_words=max(settings.fence_slots, 1),
             max_inflight_bytes=settings.max_inflight_bytes or None,
+            progress_thread=_wants_progress_thread(settings.progress_thread),
         )
         return TransferThread(
             f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
@@ -156,6 +158,12 @@ class WorkerParts:
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
+
+
+def _wants_progress_thread(choice: str) -> bool:
+    if choice == "auto":
+        return (os.cpu_count() or 1) > _CORES_TO_SPARE
+    return choice == "on"
 
 
 def _use_all_cores() -> None:
