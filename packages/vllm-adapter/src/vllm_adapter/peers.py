@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         HandshakeOutcome,
         HeartbeatOrder,
         PeerMetadata,
+        PeerOrder,
         PeerPlan,
         Planner,
         ReadOrder,
@@ -171,7 +172,7 @@ class PeerDirectory:
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def _meet(self, order: ReadOrder | HeartbeatOrder, waiting: list[ReadOrder]) -> None:
+    def _meet(self, order: PeerOrder, waiting: list[ReadOrder]) -> None:
         assert self._threads is not None, "attach() comes before the first order"  # noqa: S101
         agent, handshakes = self._threads
         engine = PeerEngine(order.peer_engine_id, _address(order), waiting=waiting, last_used_s=self._now_s())
@@ -192,9 +193,7 @@ class PeerDirectory:
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
 
-    def _handshake_ended(
-        self, engine: PeerEngine, order: ReadOrder | HeartbeatOrder, outcome: HandshakeOutcome
-    ) -> None:
+    def _handshake_ended(self, engine: PeerEngine, order: PeerOrder, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.address) is not engine:
             return
         self._observer.observe("handshake_duration", outcome.elapsed_s)
@@ -214,9 +213,7 @@ class PeerDirectory:
         for waiting_order in waiting:
             self._observer.ready(waiting_order, engine)
 
-    def _wire_up(
-        self, engine: PeerEngine, order: ReadOrder | HeartbeatOrder, peers: Mapping[Rank, PeerMetadata]
-    ) -> None:
+    def _wire_up(self, engine: PeerEngine, order: PeerOrder, peers: Mapping[Rank, PeerMetadata]) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
         documents = {
             rank: self._peer_geometry.document(self._geometry, metadata, rank, order)
@@ -306,7 +303,7 @@ def code_of(error: Exception) -> str:
     return code if isinstance(code, str) else type(error).__name__
 
 
-def _address(order: ReadOrder | HeartbeatOrder) -> Address:
+def _address(order: PeerOrder) -> Address:
     return (
         order.peer_engine_id,
         order.peer_host,

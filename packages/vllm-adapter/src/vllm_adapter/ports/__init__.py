@@ -10,64 +10,30 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import TransferResult as TransferResult
-from vllm_adapter.ports.agent import TransferThread as TransferThread
+from vllm_adapter.ports.agent import TransferResult, TransferThread
 from vllm_adapter.ports.handshake import (
-    HandshakeClient as HandshakeClient,
-)
-from vllm_adapter.ports.handshake import (
-    HandshakeListener as HandshakeListener,
-)
-from vllm_adapter.ports.handshake import (
-    HandshakeOutcome as HandshakeOutcome,
-)
-from vllm_adapter.ports.handshake import (
-    NotificationView as NotificationView,
-)
-from vllm_adapter.ports.handshake import (
-    PeerMetadata as PeerMetadata,
-)
-from vllm_adapter.ports.handshake import (
-    WireCodec as WireCodec,
+    HandshakeClient,
+    HandshakeListener,
+    HandshakeOutcome,
+    NotificationView,
+    PeerMetadata,
+    WireCodec,
 )
 from vllm_adapter.ports.requests import (
-    Admission as Admission,
+    Admission,
+    FenceOrder,
+    FinishDecision,
+    GrantOrder,
+    HeartbeatOrder,
+    LeaseEnd,
+    LeaseTable,
+    PeerOrder,
+    ReadOrder,
+    SchedulerState,
+    StepPlan,
 )
-from vllm_adapter.ports.requests import (
-    FenceOrder as FenceOrder,
-)
-from vllm_adapter.ports.requests import (
-    FinishDecision as FinishDecision,
-)
-from vllm_adapter.ports.requests import (
-    GrantOrder as GrantOrder,
-)
-from vllm_adapter.ports.requests import (
-    HeartbeatOrder as HeartbeatOrder,
-)
-from vllm_adapter.ports.requests import (
-    LeaseEnd as LeaseEnd,
-)
-from vllm_adapter.ports.requests import (
-    LeaseTable as LeaseTable,
-)
-from vllm_adapter.ports.requests import (
-    ReadOrder as ReadOrder,
-)
-from vllm_adapter.ports.requests import (
-    SchedulerState as SchedulerState,
-)
-from vllm_adapter.ports.requests import (
-    StepPlan as StepPlan,
-)
-from vllm_adapter.ports.topology import DeriveDocument as DeriveDocument
-from vllm_adapter.ports.topology import PeerPlan as PeerPlan
-from vllm_adapter.ports.topology import PeerSizes as PeerSizes
-from vllm_adapter.ports.topology import Planner as Planner
-from vllm_adapter.ports.values import BlockIds as BlockIds
-from vllm_adapter.ports.values import Indices as Indices
-from vllm_adapter.ports.values import MemoryKind as MemoryKind
-from vllm_adapter.ports.values import Rows as Rows
+from vllm_adapter.ports.topology import DeriveDocument, PeerPlan, PeerSizes, Planner
+from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, Rows
 
 __all__ = [
     "Admission",
@@ -86,6 +52,7 @@ __all__ = [
     "MemoryKind",
     "NotificationView",
     "PeerMetadata",
+    "PeerOrder",
     "PeerPlan",
     "PeerSizes",
     "Planner",

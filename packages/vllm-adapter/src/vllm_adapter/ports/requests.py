@@ -20,18 +20,15 @@ __all__ = [
     "SchedulerState",
     "LeaseEnd",
     "LeaseTable",
+    "PeerOrder",
 ]
 
 
-class ReadOrder(Protocol):
-    """One request's read, from the scheduler to the workers."""
+class PeerOrder(Protocol):
+    """The peer engine that an order is about, as its ticket names it."""
 
     @property
-    def request_id(self) -> str: ...
-    @property
     def peer_engine_id(self) -> str: ...
-    @property
-    def peer_request_id(self) -> str: ...
     @property
     def peer_host(self) -> str: ...
     @property
@@ -44,6 +41,19 @@ class ReadOrder(Protocol):
     def peer_dcp(self) -> int: ...
     @property
     def peer_generation(self) -> int | None: ...
+    @property
+    def peer_dialect(self) -> int | None:
+        """Connector version that the peer's ticket announced."""
+        ...
+
+
+class ReadOrder(PeerOrder, Protocol):
+    """One request's read, from the scheduler to the workers."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def peer_request_id(self) -> str: ...
     @property
     def peer_block_ids(self) -> BlockIds: ...
     @property
@@ -70,31 +80,10 @@ class ReadOrder(Protocol):
         """Blocks per group in front of `local_block_ids` that a prefix hit covers."""
         ...
 
-    @property
-    def peer_dialect(self) -> int | None:
-        """Connector version that the peer's ticket announced."""
-        ...
 
-
-class HeartbeatOrder(Protocol):
+class HeartbeatOrder(PeerOrder, Protocol):
     """Leases of one peer engine that are to be renewed now."""
 
-    @property
-    def peer_engine_id(self) -> str: ...
-    @property
-    def peer_host(self) -> str: ...
-    @property
-    def peer_port(self) -> int: ...
-    @property
-    def peer_tp(self) -> int: ...
-    @property
-    def peer_pp(self) -> int: ...
-    @property
-    def peer_dcp(self) -> int: ...
-    @property
-    def peer_dialect(self) -> int | None: ...
-    @property
-    def peer_generation(self) -> int | None: ...
     @property
     def peer_request_ids(self) -> Sequence[str]: ...
 
