@@ -40,7 +40,7 @@ class Settings:
     num_threads: int = _key(4, "Worker threads of the UCX back end.", least=0, most=64)
     progress_thread: str = _key(
         "auto",
-        "NIXL's own progress thread, which spins on a core; the transfer thread makes progress without it. "
+        "NIXL's own progress thread, beside the transfer thread, which makes progress without it. "
         "auto: where there are more than 8 cores.",
         choices=("auto", "on", "off"),
     )
