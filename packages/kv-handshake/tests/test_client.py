@@ -8,7 +8,8 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing, TransportError
+from kv_handshake._zmq import Connection, Hub
 from kv_handshake.testing import check_client, sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
@@ -50,6 +51,13 @@ def puppet(script):
         yield made.port
     finally:
         made.close()
+
+
+def until(is_so, *, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
 
 
 def fetch(client, port, **changes):
@@ -161,21 +169,86 @@ def test_tcp_server_that_says_nothing(client):
         assert fetch(client, mute.getsockname()[1]).code == "timed-out"
 
 
-def test_tcp_server_that_speaks_something_else(client):
-    with socket.create_server(("127.0.0.1", 0)) as web:
+WEB = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
+
+
+def close_at_once(accepted, words):
+    accepted.sendall(words)
+
+
+def close_after_the_greeting(accepted, words):
+    accepted.recv(64)
+    accepted.sendall(words)
+
+
+def close_when_the_client_does(accepted, words):
+    accepted.sendall(words)
+    accepted.shutdown(socket.SHUT_WR)
+    while accepted.recv(4096):
+        pass
+
+
+def stay(accepted, words):
+    accepted.sendall(words)
+    while accepted.recv(4096):
+        pass
+
+
+@pytest.mark.parametrize("behaviour", [close_at_once, close_after_the_greeting, close_when_the_client_does, stay])
+@pytest.mark.parametrize("words", [WEB, WEB * 20, b"SSH-2.0-OpenSSH_9.2\r\n", b"\x01\x00\x05\x00hello" * 20])
+def test_tcp_server_that_speaks_something_else(client, behaviour, words):
+    """Some of these are frames of the ZeroMQ of before 2011; none may be taken for a reply, however the server ends."""
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
 
         def serve():
             while True:
                 try:
-                    accepted, _ = web.accept()
+                    accepted, _ = foreign.accept()
                 except OSError:
                     return
                 with accepted, contextlib.suppress(OSError):
-                    accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+                    behaviour(accepted, words)
 
-        threading.Thread(target=serve, daemon=True).start()
-        assert fetch(client, web.getsockname()[1]).code in ("connection-lost", "authentication-refused")
-        web.shutdown(socket.SHUT_RDWR)
+        server = threading.Thread(target=serve)
+        server.start()
+        outcome = fetch(client, foreign.getsockname()[1])
+        foreign.shutdown(socket.SHUT_RDWR)
+        server.join()
+    assert (outcome.code, outcome.attempts) == ("authentication-refused", 1), outcome.message
+    assert "no ZeroMQ" in outcome.message
+
+
+def test_tcp_server_that_hangs_up_without_a_word(client):
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+
+        def hang_up():
+            accepted, _ = foreign.accept()
+            accepted.close()
+
+        server = threading.Thread(target=hang_up)
+        server.start()
+        assert fetch(client, foreign.getsockname()[1]).code == "authentication-refused"
+        server.join()
+
+
+def test_a_reply_before_the_end_of_the_connection_counts():
+    """Also if the end is noticed first; and the reason of the end stays."""
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    port = sock.bind_to_random_port("tcp://127.0.0.1")
+    hub = Hub()
+    connection = hub.open("127.0.0.1", port)
+    connection.send(b"query")
+    identity, _, _ = sock.recv_multipart()
+    sock.send_multipart([identity, b"", b"reply", b"clock"])
+    assert connection.fault() == ""
+    until(lambda: hub.poll(0.1)[0])
+    sock.close(linger=1000)
+    until(lambda: connection.fault() == "connection-lost")
+    assert connection.receive() == [b"reply", b"clock"]
+    assert (connection.receive(), connection.fault()) == (None, "connection-lost")
+    hub.close()
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +363,6 @@ def test_callback_that_raises_ends_nothing(client, listener, caplog):
 
 
 def test_a_failure_that_nobody_foresaw_ends_one_request_and_not_the_client(client, listener, monkeypatch, caplog):
-    from kv_handshake._zmq import Connection
-
     real, failures = Connection.receive, iter([RuntimeError("unforeseen"), MemoryError()])
 
     def receive(self):
@@ -311,9 +382,6 @@ def test_a_failure_that_nobody_foresaw_ends_one_request_and_not_the_client(clien
 
 
 def test_a_query_that_cannot_be_sent_fails_its_request(client, listener, monkeypatch):
-    from kv_handshake import TransportError
-    from kv_handshake._zmq import Connection
-
     def send(self, query):
         raise TransportError("transport-failed", "the queue is full")
 

@@ -293,10 +293,12 @@ class Client:
     def _take_fault(self, connection: Connection) -> None:
         if connection not in self._running:
             return
+        fault = connection.fault()
+        if not fault:
+            return
         self._read(connection)  # replies that came before the end of the connection still count
         task = self._running.get(connection)
-        fault = connection.fault() if task is not None else ""
-        if task is None or not fault:
+        if task is None:
             return
         problems = {
             "connection-refused": "no connection",

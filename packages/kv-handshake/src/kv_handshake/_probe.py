@@ -112,12 +112,12 @@ def _await_reply(hub: Hub, connection: Connection, whom: str, timeout_s: float) 
     began_s = time.monotonic()
     while (elapsed_s := time.monotonic() - began_s) < timeout_s:
         hub.poll(timeout_s - elapsed_s)
+        fault = connection.fault()  # before the reply, so that a reply before the end of the connection counts
         frames = connection.receive()
         if frames is not None:
             if not frames:
                 raise WireError("unexpected-reply", f"an empty reply from {whom}")
             return frames
-        fault = connection.fault()
         if fault:
             raise TransportError(fault, f"{fault.replace('-', ' ')}: {whom}, after {elapsed_s:.2f} s")
     raise TransportError("timed-out", f"no reply from {whom} after {timeout_s:.2f} s")
