@@ -1,0 +1,106 @@
+"""Our connector and vLLM's own, in one fleet: each reads what the other computed, hash checks on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import aiohttp
+import pytest
+from fleets import Fleet, hosts_own, ours, started_fleet
+from pairs import prompt
+
+TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
+FAILED = "vllm:nixl_num_failed_transfers_total"
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+LEASE_S = 4
+DIRECTIONS = [("ours", "hosts"), ("hosts", "ours")]
+
+
+def assert_handed_over(fleet: Fleet, prefill: str, decode: str, texts: list[str], expected: list[str]) -> None:
+    transfers, failed = fleet.count(decode, TRANSFERS), fleet.count(decode, FAILED)
+    computed = fleet.count(decode, COMPUTED, source="local_compute")
+    assert fleet.answers(texts, prefill=prefill, decode=decode) == expected
+    assert fleet.count(decode, TRANSFERS) - transfers >= len(texts)
+    assert fleet.count(decode, FAILED) == failed
+    # State models recompute the last prompt token by design.
+    due = len(texts) if fleet.family == "mamba" else 0
+    assert fleet.count(decode, COMPUTED, source="local_compute") - computed <= due
+    fleet.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize("family", ["sliding-window", "mamba"])
+def test_both_connectors_read_from_one_another(family: str) -> None:
+    with started_fleet(family, {"ours": ours(), "hosts": hosts_own()}) as fleet:
+        for number, (prefill, decode) in enumerate(DIRECTIONS):
+            texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
+            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+
+
+def test_both_connectors_read_from_one_another_and_renew_each_others_leases() -> None:
+    """A hand-over that queues for longer than its lease arrives, because the reader's heartbeats renew the lease."""
+    configs = {"ours": ours(kv_lease_duration=LEASE_S), "hosts": hosts_own(kv_lease_duration=LEASE_S)}
+    arguments = {name: ["--max-num-seqs", "1"] for name in configs}
+    with started_fleet("dense", configs, arguments=arguments) as fleet:
+        for number, (prefill, decode) in enumerate(DIRECTIONS):
+            texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
+            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+            assert_a_queued_hand_over_arrives(fleet, prefill, decode, prompt(100 + number, 60))
+        says = "vLLM's own connector"
+        assert fleet.log("ours").count(says) == 1, "what is lost with this peer is said once"
+
+
+def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, text: str) -> None:
+    expected = fleet.answers([text], decode=prefill)
+    computed, failed = fleet.count(decode, COMPUTED, source="local_compute"), fleet.count(decode, FAILED)
+    busy = prompt(900, 4)
+
+    async def run() -> tuple[str, float]:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+            running = [
+                asyncio.create_task(fleet.post(session, decode, {"prompt": busy + str(n), "max_tokens": 1900}))
+                for n in range(3)
+            ]
+            ticket = await fleet.ticket(session, text, prefill, {})
+            started = time.monotonic()
+            body = {"prompt": text, "max_tokens": 24, "kv_transfer_params": ticket}
+            queued = asyncio.create_task(fleet.post(session, decode, body))
+            await asyncio.sleep(2 * LEASE_S)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            answer = await queued
+            return str(answer["choices"][0]["text"]), time.monotonic() - started
+
+    answer, waited_s = asyncio.run(run())
+    assert waited_s > 1.5 * LEASE_S, f"the engine was not busy long enough ({waited_s:.1f} s) to show anything"
+    assert [answer] == expected
+    assert fleet.count(decode, FAILED) == failed
+    busy_tokens = sum(len(busy + str(n)) + 1 for n in range(3))
+    assert fleet.count(decode, COMPUTED, source="local_compute") - computed <= busy_tokens
+    fleet.assert_all_blocks_free()
+
+
+def test_both_connectors_read_from_one_another_with_latent_attention() -> None:
+    """vLLM's own connector on both ends is the reference: on CPU one engine alone is none for this family."""
+    with started_fleet("mla", {"hosts": hosts_own(), "hosts-too": hosts_own(), "ours": ours()}) as fleet:
+        texts = [prompt(n, 20 + 60 * n) for n in range(4)]
+        # One at a time: the batch that a prompt is computed in changes its text here.
+        expected = [fleet.answers([text], prefill="hosts", decode="hosts-too")[0] for text in texts]
+        for prefill, decode in [("ours", "hosts-too"), ("hosts", "ours")]:
+            for text, answer in zip(texts, expected, strict=True):
+                assert_handed_over(fleet, prefill, decode, [text], [answer])
+
+
+@pytest.mark.skipif(
+    (os.cpu_count() or 1) < 4 and "KVDEV_ANYWAY" not in os.environ,
+    reason="three ranks of real engines on fewer than 4 cores stall past a 30 s lease (set KVDEV_ANYWAY=1 to try)",
+)
+@pytest.mark.parametrize(("prefill", "decode"), DIRECTIONS)
+def test_one_rank_is_read_by_two(prefill: str, decode: str) -> None:
+    configs = {"ours": ours(), "hosts": hosts_own()}
+    arguments = {decode: ["--tensor-parallel-size", "2"]}
+    with started_fleet("dense", configs, arguments=arguments, cores={decode: "0|1"}) as fleet:
+        texts = [prompt(n, 20 + 60 * n) for n in range(2)]
+        assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
