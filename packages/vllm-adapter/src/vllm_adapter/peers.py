@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerDirectory", "PeerEngine", "PeerLimits", "PeerObserver", "Rank", "code_of"]
 
+_NO_FENCE = (
+    "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
+    "cannot be compared and a restart of it is found by a failed read"
+)
 Rank = tuple[int, int]
 Address = tuple[str, str, int, int, int, int]
 
@@ -236,7 +240,7 @@ class PeerDirectory:
             )
         self._observer.log(
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
-            f"{plan.bytes_per_token:g} bytes a token, fence {'verified' if engine.is_fenced else 'not offered by this peer'}"
+            f"{plan.bytes_per_token:g} bytes a token, {'fenced' if engine.is_fenced else _NO_FENCE}"
         )
 
     def _yield_names(self, engine: PeerEngine) -> None:
