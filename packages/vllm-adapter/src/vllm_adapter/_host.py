@@ -182,13 +182,31 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[
                 memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
                 device=max(tensor.get_device(), 0),
                 page_bytes=spec.page_size_bytes,
-                state_shapes=tuple(tuple(shape) for shape in spec.shapes) if isinstance(spec, MambaSpec) else (),
-                state_element_bytes=(
-                    tuple(kind.itemsize for kind in spec.dtypes) if isinstance(spec, MambaSpec) else ()
-                ),
+                **(_state_facts(spec) if isinstance(spec, MambaSpec) else _attention_facts(spec)),
             )
         )
     return found
+
+
+def _state_facts(spec: MambaSpec) -> dict[str, Any]:
+    kind: Any = getattr(spec, "mamba_type", "")
+    return {
+        "state_shapes": tuple(tuple(shape) for shape in spec.shapes),
+        "state_element_bytes": tuple(dtype.itemsize for dtype in spec.dtypes),
+        "state_kind": str(getattr(kind, "name", kind)).upper(),
+        "is_replicated": bool(getattr(spec, "tp_replicated", False)),
+    }
+
+
+def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
+    """Return what a layer's heads are like: it may differ from layer to layer, and from the model's configuration."""
+    if any("MLA" in base.__name__ for base in type(spec).__mro__):
+        return {"is_latent": True}
+    return {
+        "has_planes": getattr(spec, "num_head_slots", None) is not None,
+        "key_size": getattr(spec, "head_size", 0),
+        "value_size": getattr(spec, "head_size_v", None) or 0,
+    }
 
 
 def select_groups(facts: EngineFacts, block_ids: object) -> tuple[list[int], ...]:

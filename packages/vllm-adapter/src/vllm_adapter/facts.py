@@ -48,6 +48,15 @@ class LayerCache:
         page_bytes: Bytes of one logical block of this layer (from the engine's cache spec, padding included).
         state_shapes: Shapes of the state tensors in a page, for state layers.
         state_element_bytes: Their element sizes.
+        state_kind: The host's name for the kind of state layer, e.g. `"MAMBA2"`.
+        is_latent: Whether a token has one vector that all ranks hold.
+        is_replicated: Whether all ranks hold the same state.
+        has_planes: Whether the tensor's head slots are something else than one per KV head, e.g. one for all keys and one
+            for all values.
+        key_size: Elements of a head's key in this layer; 0 for the model's.
+        value_size: Elements of a head's value; 0 for what the key leaves.
+        head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
+        head_slot: Which part.
     """
 
     layer: str
@@ -61,6 +70,14 @@ class LayerCache:
     page_bytes: int
     state_shapes: tuple[tuple[int, ...], ...] = ()
     state_element_bytes: tuple[int, ...] = ()
+    state_kind: str = ""
+    is_latent: bool = False
+    is_replicated: bool = False
+    has_planes: bool = False
+    key_size: int = 0
+    value_size: int = 0
+    head_slots: int = 0
+    head_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

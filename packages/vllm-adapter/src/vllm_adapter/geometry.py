@@ -5,33 +5,40 @@ inside of a page is plainly strided or in a kernel's own order.
 
 What the host allocates (its axes: B kernel block, H head, N token, C content; "LBHNC" names their order in memory):
 
-- attention: (B, H, N, C), a head's key and then its value in C; strides say which of H and N is outer, and whether the
-  pages of several layers lie side by side. vLLM's CPU kernel keeps (B, H) apart and orders the rest to its own liking;
+- attention: (B, H, N, C), a head's key and then its value in C; strides say which of H and N is outer, whether the pages
+  of several layers lie side by side, and whether the heads of a page lie apart (then each head is a region of its own).
+  vLLM's CPU kernel keeps (B, H) apart and orders the rest to its own liking;
 - latent attention: (B, 1, N, C) or (B, N, C), one vector per token on every rank;
 - state layers: pages of bytes that hold the convolution's inputs and then the recurrent state.
+
+What is not understood in detail (planes of keys and of values, unknown states) moves as whole pages between engines of equal
+size, and is refused when the plan for other sizes is made.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_adapter.attention_fields import attention_fields, latent_fields
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.fields import dense_bytes
+from vllm_adapter.state_fields import state_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.fields import Field
     from vllm_adapter.ports import MemoryKind
 
-__all__ = ["local_document", "registration_ranges"]
+__all__ = ["local_document", "region_caches", "registration_ranges"]
 
 SCHEMA = "kv-topology/geometry"
-Axis = list[object]
-Field = dict[str, object]
 
 
 def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str, object]:
-    """Return this rank's geometry document.
+    """Return this rank's geometry document; its regions are those of `region_caches`.
 
     Raises:
         AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
@@ -41,12 +48,12 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str
     layouts: list[list[Field]] = []
     regions: list[dict[str, object]] = []
     pages_per_block = _pages_per_block(facts, caches)
-    for cache in caches:
-        group = facts.groups[cache.group]
-        layout = _layout(facts, cache, group)
+    for cache in region_caches(facts, caches):
+        group, pages = facts.groups[cache.group], pages_per_block[cache.group]
+        layout = _fields(facts, cache, group, pages)
         if layout not in layouts:
             layouts.append(layout)
-        regions.append(_region(facts, cache, group, layouts.index(layout), pages_per_block[cache.group]))
+        regions.append(_region(facts, cache, group, layouts.index(layout), pages))
     return {
         "schema": SCHEMA,
         "version": 1,
@@ -120,143 +127,31 @@ def _page_extent_bytes(cache: LayerCache) -> int:
     return sum((n - 1) * step for n, step in inner) + cache.element_bytes
 
 
-def _layout(facts: EngineFacts, cache: LayerCache, group: CacheGroup) -> list[Field]:
-    if group.kind == "state":
-        return _state_layout(facts, cache)
-    if facts.is_mla:
-        return _latent_layout(cache)
-    if len(cache.shape) == 4:
-        return _kernel_ordered_layout(facts, cache) if facts.kernel_order else _packed_layout(facts, cache)
-    raise _unknown(cache, "attention caches have the axes block, head, token and content")
-
-
-def _head_interval(facts: EngineFacts, cache: LayerCache, held: int) -> tuple[int, int, int]:
-    """Return (first head, one past the last, heads of the model) of a rank, heads shared when there are too few."""
-    total = max(facts.total_kv_heads, 1)
-    start = facts.tp_rank * total // facts.tp
-    stop = max((facts.tp_rank + 1) * total // facts.tp, start + 1)
-    if stop - start != held:
-        raise _unknown(cache, f"this rank should hold heads {start} to {stop - 1} of {total}, not {held} heads")
-    return start, stop, total
-
-
-def _packed_layout(facts: EngineFacts, cache: LayerCache) -> list[Field]:
-    _, heads, tokens, content = cache.shape
-    _, head_stride, token_stride, element_stride = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache, heads)
-    key_size = facts.head_size
-    if not 0 < key_size < content:
-        raise _unknown(cache, f"the content should hold a key of {key_size} elements and then a value")
-    parts = (("key", 0, key_size), ("value", key_size * cache.element_bytes, content - key_size))
-    return [
-        _field(
-            name,
-            cache.element_bytes,
-            offset,
-            [
-                ["token", tokens, 0, tokens, token_stride, "whole"],
-                ["head", total, start, stop, head_stride, "tp"],
-                ["channel", size, 0, size, element_stride, "whole"],
-            ],
-        )
-        for name, offset, size in parts
-    ]
-
-
-def _kernel_ordered_layout(facts: EngineFacts, cache: LayerCache) -> list[Field]:
-    """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
-    _, heads, tokens, content = cache.shape
-    _, head_stride, _, element_stride = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache, heads)
-    interior = tokens * content // 2
-    packing = f"{facts.kernel_order}:{tokens}"
-    return [
-        _field(
-            name,
-            cache.element_bytes,
-            half * interior * cache.element_bytes,
-            [
-                ["head", total, start, stop, head_stride, "tp"],
-                ["interior", interior, 0, interior, element_stride, "whole"],
-            ],
-            packing,
-        )
-        for half, name in enumerate(("key", "value"))
-    ]
-
-
-def _latent_layout(cache: LayerCache) -> list[Field]:
-    if len(cache.shape) == 4 and cache.shape[1] == 1:
-        tokens, channels, token_stride, channel_stride = (*cache.shape[2:], *cache.stride_bytes[2:])
-    elif len(cache.shape) == 3:
-        tokens, channels, token_stride, channel_stride = (*cache.shape[1:], *cache.stride_bytes[1:])
-    else:
-        raise _unknown(cache, "latent caches have the axes block, token and channel")
-    axes: list[Axis] = [
-        ["token", tokens, 0, tokens, token_stride, "whole"],
-        ["channel", channels, 0, channels, channel_stride, "whole"],
-    ]
-    return [_field("latent", cache.element_bytes, 0, axes)]
-
-
-def _state_layout(facts: EngineFacts, cache: LayerCache) -> list[Field]:
-    """Mamba-2: the convolution's inputs of x, B and C (channel before row), then the state (heads, head_dim, state)."""
-    if len(cache.state_shapes) != 2 or len(cache.state_shapes[1]) != 3:
-        raise _unknown(cache, f"state layers of this kind are not known (state shapes {cache.state_shapes})")
-    (conv_channels, rows), (heads, head_dim, state) = cache.state_shapes
-    conv_bytes, state_bytes = cache.state_element_bytes
-    groups = conv_channels - heads * head_dim
-    if groups <= 0 or groups % (2 * state):
-        raise _unknown(cache, f"{conv_channels} convolution channels do not divide into x, B and C of {heads} heads")
-    groups //= 2 * state
-    row_bytes, channel_bytes = conv_bytes, rows * conv_bytes
-    fields: list[Field] = []
-    offset = 0
-    for name, parts, channels in (("conv_x", heads, head_dim), ("conv_b", groups, state), ("conv_c", groups, state)):
-        first = facts.tp_rank * parts
-        fields.append(
-            _field(
-                name,
-                conv_bytes,
-                offset,
-                [
-                    ["group", parts * facts.tp, first, first + parts, channels * channel_bytes, "tp"],
-                    ["channel", channels, 0, channels, channel_bytes, "whole"],
-                    ["row", rows, 0, rows, row_bytes, "whole"],
-                ],
+def region_caches(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """Return the caches by region of the document: a cache whose heads lie apart becomes one per head."""
+    found: list[LayerCache] = []
+    for cache in caches:
+        is_plain = facts.groups[cache.group].kind == "state" or cache.is_latent or len(cache.shape) != 4
+        if is_plain or _page_extent_bytes(cache) == dense_bytes(cache):
+            found.append(cache)
+            continue
+        blocks, slots, *inner = cache.shape
+        found += [
+            replace(
+                cache,
+                address=cache.address + slot * cache.stride_bytes[1],
+                shape=(blocks, 1, *inner),
+                head_slot=slot,
+                head_slots=slots,
             )
-        )
-        offset += parts * channels * channel_bytes
-    first = facts.tp_rank * heads
-    fields.append(
-        _field(
-            "ssm",
-            state_bytes,
-            offset,
-            [
-                ["head", heads * facts.tp, first, first + heads, head_dim * state * state_bytes, "tp"],
-                ["channel", head_dim, 0, head_dim, state * state_bytes, "whole"],
-                ["state", state, 0, state, state_bytes, "whole"],
-            ],
-        )
-    )
-    return fields
+            for slot in range(slots)
+        ]
+    return found
 
 
-def _field(name: str, element_bytes: int, offset_bytes: int, axes: list[Axis], packing: str = "") -> Field:
-    return {
-        "name": name,
-        "element_bytes": element_bytes,
-        "offset_bytes": offset_bytes,
-        "packing": packing,
-        "axes": axes,
-    }
-
-
-def _unknown(cache: LayerCache, expected: str) -> AdapterError:
-    return AdapterError(
-        f"layer {cache.layer}: its cache of shape {cache.shape} and strides {cache.stride_bytes} (bytes) is not "
-        f"understood: {expected}",
-        code="unknown-cache-shape",
-        context={"layer": cache.layer, "shape": cache.shape, "stride_bytes": cache.stride_bytes},
-    )
+def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_block: int) -> list[Field]:
+    if group.kind == "state":
+        return state_fields(facts, cache)
+    if cache.is_latent:
+        return latent_fields(cache, group.block_tokens // pages_per_block)
+    return attention_fields(facts, cache)

@@ -1,0 +1,120 @@
+"""Pages of attention layers: plainly strided heads, latent vectors, or a kernel's own order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_adapter.fields import dense_bytes, make_field, unknown_shape, whole_page
+
+if TYPE_CHECKING:
+    from vllm_adapter.facts import EngineFacts, LayerCache
+    from vllm_adapter.fields import Axis, Field
+
+__all__ = ["attention_fields", "latent_fields"]
+
+
+def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+    """Return the fields of an attention page, or of one head's part of it where heads lie apart.
+
+    Raises:
+        AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
+    """
+    if len(cache.shape) != 4:
+        raise unknown_shape(cache, "attention caches have the axes block, head, token and content")
+    if facts.kernel_order:
+        return _kernel_ordered(facts, cache)
+    if cache.has_planes:
+        # Keys and values in planes of their own, perhaps in a kernel's order: only equal engines understand them.
+        packing = (
+            f"planes:{facts.attention_backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
+        )
+        return whole_page(
+            facts, f"cells_{cache.head_slot}" if cache.head_slots else "cells", dense_bytes(cache), packing
+        )
+    return _packed(facts, cache)
+
+
+def latent_fields(cache: LayerCache, page_tokens: int) -> list[Field]:
+    """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
+
+    Raises:
+        AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
+    """
+    if len(cache.shape) == 4 and cache.shape[1] == 1:
+        vectors, channels, vector_step, channel_step = (*cache.shape[2:], *cache.stride_bytes[2:])
+    elif len(cache.shape) == 3:
+        vectors, channels, vector_step, channel_step = (*cache.shape[1:], *cache.stride_bytes[1:])
+    else:
+        raise unknown_shape(cache, "latent caches have the axes block, token and channel")
+    if vectors != page_tokens:
+        used = vectors * channels
+        axes: list[Axis] = [["interior", used, 0, used, channel_step, "whole"]]
+        return [make_field("latent", cache.element_bytes, 0, axes, f"compressed:{page_tokens}:{vectors}x{channels}")]
+    axes = [
+        ["token", vectors, 0, vectors, vector_step, "whole"],
+        ["channel", channels, 0, channels, channel_step, "whole"],
+    ]
+    return [make_field("latent", cache.element_bytes, 0, axes)]
+
+
+def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
+    """Return (first head, one past the last, heads of the model) in the page; ranks share heads when there are too few.
+
+    A layer may have other heads than the model says (a draft model's, a global layer's): then each rank holds its own.
+    """
+    held = cache.head_slots or cache.shape[1]
+    total = max(facts.total_kv_heads, 1)
+    start = facts.tp_rank * total // facts.tp
+    stop = max((facts.tp_rank + 1) * total // facts.tp, start + 1)
+    if stop - start != held:
+        start, stop, total = facts.tp_rank * held, (facts.tp_rank + 1) * held, held * facts.tp
+    if cache.head_slots:
+        start, stop = start + cache.head_slot, start + cache.head_slot + 1
+    return start, stop, total
+
+
+def _packed(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+    """Per head and token a key and then a value; one opaque cell where a quantized cache packs them."""
+    _, _, tokens, content = cache.shape
+    _, head_step, token_step, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    key_size = cache.key_size or facts.head_size
+    value_size = cache.value_size or content - key_size
+    parts = [("cell", 0, content)]
+    if value_size > 0 and key_size + value_size == content:
+        parts = [("key", 0, key_size), ("value", key_size * cache.element_bytes, value_size)]
+    return [
+        make_field(
+            name,
+            cache.element_bytes,
+            offset,
+            [
+                ["token", tokens, 0, tokens, token_step, "whole"],
+                ["head", total, start, stop, head_step, "tp"],
+                ["channel", size, 0, size, element_step, "whole"],
+            ],
+        )
+        for name, offset, size in parts
+    ]
+
+
+def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+    """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    interior = tokens * content // 2
+    packing = f"{facts.kernel_order}:{tokens}"
+    return [
+        make_field(
+            name,
+            cache.element_bytes,
+            half * interior * cache.element_bytes,
+            [
+                ["head", total, start, stop, head_step, "tp"],
+                ["interior", interior, 0, interior, element_step, "whole"],
+            ],
+            packing,
+        )
+        for half, name in enumerate(("key", "value"))
+    ]
