@@ -1,0 +1,336 @@
+"""The families of cache layouts that are recorded: back end, layout and the specs of the layers.
+
+Imported by `record_layouts.py` in the host's environment. The specs are those that vLLM's layers give
+(`get_kv_cache_spec`), made smaller; shapes of states come from the host's own calculators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config.mamba import MambaBackendEnum
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as StateShapes
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as MambaKind
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
+
+HOST_CODE = "vLLM's own allocation code with the back end's class"
+
+
+class FlashInfer:
+    """Transcribed from `vllm/v1/attention/backends/flashinfer.py`, which needs the package flashinfer."""
+
+    @staticmethod
+    def customize_spec(spec: AttentionSpec) -> AttentionSpec:
+        if not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        content = spec.head_size // 2 + spec.head_size // 16
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(_spec: object = None) -> list[int]:
+        return [16, 32, 64]
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+
+class CutlassMla:
+    """Transcribed from `vllm/v1/attention/backends/mla/cutlass_mla.py`, which needs a CUDA build of torch."""
+
+    @staticmethod
+    def customize_spec(spec: AttentionSpec) -> AttentionSpec:
+        return spec
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(_spec: object = None) -> list[int]:
+        return [128]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUTLASS_MLA"
+
+
+def find_backend(path: str) -> tuple[Any, str]:
+    """Return a back end by `module:class` below `vllm.v1.attention.backends`, and where its facts come from."""
+    if path == "flashinfer":
+        return FlashInfer, "vLLM's own allocation code; back end transcribed from v1/attention/backends/flashinfer.py"
+    if path == "cutlass":
+        return (
+            CutlassMla,
+            "vLLM's own allocation code; back end transcribed from v1/attention/backends/mla/cutlass_mla.py",
+        )
+    module, name = path.split(":")
+    found = getattr(__import__(f"vllm.v1.attention.backends.{module}", fromlist=[name]), name)
+    return found, f"{HOST_CODE} {path}"
+
+
+# ------------------------------------------------------------------------------------------------- specs of layers
+
+
+def _heads(total: int, tp: int) -> int:
+    return max(1, total // tp)
+
+
+def full(tp: int, *, heads: int = 4, size: int = 32, tokens: int = 16, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    return FullAttentionSpec(
+        block_size=tokens, num_kv_heads=_heads(heads, tp), head_size=size, dtype=dtype, **more
+    )  # fmt: skip
+
+
+def window(tp: int, *, heads: int = 4, size: int = 32, tokens: int = 16, reach: int = 32, **more: Any) -> Any:
+    more.setdefault("dtype", torch.bfloat16)
+    return SlidingWindowSpec(
+        block_size=tokens, num_kv_heads=_heads(heads, tp), head_size=size, sliding_window=reach, **more
+    )  # fmt: skip
+
+
+def latent(*, tokens: int = 64, size: int = 576, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=dtype, **more)
+
+
+def fp8_latent(*, tokens: int = 64) -> Any:
+    """656 bytes a token: 512 of fp8, 16 of scales, 128 of bfloat16."""
+    return latent(
+        tokens=tokens,
+        dtype=torch.uint8,
+        cache_dtype_str="fp8_ds_mla",
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+        state_content_bytes=656,
+    )
+
+
+def indexer(*, tokens: int = 64) -> Any:
+    """Keys of the sparse-attention indexer: 128 of fp8 and a scale of 4 bytes."""
+    return latent(tokens=tokens, size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+
+
+def state(kind: MambaKind, shapes: Any) -> Any:
+    dtypes = (torch.bfloat16, torch.float32)[: len(shapes)]
+    return MambaSpec(block_size=2048, shapes=shapes, dtypes=dtypes, mamba_type=kind)
+
+
+def mamba2(tp: int, groups: int = 2) -> Any:
+    shapes = StateShapes.mamba2_state_shape(
+        tp, intermediate_size=8 * 16, n_groups=groups, num_heads=8, head_dim=16, state_size=16, conv_kernel=4
+    )
+    return state(MambaKind.MAMBA2, shapes)
+
+
+def mamba1(tp: int) -> Any:
+    return state(MambaKind.MAMBA1, StateShapes.mamba1_state_shape(tp, 128, 16, 4))
+
+
+def gated_delta(tp: int) -> Any:
+    shapes = StateShapes.gated_delta_net_state_shape(tp, 4, 8, 16, 16, 4)
+    return state(MambaKind.GDN_ATTN, shapes)
+
+
+def kimi_delta(tp: int) -> Any:
+    return state(MambaKind.GDN_ATTN, StateShapes.kda_state_shape(tp, 8, 16))
+
+
+def short_conv(tp: int) -> Any:
+    return state(MambaKind.SHORT_CONV, StateShapes.short_conv_state_shape(tp, 128, 4))
+
+
+def replay_ring(tp: int) -> Any:
+    """Mamba-2 with the inputs of the last few tokens behind its state: a page of five tensors."""
+    base = mamba2(tp)
+    shapes = StateShapes.append_replayssm_ring(base.shapes, 2, tp, 4, MambaBackendEnum.TRITON)
+    return replace(base, shapes=shapes, dtypes=(*base.dtypes, *(torch.bfloat16 for _ in shapes[2:])))
+
+
+def linear(tp: int) -> Any:
+    shapes = StateShapes.linear_attention_state_shape(8, tp, 16)
+    return replace(state(MambaKind.LINEAR, shapes), dtypes=(torch.float32,))
+
+
+def _padded_to_attention(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Grow attention blocks and pad state pages until all are equal, as the host's platform code does."""
+    largest = max(spec.page_size_bytes for spec in specs.values() if isinstance(spec, MambaSpec))
+    grown: dict[str, KVCacheSpec] = {}
+    for name, spec in specs.items():
+        if isinstance(spec, AttentionSpec):
+            block = -(-largest // (spec.page_size_bytes // spec.block_size * 16)) * 16
+            grown[name] = replace(spec, block_size=block)
+    page = max(spec.page_size_bytes for spec in grown.values())
+    for name, spec in specs.items():
+        if isinstance(spec, MambaSpec):
+            grown[name] = replace(spec, page_size_padded=page)
+    return {name: grown[name] for name in specs}
+
+
+def hybrid(attention: KVCacheSpec, mixer: KVCacheSpec) -> dict[str, KVCacheSpec]:
+    """Return two state layers and two attention layers of equal pages."""
+    return _padded_to_attention(
+        {f"layers.{n}.{'attn' if n % 2 else 'mixer'}": attention if n % 2 else mixer for n in range(4)}
+    )
+
+
+def same(spec: KVCacheSpec, count: int = 2) -> dict[str, KVCacheSpec]:
+    return {f"layers.{n}": spec for n in range(count)}
+
+
+# ---------------------------------------------------------------------------------------------------- the families
+
+FLASH = "flash_attn:FlashAttentionBackend"
+TRITON = "triton_attn:TritonAttentionBackend"
+FLASHMLA = "mla.flashmla:FlashMLABackend"
+SPARSE = "mla.flashmla_sparse:FlashMLASparseBackend"
+INDEXER = "mla.indexer:DeepseekV32IndexerBackend"
+E4M3 = torch.float8_e4m3fn
+INT8_HEADS = {"dtype": torch.int8, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}
+INT4_HEADS = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.INT4_PER_TOKEN_HEAD}
+NVFP4 = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.NVFP4}
+V4 = {"model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla", "dtype": torch.uint8, "alignment": 576}
+
+
+def _gemma(tp: int) -> dict[str, KVCacheSpec]:
+    """Two full layers and four sliding ones: three groups whose layers lie in the same memory."""
+    return {f"layers.{n}": full(tp) if n % 3 == 2 else window(tp) for n in range(6)}
+
+
+def _two_head_sizes(tp: int) -> dict[str, KVCacheSpec]:
+    """Sliding layers of 4 heads of 32, full layers of 2 heads of 64: equal pages, different heads."""
+    return {f"layers.{n}": full(tp, heads=2, size=64) if n % 3 == 2 else window(tp) for n in range(6)}
+
+
+def _with_draft(tp: int) -> dict[str, KVCacheSpec]:
+    return {**same(full(tp)), "draft.layers.0": full(tp, heads=8, size=32)}
+
+
+def _v32(tp: int) -> dict[str, KVCacheSpec]:
+    del tp
+    return {
+        f"layers.{n}.{part}": spec for n in range(2) for part, spec in (("attn", fp8_latent()), ("index", indexer()))
+    }
+
+
+def _v4(tp: int) -> dict[str, KVCacheSpec]:
+    """DeepSeek-V4: sliding latent pages, latent pages with one state for four tokens, and their indexer."""
+    del tp
+    swa = SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=512, sliding_window=128, state_content_bytes=584, **V4
+    )
+    squeezed = latent(tokens=256, size=512, tokens_per_state=4, state_content_bytes=584, **V4)
+    keys = latent(tokens=256, size=132, dtype=torch.uint8, tokens_per_state=4, alignment=576)
+    return {"layers.0.swa": swa, "layers.0.attn": squeezed, "layers.0.index": keys, "layers.1.swa": swa}
+
+
+def _kimi(tp: int) -> dict[str, KVCacheSpec]:
+    specs = hybrid(latent(tokens=64), kimi_delta(tp))
+    return {
+        name: replace(spec, block_size=-(-spec.block_size // 64) * 64) if isinstance(spec, AttentionSpec) else spec
+        for name, spec in specs.items()
+    }
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "flash-attn": {"backend": FLASH, "specs": lambda tp: same(full(tp))},
+    "flash-attn-tokens-first": {"backend": FLASH, "layout": "LBNHC", "specs": lambda tp: same(full(tp))},
+    "flash-attn-cross-layer": {"backend": FLASH, "layout": "BLHNC", "specs": lambda tp: same(full(tp))},
+    "flash-attn-cross-layer-tokens-first": {"backend": FLASH, "layout": "BLNHC", "specs": lambda tp: same(full(tp))},
+    "flash-attn-heads-across-layers": {"backend": FLASH, "layout": "BHLNC", "specs": lambda tp: same(full(tp))},
+    "flash-attn-heads-outermost": {"backend": FLASH, "layout": "LHBNC", "specs": lambda tp: same(full(tp))},
+    "flash-attn-fp8": {"backend": FLASH, "specs": lambda tp: same(full(tp, dtype=E4M3))},
+    "flash-attn-big-blocks": {"backend": FLASH, "specs": lambda tp: same(full(tp, tokens=64))},
+    "flash-attn-few-heads": {"backend": FLASH, "heads": 2, "tp": (1, 2, 4), "specs": lambda tp: same(full(tp, heads=2))},
+    "flash-attn-one-head": {"backend": FLASH, "heads": 1, "specs": lambda tp: same(full(tp, heads=1))},
+    "flash-attn-two-value-sizes": {"backend": FLASH, "specs": lambda tp: same(full(tp, size=48, head_size_v=32)), "size": 48},
+    "flash-attn-chunked-local": {
+        "backend": FLASH,
+        "specs": lambda tp: {
+            f"layers.{n}": full(tp)
+            if n % 2
+            else ChunkedLocalAttentionSpec(
+                block_size=16, num_kv_heads=_heads(4, tp), head_size=32, dtype=torch.bfloat16, attention_chunk_size=32
+            )
+            for n in range(4)
+        },
+    },
+    "flash-attn-sliding-groups": {"backend": FLASH, "specs": _gemma},
+    "flash-attn-sliding-groups-cross-layer": {"backend": FLASH, "layout": "BLHNC", "specs": _gemma},
+    "flash-attn-two-head-sizes": {"backend": FLASH, "specs": _two_head_sizes},
+    "flash-attn-uniform-type": {
+        "backend": FLASH,
+        "specs": lambda tp: {"layers.0": full(tp), "layers.1": full(tp, heads=8), "layers.2": full(tp, size=64)},
+    },
+    "flash-attn-draft-model": {"backend": FLASH, "specs": _with_draft},
+    "flash-attn-draft-model-same-shape": {
+        "backend": FLASH,
+        "specs": lambda tp: {**same(full(tp)), "draft.layers.0": full(tp)},
+    },
+    "flash-attn-shared-cache": {"backend": FLASH, "specs": lambda tp: same(full(tp)), "shares": {"layers.2": "layers.1"}},
+    "triton": {"backend": TRITON, "specs": lambda tp: same(full(tp, dtype=torch.float16))},
+    "triton-int8-per-token-head": {"backend": TRITON, "specs": lambda tp: same(full(tp, **INT8_HEADS))},
+    "triton-int4-per-token-head": {"backend": TRITON, "specs": lambda tp: same(full(tp, **INT4_HEADS))},
+    "flashinfer-split-blocks": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, tokens=128))},
+    "flashinfer-fp8": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, dtype=E4M3))},
+    "flashinfer-nvfp4": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, **NVFP4))},
+    "rocm-planes": {"backend": "rocm_attn:RocmAttentionBackend", "specs": lambda tp: same(full(tp))},
+    "rocm-planes-outermost": {
+        "backend": "rocm_attn:RocmAttentionBackend", "layout": "LHBNC", "specs": lambda tp: same(full(tp)),
+    },
+    "rocm-planes-of-two-heads": {
+        "backend": "rocm_attn:RocmAttentionBackend", "heads": 2, "specs": lambda tp: same(full(tp, heads=2)),
+    },
+    "turboquant": {
+        "backend": "turboquant_attn:TurboQuantAttentionBackend",
+        "layout": "LBNHC",
+        "size": 128,
+        "specs": lambda tp: same(
+            full(tp, size=128, dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC)
+        ),
+    },
+    "flashmla": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent())},
+    "flashmla-split-blocks": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent(tokens=128))},
+    "flashmla-fp8": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent(dtype=E4M3))},
+    "cutlass-mla": {"backend": "cutlass", "mla": True, "specs": lambda _tp: same(latent(tokens=128))},
+    "triton-mla": {"backend": "mla.triton_mla:TritonMLABackend", "mla": True, "specs": lambda _tp: same(latent(tokens=16))},
+    "flashmla-sparse-fp8-with-indexer": {"backend": SPARSE, "mla": True, "specs": _v32, "indexer": INDEXER},
+    "flashmla-sparse-fp8-with-indexer-cross-layer": {
+        "backend": SPARSE, "mla": True, "layout": "BLHNC", "specs": _v32, "indexer": INDEXER,
+    },
+    "flashmla-sparse-split-blocks": {"backend": SPARSE, "mla": True, "specs": lambda _tp: same(fp8_latent(tokens=128))},
+    "deepseek-v4": {
+        "backend": SPARSE, "mla": True, "layout": "BLHNC", "specs": _v4, "indexer": "mla.indexer:DeepseekV4IndexerBackend",
+    },
+    "mla-with-dense-draft": {
+        "backend": FLASHMLA,
+        "mla": True,
+        "layout": "BLHNC",
+        "specs": lambda tp: {**same(latent()), "draft.layers.0": full(tp, tokens=64)},
+        "draft": FLASH,
+    },
+    "mamba-2": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba2(tp))},
+    "mamba-2-rows-first": {"backend": FLASH, "conv": "SD", "specs": lambda tp: hybrid(full(tp), mamba2(tp))},
+    "mamba-2-one-group": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba2(tp, groups=1))},
+    "mamba-1": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba1(tp))},
+    "gated-delta": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), gated_delta(tp))},
+    "gated-delta-split-blocks": {"backend": "flashinfer", "specs": lambda tp: hybrid(full(tp), gated_delta(tp))},
+    "kimi-delta-with-mla": {
+        "backend": FLASHMLA, "mla": True, "specs": _kimi,
+    },
+    "short-convolution": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), short_conv(tp))},
+    "replicated-convolution": {
+        "backend": FLASH,
+        "specs": lambda tp: hybrid(full(tp), replace(short_conv(1), tp_replicated=True)),
+    },
+    "replay-ring": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), replay_ring(tp))},
+    "linear-attention": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), linear(tp))},
+    "cpu": {"backend": "cpu_attn:CPUAttentionBackend", "specs": lambda tp: same(full(tp, tokens=32, dtype=torch.float32))},
+}  # fmt: skip

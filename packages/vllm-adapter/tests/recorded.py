@@ -1,0 +1,112 @@
+"""Engines made of recorded cache layouts (`data/layouts.json`, written by `record_layouts.py` from vLLM's own allocation)."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from factories import facts
+
+from kv_topology.testing import Request
+from vllm_adapter.facts import CacheGroup, EngineFacts, GroupKind, LayerCache
+from vllm_adapter.geometry import local_document
+
+LAYOUTS = Path(__file__).parent / "data" / "layouts.json"
+Rank = tuple[int, int]
+
+
+@lru_cache(maxsize=1)
+def families() -> dict[str, dict[str, Any]]:
+    """Return all recorded families by name."""
+    found: dict[str, dict[str, Any]] = json.loads(LAYOUTS.read_text())["families"]
+    return found
+
+
+def _group(recorded: dict[str, Any]) -> CacheGroup:
+    kinds: dict[str, GroupKind] = {
+        "MambaSpec": "state",
+        "SlidingWindowSpec": "sliding-window",
+        "SlidingWindowMLASpec": "sliding-window",
+        "MLAAttentionSpec": "latent",
+    }
+    kind = kinds.get(recorded["class"], "attention")
+    return CacheGroup(kind, recorded["block_tokens"], recorded.get("window_tokens", 0), 0, tuple(recorded["layers"]))
+
+
+def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
+    """Return what the adapter knows of a recorded engine's rank."""
+    family = families()[name]
+    rank = family["tp"][str(tp)]
+    groups = tuple(_group(group) for group in rank["groups"])
+    return facts(
+        tp=tp,
+        rank=tp_rank,
+        heads=family["total_kv_heads"],
+        blocks=rank["blocks"],
+        head_size=family["head_size"],
+        is_mla=family["is_mla"],
+        layout=family["layout"],
+        attention_backend=family["backend"],
+        kernel_order="vllm-cpu:vec:float32" if family["backend"] == "CPU_ATTN" else "",
+        groups=groups,
+        group_ids=tuple(range(len(groups))),
+    )
+
+
+def layer_caches(name: str, tp: int, address: int) -> list[LayerCache]:
+    """Return a recorded rank's caches as the host seam describes them, allocated at `address`."""
+    rank = families()[name]["tp"][str(tp)]
+    group_of = {layer: number for number, group in enumerate(rank["groups"]) for layer in group["layers"]}
+    return [
+        LayerCache(
+            layer=layer,
+            group=group_of[layer],
+            address=address + tensor["offset_bytes"],
+            shape=tuple(tensor["shape"]),
+            stride_bytes=tuple(step * tensor["element_bytes"] for step in tensor["stride"]),
+            element_bytes=tensor["element_bytes"],
+            memory_kind="DRAM",
+            device=0,
+            page_bytes=tensor["spec"]["page_bytes"],
+            **_spec_facts(tensor["spec"]),
+        )
+        for layer, tensor in rank["tensors"].items()
+        if tensor["spec"] is not None
+    ]
+
+
+def _spec_facts(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what the host seam reads off a layer's spec."""
+    if spec["class"] == "MambaSpec":
+        return {
+            "state_shapes": tuple(tuple(shape) for shape in spec["state_shapes"]),
+            "state_element_bytes": tuple(spec["state_element_bytes"]),
+            "state_kind": spec["mamba_type"],
+            "is_replicated": spec["is_replicated"],
+        }
+    if "MLA" in spec["class"]:
+        return {"is_latent": True}
+    return {"has_planes": spec["has_planes"], "key_size": spec["head_size"], "value_size": spec["head_size_v"]}
+
+
+def engine(name: str, tp: int, address: int) -> dict[Rank, dict[str, object]]:
+    """Return the geometry documents of all ranks of a recorded engine; each rank has its own memory."""
+    return {
+        (0, rank): local_document(engine_facts(name, tp, rank), layer_caches(name, tp, address + (rank << 32)))
+        for rank in range(tp)
+    }
+
+
+def request(consumer: str, producer: str) -> Request:
+    """Return a request of two of the larger blocks per group; no two groups share a block, as in the host."""
+    rows = [families()[name]["tp"]["1"]["groups"] for name in (consumer, producer)]
+    tokens = 2 * math.lcm(*(g["block_tokens"] for row in rows for g in row if g["class"] != "MambaSpec"))
+    sides: list[list[list[int]]] = []
+    for row, first in zip(rows, (1, 2), strict=True):
+        free = iter(range(first, 1 << 20, 2))
+        counts = [1 if group["class"] == "MambaSpec" else tokens // group["block_tokens"] for group in row]
+        sides.append([[next(free) for _ in range(count)][::-1] for count in counts])
+    return Request(sides[0], sides[1])

@@ -1,0 +1,158 @@
+"""Hand-overs between engines of every recorded layout: the bytes are right, or the refusal says what is not supported.
+
+The layouts are vLLM's own (`data/layouts.json`). The plan is made from the adapter's documents; what it moves is compared
+with what the caches really hold (`truth.py`), byte by byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import truth
+from recorded import engine, engine_facts, families, layer_caches, request
+
+from kv_topology import Planner
+from kv_topology.testing import OracleFailure, Proof, prove
+from vllm_adapter.facts import LayerCache
+from vllm_adapter.geometry import local_document, region_caches
+
+PRODUCER, CONSUMER = 1 << 20, 1 << 44
+
+EQUAL_ENGINES_ONLY = {
+    "flashinfer-nvfp4": "packing-differs",
+    "rocm-planes": "packing-differs",
+    "rocm-planes-outermost": "packing-differs",
+    "rocm-planes-of-two-heads": "packing-differs",
+    "replay-ring": "packing-differs",
+    # The groups of B and C are copied to each rank, and the spec does not tell copies from groups.
+    "mamba-2-one-group": "axis-size-differs",
+}
+"""Families that hand over between engines of the same size only, with the code of the refusal."""
+
+SIZES = [
+    (name, producer, consumer)
+    for name, family in families().items()
+    for producer in map(int, family["tp"])
+    for consumer in map(int, family["tp"])
+]
+
+
+def prove_hand_over(producer: str, producer_tp: int, consumer: str, consumer_tp: int) -> Proof:
+    """Plan from documents, move tagged bytes, compare all of the consumer's memory with the truth."""
+    documents, peers = engine(consumer, consumer_tp, CONSUMER), engine(producer, producer_tp, PRODUCER)
+    return prove(
+        {(0, r): truth.rank_geometry(consumer, consumer_tp, r, CONSUMER + (r << 32)) for r in range(consumer_tp)},
+        {(0, r): truth.rank_geometry(producer, producer_tp, r, PRODUCER + (r << 32)) for r in range(producer_tp)},
+        request(consumer, producer),
+        lambda local, _: Planner().plan(documents[0, local.tp_rank], peers, peer_tp=producer_tp),
+    )
+
+
+@pytest.mark.parametrize(("name", "producer_tp", "consumer_tp"), SIZES)
+def test_a_hand_over_brings_the_right_bytes_or_a_coded_refusal(name: str, producer_tp: int, consumer_tp: int) -> None:
+    code = EQUAL_ENGINES_ONLY.get(name) if producer_tp != consumer_tp else None
+    if code is None:
+        assert prove_hand_over(name, producer_tp, name, consumer_tp).bytes_proved > 0
+        return
+    with pytest.raises(Exception, match=r"both engines must agree") as caught:
+        prove_hand_over(name, producer_tp, name, consumer_tp)
+    assert getattr(caught.value, "code", None) == code
+
+
+ORDERS = [
+    ("flash-attn", "flash-attn-tokens-first"),
+    ("flash-attn-tokens-first", "flash-attn-cross-layer"),
+    ("flash-attn-cross-layer-tokens-first", "flash-attn"),
+    ("flash-attn-heads-across-layers", "flash-attn"),
+    ("flash-attn", "flash-attn-heads-outermost"),
+    ("flash-attn-big-blocks", "flash-attn"),
+    ("flash-attn", "flash-attn-big-blocks"),
+    ("flashinfer-split-blocks", "flash-attn"),
+    ("flash-attn-tokens-first", "flashinfer-split-blocks"),
+    ("flashmla-split-blocks", "flashmla"),
+    ("triton-mla", "flashmla-split-blocks"),
+    ("flash-attn-sliding-groups-cross-layer", "flash-attn-sliding-groups"),
+    ("mamba-2-rows-first", "mamba-2"),
+    ("gated-delta", "gated-delta-split-blocks"),
+    ("flashmla-sparse-fp8-with-indexer-cross-layer", "flashmla-sparse-fp8-with-indexer"),
+]
+
+
+@pytest.mark.parametrize(("producer", "consumer"), ORDERS)
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (2, 1)])
+def test_engines_of_the_same_model_may_differ_in_layout_and_block_size(
+    producer: str, consumer: str, producer_tp: int, consumer_tp: int
+) -> None:
+    assert prove_hand_over(producer, producer_tp, consumer, consumer_tp).bytes_proved > 0
+
+
+UNLIKE = [
+    ("flash-attn", "flash-attn-fp8", "element-bytes-differ"),
+    ("flash-attn", "flash-attn-few-heads", "axis-size-differs"),
+    ("triton-int8-per-token-head", "triton", "field-missing"),
+    ("mamba-2", "gated-delta", "field-missing"),
+    ("flashmla", "flashmla-sparse-split-blocks", "element-bytes-differ"),
+    ("flash-attn-draft-model-same-shape", "flash-attn-shared-cache", None),
+    ("flash-attn", "flash-attn-draft-model-same-shape", "layer-not-held"),
+    ("cpu", "flash-attn", "element-bytes-differ"),
+]
+
+
+@pytest.mark.parametrize(("producer", "consumer", "code"), UNLIKE)
+def test_unlike_caches_are_refused_with_a_code(producer: str, consumer: str, code: str | None) -> None:
+    documents, peers = engine(consumer, 1, CONSUMER), engine(producer, 1, PRODUCER)
+    if code is None:  # a producer may have more layers than the consumer asks for
+        assert Planner().plan(documents[0, 0], peers, peer_tp=1).producer_ranks == ((0, 0),)
+        return
+    with pytest.raises(Exception, match="layer") as caught:
+        Planner().plan(documents[0, 0], peers, peer_tp=1)
+    assert getattr(caught.value, "code", None) == code
+
+
+def test_the_oracle_sees_projections_that_were_taken_for_others() -> None:
+    """The layouts of Mamba-2 and of gated delta nets have the same shapes: only their kind tells them apart."""
+    documents = {
+        rank: local_document(
+            engine_facts("gated-delta", 2, rank),
+            [_as_mamba2(cache) for cache in layer_caches("gated-delta", 2, PRODUCER + (rank << 32))],
+        )
+        for rank in range(2)
+    }
+    consumer = local_document(
+        engine_facts("gated-delta", 1, 0), [_as_mamba2(cache) for cache in layer_caches("gated-delta", 1, CONSUMER)]
+    )
+    with pytest.raises(OracleFailure, match="bytes are wrong"):
+        prove(
+            {(0, 0): truth.rank_geometry("gated-delta", 1, 0, CONSUMER)},
+            {(0, r): truth.rank_geometry("gated-delta", 2, r, PRODUCER + (r << 32)) for r in range(2)},
+            request("gated-delta", "gated-delta"),
+            lambda _local, _peers: Planner().plan(consumer, {(0, r): documents[r] for r in range(2)}, peer_tp=2),
+        )
+
+
+def _as_mamba2(cache: LayerCache) -> LayerCache:
+    return dataclasses.replace(cache, state_kind="MAMBA2") if cache.state_kind else cache
+
+
+def test_layers_that_share_a_cache_are_registered_once() -> None:
+    recorded = families()["flash-attn-shared-cache"]["tp"]["1"]["tensors"]
+    assert recorded["layers.2"]["offset_bytes"] == recorded["layers.1"]["offset_bytes"]
+    (document,) = engine("flash-attn-shared-cache", 1, PRODUCER).values()
+    assert [region["members"][0][0] for region in document["regions"]] == ["layers.0", "layers.1"]
+
+
+def test_heads_that_lie_apart_are_regions_of_their_own() -> None:
+    facts, caches = engine_facts("flash-attn-heads-outermost", 1, 0), layer_caches("flash-attn-heads-outermost", 1, 0)
+    parts = region_caches(facts, caches)
+    assert [(part.layer, part.head_slot) for part in parts] == [(f"layers.{n}", h) for n in range(2) for h in range(4)]
+    assert len({part.address for part in parts}) == 8
+    assert region_caches(engine_facts("flash-attn", 1, 0), layer_caches("flash-attn", 1, 0)) == layer_caches(
+        "flash-attn", 1, 0
+    )
+
+
+def test_every_record_says_where_it_comes_from() -> None:
+    for name, family in families().items():
+        assert family["source"].startswith("vLLM's own allocation code"), name
+        assert "transcribed" in family["source"] or ":" in family["source"], name
