@@ -14,7 +14,13 @@ settings.register_profile("kv-handshake", deadline=None)
 settings.load_profile("kv-handshake")
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
-QUICK = Timing(deadline_s=2.0, attempt_s=0.4, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.3, hold_most_s=1.0)
+PATIENT = Timing(
+    deadline_s=30, attempt_s=20, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.001, hold_most_s=0.001
+)
+"""Against peers that answer: no machine is so busy that these times matter."""
+
+HASTY = Timing(deadline_s=1.0, attempt_s=0.3, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=60, hold_most_s=60)
+"""Against peers that never will; a failure is remembered until the test moves the clock."""
 
 
 @pytest.fixture
@@ -36,7 +42,14 @@ def listener():
 
 @pytest.fixture
 def client():
-    made = Client(LocalOffer(factors=FACTORS), timing=QUICK, seed=1)
+    made = Client(LocalOffer(factors=FACTORS), timing=PATIENT, seed=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hasty():
+    made = Client(LocalOffer(factors=FACTORS), timing=HASTY, seed=1)
     yield made
     made.close()
 

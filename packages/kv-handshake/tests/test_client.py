@@ -13,7 +13,7 @@ from kv_handshake._zmq import Connection, Hub
 from kv_handshake.testing import check_client, sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
-QUICK = Timing(deadline_s=2.0, attempt_s=0.4, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.3, hold_most_s=1.0)
+PATIENT = Timing(deadline_s=30, attempt_s=20)
 RANKS = [(0, rank) for rank in range(8)]
 
 
@@ -65,15 +65,12 @@ def fetch(client, port, **changes):
     return client.fetch(**{**arguments, **changes})
 
 
-def test_it_passes_the_checks_for_any_client(listener):
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(hold_first_s=0.001, hold_most_s=0.001))
-
+def test_it_passes_the_checks_for_any_client(client, listener):
     def once(ranks, engine_id, dialect):
-        time.sleep(0.01)
+        time.sleep(0.01)  # longer than a failure is remembered
         return fetch(client, listener.port, ranks=ranks, engine_id=engine_id, dialect=dialect)
 
     check_client(once, listener)
-    client.close()
 
 
 def test_all_ranks_over_one_connection(client, listener):
@@ -81,8 +78,8 @@ def test_all_ranks_over_one_connection(client, listener):
     assert outcome.is_ok, outcome
     assert [outcome.peers[rank].device_id for rank in RANKS] == list(range(8))
     assert (outcome.attempts, outcome.code, outcome.message) == (1, "", "")
-    assert outcome.elapsed_s < 1
-    assert abs(outcome.clock_offset_s) < 1, "the same process has no clock offset"
+    assert 0 < outcome.rtt_s <= outcome.elapsed_s
+    assert abs(outcome.clock_offset_s) <= outcome.rtt_s, "the same process has no clock offset"
     assert client.statistics()["succeeded"] == 1
     assert "policy='exact'" in repr(client)
 
@@ -91,7 +88,7 @@ def test_more_ranks_than_the_pipeline_holds():
     ranks = [(0, rank) for rank in range(100)]
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(ranks))
     listener.start()
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(pipeline=3))
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(pipeline=3, deadline_s=30, attempt_s=20))
     assert list(fetch(client, listener.port, ranks=ranks).peers) == ranks
     client.close()
     listener.close()
@@ -101,72 +98,93 @@ def test_a_name_is_looked_up(client, listener):
     assert fetch(client, listener.port, host="localhost").is_ok
 
 
-def test_a_name_without_address(client):
-    outcome = fetch(client, 5600, host="no-such-host.invalid")
+def test_a_name_without_address(hasty):
+    outcome = fetch(hasty, 5600, host="no-such-host.invalid")
     assert outcome.code == "name-unresolved"
     assert "no-such-host.invalid" in outcome.message
 
 
-def test_a_lookup_that_hangs_delays_nobody(client, listener, monkeypatch):
+def test_a_lookup_that_hangs_delays_nobody(hasty, client, listener, monkeypatch):
     release = threading.Event()
     real = socket.getaddrinfo
 
     def lookup(host, *rest, **options):
         if host == "slow.invalid":
-            release.wait(10)
+            release.wait(60)
         return real(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     ends = []
-    client.request(host="slow.invalid", port=1, ranks=RANKS, engine_id="x", dialect=14, on_done=ends.append)
-    assert fetch(client, listener.port).elapsed_s < 1
-    deadline = time.monotonic() + 5
-    while not ends and time.monotonic() < deadline:
-        time.sleep(0.02)
+    for each in (hasty, client):
+        each.request(host="slow.invalid", port=1, ranks=RANKS, engine_id="x", dialect=14, on_done=ends.append)
+    assert fetch(client, listener.port).is_ok
+    until(lambda: ends)
     release.set()
-    assert ends[0].code == "timed-out"
+    assert [outcome.code for outcome in ends] == ["timed-out"]
 
 
-def test_dead_port_is_refused_remembered_and_forgotten(client, free_port):
-    first = fetch(client, free_port)
+class MovedClock:
+    """The time module as the client sees it, some seconds ahead."""
+
+    ahead_s = 0.0
+    perf_counter = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead_s
+
+
+def test_dead_port_is_refused_remembered_and_forgotten(hasty, free_port, monkeypatch):
+    clock = MovedClock()
+    monkeypatch.setattr("kv_handshake._client.time", clock)
+    first = fetch(hasty, free_port)
     assert first.code == "connection-refused"
     assert f"127.0.0.1 port {free_port}" in first.message
     assert first.attempts > 1
     assert first.is_retry_safe
-    second = fetch(client, free_port)
+    second = fetch(hasty, free_port)
     assert (second.code, second.attempts) == ("recently-failed", 0)
     assert second.context["last_code"] == "connection-refused"
-    assert second.elapsed_s < 0.1
+    assert 0 < second.context["retry_after_s"] <= 60
+    assert hasty.statistics()["remembered_failures"] == 1
     listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
     listener.start()
-    time.sleep(second.context["retry_after_s"] + 0.05)
-    assert fetch(client, free_port).is_ok
-    assert client.statistics()["remembered_failures"] == 0
+    clock.ahead_s = second.context["retry_after_s"]
+    monkeypatch.setattr(hasty, "_timing", PATIENT)
+    assert fetch(hasty, free_port).is_ok
+    assert hasty.statistics()["remembered_failures"] == 0
     listener.close()
 
 
 def test_a_peer_that_starts_late_is_found_within_the_deadline(client, free_port):
     listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
-    threading.Timer(0.5, listener.start).start()
+
+    def start_late():
+        until(lambda: client.statistics()["attempts"] > 2)
+        listener.start()
+
+    starter = threading.Thread(target=start_late)
+    starter.start()
     outcome = fetch(client, free_port)
+    starter.join()
     assert outcome.is_ok
-    assert outcome.attempts > 1
+    assert outcome.attempts > 2
     listener.close()
 
 
-def test_silent_peer_times_out_with_all_that_is_known(client):
+def test_silent_peer_times_out_with_all_that_is_known(hasty):
     with puppet(lambda _: None) as port:
-        outcome = fetch(client, port)
+        outcome = fetch(hasty, port)
     assert outcome.code == "timed-out"
     for part in ("127.0.0.1", str(port), "(0, 0)", " s,", "attempt"):
         assert part in outcome.message
     assert outcome.context["missing_ranks"] == tuple(RANKS)
-    assert 1.9 < outcome.elapsed_s < 3.5
+    assert 0.9 < outcome.elapsed_s < 20, "about its deadline"
 
 
-def test_tcp_server_that_says_nothing(client):
+def test_tcp_server_that_says_nothing(hasty):
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        assert fetch(client, mute.getsockname()[1]).code == "timed-out"
+        assert fetch(hasty, mute.getsockname()[1]).code == "timed-out"
 
 
 WEB = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
@@ -303,33 +321,22 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
     second.close()
 
 
-def test_sixty_four_peers_of_which_sixteen_are_dead(listener):
-    client = Client(LocalOffer(factors=FACTORS), timing=QUICK)
+def test_sixty_four_peers_of_which_sixteen_are_dead(client, listener):
+    """Every healthy peer is ready while every dead one still hangs."""
+    healthy, dead = [], []
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        ports = [mute.getsockname()[1] if index % 4 == 0 else listener.port for index in range(64)]
-        outcomes = {}
-        ends = threading.Semaphore(0)
-
-        def keep(index):
-            def on_done(outcome):
-                outcomes[index] = outcome
-                ends.release()
-
-            return on_done
-
-        for index, port in enumerate(ports):
-            client.request(host="127.0.0.1", port=port, ranks=RANKS, engine_id="", dialect=14, on_done=keep(index))
-        for _ in ports:
-            assert ends.acquire(timeout=10)
-    healthy = [outcomes[index] for index in range(64) if index % 4]
+        for index in range(64):
+            port, ends = (listener.port, healthy) if index % 4 else (mute.getsockname()[1], dead)
+            client.request(host="127.0.0.1", port=port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
+        until(lambda: len(healthy) == 48)
+        assert dead == []
+        client.close()
     assert all(outcome.is_ok for outcome in healthy)
-    assert max(outcome.elapsed_s for outcome in healthy) < 1.5
-    assert {outcomes[index].code for index in range(0, 64, 4)} == {"timed-out"}
-    client.close()
+    assert [outcome.code for outcome in dead] == ["closed"] * 16
 
 
 def test_places_are_given_in_turn(listener):
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=3, attempt_s=0.3))
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=30, attempt_s=20))
     ends = []
     for _ in range(5):
         client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
@@ -338,18 +345,18 @@ def test_places_are_given_in_turn(listener):
     client.close()
 
 
-def test_no_place_within_the_deadline():
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=0.5, attempt_s=0.5))
+def test_no_place_within_the_deadline(monkeypatch):
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=30, attempt_s=20))
     ends = []
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        for _ in range(2):
+        for deadline_s in (30, 0.5):
+            monkeypatch.setattr(client, "_timing", Timing(connections=1, deadline_s=deadline_s, attempt_s=20))
             client.request(
                 host="127.0.0.1", port=mute.getsockname()[1], ranks=RANKS, engine_id="", dialect=14, on_done=ends.append
             )
-        time.sleep(1.0)
-    assert [outcome.code for outcome in ends] == ["timed-out", "timed-out"]
-    assert [outcome.attempts for outcome in ends] == [1, 0]
-    client.close()
+        until(lambda: ends)
+        client.close()
+    assert [(outcome.code, outcome.attempts) for outcome in ends] == [("timed-out", 0), ("closed", 1)]
 
 
 def test_callback_that_raises_ends_nothing(client, listener, caplog):
@@ -358,7 +365,7 @@ def test_callback_that_raises_ends_nothing(client, listener, caplog):
 
     client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=explode)
     assert fetch(client, listener.port).is_ok
-    assert client.statistics()["callback_errors"] == 1
+    until(lambda: client.statistics()["callback_errors"] == 1)
     assert "caller's mistake" in caplog.text
 
 
@@ -374,8 +381,7 @@ def test_a_failure_that_nobody_foresaw_ends_one_request_and_not_the_client(clien
     for _ in range(2):
         outcome = fetch(client, listener.port)
         assert outcome.code == "transport-failed"
-        time.sleep(outcome.elapsed_s + 0.4)
-    time.sleep(1.0)
+        time.sleep(0.01)  # longer than a failure is remembered
     assert fetch(client, listener.port).is_ok
     assert client.statistics()["restarts"] == 2
     assert "unforeseen" in caplog.text

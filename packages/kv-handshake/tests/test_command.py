@@ -1,7 +1,9 @@
 """The command line, recordings and comparisons."""
 
 import json
-import threading
+import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -202,20 +204,27 @@ def test_probe_with_keys(capsys, tmp_path):
     listener.close()
 
 
-def test_serve_serves_a_recording(capsys, tmp_path, free_port):
+def test_serve_serves_a_recording_until_it_is_interrupted(capsys, tmp_path):
     file = tmp_path / "engine.json"
     recording().write(file)
-    arguments = ["serve", str(file), "--port", str(free_port), "--seconds", "3"]
-    server = threading.Thread(target=main, args=(arguments,))
-    server.start()
-    assert main(["serve", str(file), "--port", "0", "--seconds", "0.01", "--json"]) == 0
-    for _ in range(50):
-        code = main(["probe", f"127.0.0.1:{free_port}", "--advertisement"])
-        if code == 0:
-            break
-    assert code == 0
-    assert main(["serve", str(file), "--port", str(free_port)]) == 2
-    server.join()
+    command = (
+        "import signal, sys; from kv_handshake._cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", command, "serve", str(file), "--json"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as server:
+        port = json.loads(server.stdout.readline())["port"]
+        assert main(["probe", f"127.0.0.1:{port}", "--advertisement"]) == 0
+        assert main(["serve", str(file), "--port", str(port)]) == 2
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+
+
+def test_serve_ends_after_its_time(capsys, tmp_path):
+    file = tmp_path / "engine.json"
+    recording().write(file)
+    assert main(["serve", str(file), "--seconds", "0.01"]) == 0
     assert "serving 1 ranks" in capsys.readouterr().out
 
 

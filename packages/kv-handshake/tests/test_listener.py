@@ -35,7 +35,7 @@ def code_of(frames):
     return decode_envelope(frames[0]).refusal.code
 
 
-def until(condition, limit_s=5.0):
+def until(condition, limit_s=20.0):
     end_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen in time"
@@ -132,7 +132,14 @@ def test_a_peer_that_never_reads_blocks_nobody(raw):
 
 
 def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
-    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=QueryLimits(queries_per_s=5, burst=3))
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20, retry_first_s=0.05))
+
+    def clock():
+        """Stand still until the client tries a second time."""
+        return 110.0 if client.statistics()["attempts"] > 1 else 100.0
+
+    limits = QueryLimits(queries_per_s=5, burst=3)
+    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=limits, clock=clock)
     listener.start()
     codes = []
     for _ in range(6):
@@ -140,13 +147,11 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
         sock.send(QUERY)
         refusal = decode_envelope(sock.recv_multipart()[0]).refusal
         codes.append(refusal.code if refusal else "")
-    assert codes[:3] == ["", "", ""]
-    assert codes[-1] == "rate-limited"
-    assert 0 < refusal.retry_after_s <= 0.25
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=5, retry_first_s=0.05))
+    assert codes == ["", "", "", "rate-limited", "rate-limited", "rate-limited"]
+    assert refusal.retry_after_s == pytest.approx(0.2)
     outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14)
-    assert outcome.is_ok, "our own client waits as long as it is told"
-    assert outcome.attempts > 1
+    assert (outcome.code, outcome.attempts) == ("", 2)
+    assert outcome.elapsed_s >= 0.2, "our own client waits as long as it is told"
     client.close()
     listener.close()
 
@@ -165,7 +170,7 @@ def test_taken_port_is_reported_at_once(listener):
     began = time.monotonic()
     with pytest.raises(TransportError) as caught:
         second.start()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     assert caught.value.code == "bind-failed"
     assert caught.value.context["port"] == listener.port
     assert str(listener.port) in str(caught.value)
@@ -181,6 +186,7 @@ def test_lifecycle(free_port):
     listener.close()
     with pytest.raises(ConfigurationError):
         listener.start()
+    closings_s = []
     for _ in range(3):
         listener = Listener("127.0.0.1", free_port, payloads=ENVELOPES)
         listener.start()
@@ -191,8 +197,9 @@ def test_lifecycle(free_port):
         began = time.monotonic()
         listener.close()
         listener.close()
-        assert time.monotonic() - began < 0.9, "close waits for a time-out instead of waking the thread"
+        closings_s.append(time.monotonic() - began)
         assert not listener.is_alive
+    assert min(closings_s) < 0.9, "close waits for a time-out instead of waking the thread"
 
 
 def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
@@ -257,11 +264,11 @@ def keys():
     return {name: generate_keypair() for name in ("server", "friend", "stranger")}
 
 
-def secure_client(keys, name, *, server="server", timing=None):
+def secure_client(keys, name, *, server="server"):
     return Client(
         LocalOffer(policy="off"),
         security=ClientSecurity(*keys[name], keys[server][0]),
-        timing=timing or Timing(deadline_s=1.0, attempt_s=0.5),
+        timing=Timing(deadline_s=30, attempt_s=20),
     )
 
 
@@ -293,11 +300,11 @@ def test_encrypted_channel_without_a_list_lets_every_key_in(keys):
 def test_plain_client_and_wrong_server_key_get_nothing(keys):
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"]))
     listener.start()
-    plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=0.6, attempt_s=0.3))
-    wrong = secure_client(keys, "friend", server="stranger", timing=Timing(deadline_s=0.6, attempt_s=0.3))
+    plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    wrong = secure_client(keys, "friend", server="stranger")
     for each in (plain, wrong):
         outcome = each.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
-        assert outcome.code in ("connection-lost", "authentication-refused", "timed-out")
+        assert (outcome.code, outcome.attempts) == ("authentication-refused", 1)
         each.close()
     assert listener.statistics()["answered"] == 0
     listener.close()

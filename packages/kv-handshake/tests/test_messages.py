@@ -18,8 +18,9 @@ from kv_handshake import (
     encode_query,
     parse_query,
 )
-from kv_handshake._messages import encode_clock, encode_metadata, reconstruct_blocks_ratio
 from kv_handshake._policy import LocalOffer
+from kv_handshake._reading import ReplyReader, reconstruct_blocks_ratio
+from kv_handshake._writing import encode_clock, encode_metadata
 from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
 
 FACTORS = {"model": "m"}
@@ -168,6 +169,42 @@ def test_damaged_envelope_is_refused_or_whole(rng):
     else:
         code = ""
     assert metadata is not None or code in CODES
+
+
+def what_is_read(reader, frame):
+    try:
+        envelope = reader.envelope(frame)
+        return envelope, reader.metadata(envelope)
+    except WireError as refusal:
+        return refusal.code, str(refusal)
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_was_read_before_changes_nothing(rng):
+    """A reader that remembers other replies, good and damaged, reads every reply as one that remembers none."""
+    reader = ReplyReader()
+    frames = list(sample_envelopes([(0, 0), (0, 1)]).values())
+    frames += sample_envelopes([(0, 2)], dialect=2, factors={"model": "other"}).values()
+    for _ in range(12):
+        frame = rng.choice(frames)
+        if rng.random() < 0.5:
+            envelope = msgspec.msgpack.decode(frame)
+            envelope["agent_metadata_bytes"] = mutate(rng, envelope["agent_metadata_bytes"])
+            envelope.pop("kvh_checksum")
+            frame = msgspec.msgpack.encode(envelope)
+        elif rng.random() < 0.5:
+            frame = mutate(rng, frame)
+        assert what_is_read(reader, frame) == what_is_read(ReplyReader(), frame)
+
+
+def test_what_ranks_repeat_is_read_once():
+    reader = ReplyReader()
+    one, other = (
+        reader.metadata(reader.envelope(frame)) for frame in sample_envelopes([(0, 0), (0, 1)], regions=9).values()
+    )
+    assert one.kv_caches_base_addr != other.kv_caches_base_addr
+    for name in ("block_lens", "region_names", "region_mem_types", "factors"):
+        assert getattr(one, name) is getattr(other, name)
 
 
 @given(st.binary(max_size=300))

@@ -1,7 +1,8 @@
 import pytest
 
 from kv_handshake import Codec, LocalOffer, compatibility_hash, decode_envelope, dialect_of, judge
-from kv_handshake._messages import Envelope, encode_refusal
+from kv_handshake._messages import Envelope
+from kv_handshake._writing import encode_refusal
 from kv_handshake.testing import sample_metadata
 
 VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import TRANSITIONS, ClientSession, Codec, ConfigurationError, LocalOffer, ServerCore, WireError
-from kv_handshake._messages import encode_clock
+from kv_handshake._writing import encode_clock
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -25,7 +25,7 @@ from kv_handshake import (
     encode_stream,
     parse_notification,
 )
-from kv_handshake._messages import encode_clock, encode_refusal
+from kv_handshake._writing import encode_clock, encode_refusal
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"

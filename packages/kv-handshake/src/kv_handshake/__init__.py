@@ -24,12 +24,13 @@ from kv_handshake._keys import (
     read_secret_key,
 )
 from kv_handshake._listener import Listener, QueryLimits
-from kv_handshake._messages import AgentMetadata, Envelope, Refusal, decode_clock, decode_envelope, decode_metadata
+from kv_handshake._messages import AgentMetadata, Envelope, Refusal
 from kv_handshake._notifications import Notification, encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake._outcome import Outcome, Timing
 from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer, Policy, Verdict, judge
 from kv_handshake._probe import ProbeResult, probe, probe_advertisement
 from kv_handshake._queries import ADVERTISEMENT_QUERY, Query, Rank, encode_query, parse_query
+from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
 from kv_handshake._recording import Recording, read_recording
 from kv_handshake._server import ServerCore
 from kv_handshake._session import ClientSession

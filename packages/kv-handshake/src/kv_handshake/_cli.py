@@ -15,8 +15,8 @@ from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._keys import ClientSecurity, read_public_key, read_secret_key
 from kv_handshake._listener import Listener
-from kv_handshake._messages import decode_envelope, decode_metadata
 from kv_handshake._probe import probe, probe_advertisement
+from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake._recording import Recording, read_recording
 from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
 from kv_handshake._vectors import vectors_text

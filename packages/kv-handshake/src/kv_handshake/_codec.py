@@ -8,10 +8,11 @@ import msgspec
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import compatibility_hash, hashed_factors
-from kv_handshake._messages import Envelope, checksum_of, encode_metadata
+from kv_handshake._messages import Envelope, checksum_of
 from kv_handshake._notifications import Notification, encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
 from kv_handshake._queries import Rank, check_rank
+from kv_handshake._writing import encode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

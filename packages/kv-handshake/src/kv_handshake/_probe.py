@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, final
 
 from kv_handshake._advertisement import Advertisement, decode_advertisement
 from kv_handshake._errors import TransportError, WireError
-from kv_handshake._messages import decode_envelope
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import ADVERTISEMENT_QUERY
+from kv_handshake._reading import decode_envelope
 from kv_handshake._recording import Recording
 from kv_handshake._session import ClientSession
 from kv_handshake._zmq import Hub

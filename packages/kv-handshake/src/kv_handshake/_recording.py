@@ -17,8 +17,8 @@ import msgspec
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError
-from kv_handshake._messages import decode_envelope
 from kv_handshake._queries import check_rank
+from kv_handshake._reading import decode_envelope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from kv_handshake._messages import decode_envelope
+from kv_handshake._reading import decode_envelope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, final
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import WireError
-from kv_handshake._messages import encode_clock, encode_refusal
 from kv_handshake._queries import ADVERTISEMENT_QUERY, Rank, check_rank, encode_query, parse_query
+from kv_handshake._writing import encode_clock, encode_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, final
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
-from kv_handshake._messages import AgentMetadata, Envelope, decode_clock, decode_envelope, decode_metadata
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, encode_query
+from kv_handshake._reading import ReplyReader, decode_clock
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kv_handshake._messages import AgentMetadata, Envelope
 
 __all__ = ["ClientSession"]
 
@@ -67,6 +69,7 @@ class ClientSession:
         self._state: State = INITIAL_STATE
         self._frames: list[bytes] = []
         self._partial = bytearray()
+        self._reader = ReplyReader()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._verdict = Verdict()
         self._judged: tuple[object, ...] = ()
@@ -199,7 +202,7 @@ class ClientSession:
             self._step("all-replied" if self._queries else "last-rank-accepted")
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
-        envelope = decode_envelope(frames[0])
+        envelope = self._reader.envelope(frames[0])
         self._compare(envelope)
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
@@ -219,7 +222,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = decode_metadata(envelope)
+        metadata = self._reader.metadata(envelope)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(

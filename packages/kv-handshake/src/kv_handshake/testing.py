@@ -14,10 +14,10 @@ import msgspec
 from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._errors import TransportError
-from kv_handshake._messages import decode_clock, decode_envelope
 from kv_handshake._outcome import Outcome, Timing
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query
+from kv_handshake._reading import decode_clock, decode_envelope
 from kv_handshake._server import ServerCore
 from kv_handshake._task import Request, Task
 
@@ -71,13 +71,16 @@ def sample_metadata(engine_id: str = "engine-a", *, regions: int = 2) -> dict[st
 def sample_envelopes(
     ranks: Sequence[Rank] = ((0, 0),), *, dialect: int = 14, regions: int = 2, factors: Mapping[str, object] = _FACTORS
 ) -> dict[Rank, bytes]:
-    """Return valid envelopes of engine ``engine-a`` by rank; device ids are the tp ranks."""
+    """Return valid envelopes of engine ``engine-a`` by rank; device ids are the tp ranks, and addresses differ."""
     codec = Codec()
-    metadata = sample_metadata(regions=regions)
-    return {
-        rank: codec.encode_envelope({**metadata, "device_id": rank[1]}, factors, dialect=dialect, rank=rank)
-        for rank in ranks
-    }
+    envelopes: dict[Rank, bytes] = {}
+    for rank in ranks:
+        metadata = sample_metadata(regions=regions)
+        first = 0x7F00_0000_0000 + (rank[1] << 36)
+        metadata["kv_caches_base_addr"] = [first + (index << 28) for index in range(regions)]
+        metadata["device_id"] = rank[1]
+        envelopes[rank] = codec.encode_envelope(metadata, factors, dialect=dialect, rank=rank)
+    return envelopes
 
 
 # Fakes ---------------------------------------------------------------------------------------------------------------
