@@ -1,5 +1,8 @@
 """Numbers that vLLM's own connector fixes, because both sides count on them, and defects of naive formulas."""
 
+from itertools import product
+from math import lcm
+
 import numpy as np
 import pytest
 
@@ -16,7 +19,8 @@ from kv_topology import (
 from kv_topology._blocks import BlockPairs
 from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology._select import FieldClass, choose_pieces, notify_home, ranks_read
-from kv_topology.testing import Request, prove
+from kv_topology._shards import tokens_meet
+from kv_topology.testing import Request, check_readers, prove
 
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
 
@@ -130,8 +134,10 @@ def test_descriptor_numbers_of_a_hybrid_list():
     local = build_engine(model, EngineSpec(2, block_tokens=16, block_count=100))[0, 0]
     peers = build_engine(model, EngineSpec(1, block_tokens=16, block_count=100))
     plan = plan_transfer(local, peers)
-    _, peer = plan.indices((0, 0), [[3, 5], [1]], [[3, 5], [1]])
+    mine, peer = plan.indices((0, 0), [[3, 5], [1]], [[3, 5], [1]])
     assert peer.tolist() == [3, 5, 103, 105, 201, 301, 401, 501]
+    assert mine.tolist() == peer.tolist()
+    assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
     link = plan._links[0, 0]
     zero, ids, states = np.zeros(2, dtype=np.int64), np.array([3, 5]), np.array([1, 2])
     _, peer = link.indices([BlockPairs(ids, zero, ids, zero), BlockPairs(states, zero, states, zero)])
@@ -244,21 +250,24 @@ def test_even_intervals_and_homes():
     assert [notify_home(2, 6, rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
+def split_in(parts):
+    return FieldClass(parts, 1, 1, 1, 1)
+
+
 def test_replicas_are_shared_out():
-    kind = FieldClass(2)
-    chosen = [sorted(ranks_read(frozenset({kind}), 4, rank, 6)) for rank in range(4)]
+    chosen = [sorted(ranks_read(frozenset({split_in(2)}), 4, rank, 6)) for rank in range(4)]
     assert chosen == [[0], [1], [3], [4]]
-    assert [sorted(ranks_read(frozenset({FieldClass(0)}), 3, rank, 4)) for rank in range(3)] == [[0], [1], [2]]
-    pieces = choose_pieces(FieldClass(8), 2, 0, 3)
+    assert [sorted(ranks_read(frozenset({split_in(1)}), 3, rank, 4)) for rank in range(3)] == [[0], [1], [2]]
+    pieces = choose_pieces(split_in(8), 2, 0, 3)
     assert [(piece.producer, piece.start, piece.stop) for piece in pieces] == [(0, 0, 2), (1, 2, 4)]
 
 
 def test_the_nearest_replica_is_taken_where_none_lies_across():
-    shares = FieldClass(0, producer_context=2, producer_interleave=4)
+    shares = FieldClass(1, 1, 1, 2, 4)
     assert [piece.producer for piece in choose_pieces(shares, 8, 3, 8)] == [2, 3]
     assert [piece.producer for piece in choose_pieces(shares, 8, 6, 8)] == [5, 6]
-    assert [(p.producer, p.start, p.stop) for p in choose_pieces(FieldClass(3), 8, 3, 4)] == [(2, 1, 2)]
-    assert [(p.start, p.stop) for p in choose_pieces(FieldClass(0), 2, 0, 2)] == [(0, 1)]
+    assert [(p.producer, p.start, p.stop) for p in choose_pieces(split_in(3), 8, 3, 4)] == [(2, 1, 2)]
+    assert [(p.start, p.stop) for p in choose_pieces(split_in(1), 2, 0, 2)] == [(0, 1)]
 
 
 def test_token_deals():
@@ -267,6 +276,23 @@ def test_token_deals():
     assert np.flatnonzero(deal.owned(units, 2)).tolist() == [2, 3, 8, 9]
     assert deal.packed(units[deal.owned(units, 2)], 2).tolist() == [0, 1, 2, 3]
     assert Group("latent", 8, deal=deal).span_tokens == 24
+
+
+@pytest.mark.parametrize("turn", range(1, 7))
+@pytest.mark.parametrize("peer_turn", range(1, 7))
+def test_shares_of_tokens_are_those_counted(turn, peer_turn):
+    for size, peer_size in product(range(1, 5), repeat=2):
+        tokens = np.arange(lcm(turn * size, peer_turn * peer_size))
+        for rank, peer_rank in product(range(size), range(peer_size)):
+            deal, peer = TokenDeal(size, rank, turn), TokenDeal(peer_size, peer_rank, peer_turn)
+            both = deal.owned(tokens, 1) & peer.owned(tokens, 1)
+            assert tokens_meet(deal, peer) == np.count_nonzero(both) / len(tokens)
+
+
+def test_shares_of_tokens_in_absurd_turns():
+    # Counting would take 10**18 tokens: the turns are as long as a document may claim, and have no common divisor.
+    deal, peer = TokenDeal(65536, 7, 16), TokenDeal(65535, 65534, (1 << 31) - 1)
+    assert tokens_meet(deal, peer) == pytest.approx(1 / 65536 / 65535, rel=1e-6)
 
 
 @pytest.mark.parametrize("tp", range(1, 9))
@@ -310,3 +336,14 @@ def test_stages_without_a_layer_are_notified_by_the_stage_across():
         plan = plan_transfer(local, wide)
         assert plan.producer_ranks == ((0, 2 * rank), (1, 2 * rank))
         assert plan.notify_only_ranks == ((0, 2 * rank + 1), (1, 2 * rank + 1))
+
+
+def test_what_any_stage_reads_needs_no_other_notification():
+    """The first consumer stage reads one replica of the latents, the second one all producer ranks of the heads."""
+    model = ModelSpec(("latent", "attention"), 2, 4, latent_dim=4)
+    consumers, producers = build_engine(model, EngineSpec(1, 2)), build_engine(model, EngineSpec(2))
+    made = {rank: plan_transfer(local, producers) for rank, local in consumers.items()}
+    assert made[0, 0].producer_ranks == ((0, 0),)
+    assert made[1, 0].producer_ranks == ((0, 0), (0, 1))
+    assert made[0, 0].notify_only_ranks == made[1, 0].notify_only_ranks == ()
+    check_readers(list(made.values()), list(producers))

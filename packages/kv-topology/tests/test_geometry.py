@@ -237,6 +237,9 @@ def test_missing_layers_fields_ranks_and_peers():
     with pytest.raises(GeometryMismatch) as caught:
         plan_transfer(engine(model=ModelSpec(("latent",), latent_dim=4, index_dim=2))[0, 0], bare)
     assert (caught.value.code, caught.value.context["local"]) == ("field-missing", ["index", "latent"])
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_transfer(rank(field(axis()), field(axis(), name="value", offset=8)), {(0, 0): rank(field(axis()))})
+    assert (caught.value.code, caught.value.context["peer"]) == ("field-missing", ["key"])
     with pytest.raises(InvalidGeometry) as caught:
         plan_transfer(local, {})
     assert caught.value.code == "peers-empty"
@@ -279,10 +282,34 @@ def test_kernel_ordered_blocks_need_equal_pages():
         assert caught.value.code == "packing-differs"
     halved = engine(model=DENSE, layout="cpu", block_tokens=64, kernel_block_tokens=32)
     assert plan_transfer(cpu[0, 0], halved).producer_ranks == ((0, 0),)
-    odd = replace(cpu[0, 0], groups=(Group("attention", 48),))
-    with pytest.raises(UnsupportedTopology) as caught:
-        plan_transfer(odd, cpu)
-    assert caught.value.code == "packed-block-needs-equal-pages"
+    for tokens in (48, 64):
+        other = {(0, 0): replace(cpu[0, 0], groups=(Group("attention", tokens),))}
+        for mine, theirs in ((other[0, 0], cpu), (cpu[0, 0], other)):
+            with pytest.raises(UnsupportedTopology) as caught:
+                plan_transfer(mine, theirs)
+            assert caught.value.code == "packed-block-needs-equal-pages"
+
+
+def in_another_order(geometry):
+    """The same rank with its groups numbered the other way round."""
+    regions = tuple(
+        replace(region, members=tuple(replace(m, group=len(geometry.groups) - 1 - m.group) for m in region.members))
+        for region in geometry.regions
+    )
+    return replace(geometry, groups=geometry.groups[::-1], regions=regions)
+
+
+def test_groups_may_be_numbered_otherwise():
+    model = ModelSpec(("attention", "sliding", "attention"), 4, 4, window_tokens=32)
+    local, peer = (engine(model=model, block_tokens=tokens)[0, 0] for tokens in (32, 16))
+    same, other = plan_transfer(local, {(0, 0): peer}), plan_transfer(local, {(0, 0): in_another_order(peer)})
+    lists = [[1], [2, 3]], [[4, 5], [6, 7, 8]]
+    expected = same.indices((0, 0), *lists, local_first=[0, 0])
+    found = other.indices((0, 0), lists[0], lists[1][::-1], local_first=[0, 0])
+    assert [side.tolist() for side in found] == [side.tolist() for side in expected]
+    only = replace(local, groups=local.groups[:1], regions=tuple(r for r in local.regions if not r.members[0].group))
+    found = plan_transfer(only, {(0, 0): in_another_order(peer)}).indices((0, 0), [[1]], [[6, 7, 8], [4, 5]])
+    assert [len(side) for side in found] == [2 * 4 * 2] * 2
 
 
 @pytest.mark.parametrize("layout", KV_LAYOUTS)

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kv_topology import (
     AttentionShape,
@@ -19,6 +21,7 @@ from kv_topology import (
     split_layouts,
 )
 from kv_topology._engine import EngineSpec, ModelSpec, build_engine
+from kv_topology._rows import MAX_DESCRIPTORS
 from kv_topology._runs import Runs, box_runs, join_runs, run_count
 
 SHAPE = AttentionShape(2, 4, 4, 1)
@@ -94,6 +97,84 @@ def test_joining_needs_both_sides():
     joined = join_runs(unsorted)
     assert (joined.here.tolist(), joined.there.tolist(), joined.length.tolist()) == ([0], [10], [8])
     assert len(join_runs(unsorted, keep_order=True)) == 2
+
+
+def joined_one_by_one(rows):
+    """Join (here, there, length, *same) rows that follow each other on both sides and agree in all else."""
+    out = []
+    for row in rows:
+        if out and (out[-1][0] + out[-1][2], out[-1][1] + out[-1][2], out[-1][3:]) == (*row[:2], row[3:]):
+            out[-1] = (*out[-1][:2], out[-1][2] + row[2], *row[3:])
+        else:
+            out.append(row)
+    return out
+
+
+def rising(steps):
+    """Rows of (here, there, length) whose ends lie `steps` apart: (gap here, gap there, length)."""
+    here = there = 0
+    for gap, other, length in steps:
+        here, there = here + gap, there + other
+        yield here, there, length
+        here, there = here + length, there + length
+
+
+steps = st.lists(st.tuples(st.sampled_from([0, 0, 1]), st.sampled_from([0, 0, 1, -3]), st.integers(1, 5)), min_size=1)
+
+
+@settings(deadline=None)
+@given(steps, st.randoms())
+def test_joined_runs_are_those_joined_one_by_one(chosen, random):
+    rows = list(rising(chosen))
+    shuffled = random.sample(rows, len(rows))
+    for found, expected in (
+        (join_runs([table(*shuffled)]), joined_one_by_one(rows)),
+        (join_runs([table(*rows)], keep_order=True), joined_one_by_one(rows)),
+        (join_runs([table(*shuffled)], keep_order=True), joined_one_by_one(shuffled)),
+    ):
+        assert list(zip(found.here.tolist(), found.there.tolist(), found.length.tolist(), strict=True)) == expected
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(steps, st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), min_size=1),
+    st.randoms(),
+)
+def test_joined_places_are_those_joined_one_by_one(chosen, random):
+    """Some runs of rows, each in its own regions and steps; joined by region, peer region and place."""
+    rows = [(*row, *same) for part, *same in chosen for row in rising(part)]
+    random.shuffle(rows)
+    here, there, length, region, peer_region, step, peer_step = (np.array(column) for column in zip(*rows, strict=True))
+    found = _slices._join_places(np.stack([region, here, step, peer_region, there, peer_step, length]))
+    region, here, step, peer_region, there, peer_step, length = (column.tolist() for column in found)
+    ordered = sorted(rows, key=lambda row: (row[3], row[4], row[0]))
+    assert list(zip(here, there, length, region, peer_region, step, peer_step, strict=True)) == joined_one_by_one(
+        ordered
+    )
+
+
+def test_members_without_a_common_cell_have_no_slice():
+    model = ModelSpec(("attention",), 4, 4, 1)
+    engine = EngineSpec(layout="heads-outer")
+    ranks = build_engine(model, engine)
+    (found,) = plan_transfer(ranks[0, 0], ranks).slices((0, 0))
+    assert (found.local_region.tolist(), found.peer_region.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    assert found.length.tolist() == [2 * 4 * 16] * 4
+    packed = build_engine(model, EngineSpec(2))
+    (found,) = plan_transfer(packed[0, 1], ranks).slices((0, 0))
+    assert (found.peer_region.tolist(), found.length.tolist()) == ([2, 3], [2 * 4 * 16] * 2)
+
+
+def test_limits_stay():
+    assert _slices.MAX_SLICES == 4_194_304
+    assert np.iinfo(np.int32).max == MAX_DESCRIPTORS
+
+
+def test_fields_with_and_without_tokens_are_joined():
+    tokens = FieldLayout("x", 4, 0, (Axis("token", 4, 0, 4, 8), Axis("channel", 2, 0, 2, 4)))
+    scales = FieldLayout("scale", 4, 32, (Axis("channel", 2, 0, 2, 4),))
+    mine = rank(Region(4096, 40, 64, 3, (Member("a", Layout((tokens, scales)), 0),)))
+    assert columns(plan_transfer(mine, {(0, 0): mine})) == [(0, 0, 0, 0, 40)]
 
 
 def test_the_limit_on_slices(monkeypatch):

@@ -41,8 +41,8 @@ def window_blocks(window_tokens: int, block_tokens: int) -> int:
 
 def clip_window(ids: Ints, group: Group) -> Ints:
     """Return the trailing block ids that the group's attention window can reach; all of them without a window."""
-    keep = window_blocks(group.window_tokens, group.span_tokens) if group.window_tokens else 0
-    return ids[-keep:] if 0 < keep < len(ids) else ids
+    keep = window_blocks(group.window_tokens, group.span_tokens)
+    return ids[max(0, len(ids) - keep) :] if keep else ids
 
 
 def kernel_pages(ids: Ints, pages_per_block: int) -> Ints:
@@ -61,7 +61,7 @@ def block_array(ids: Sequence[int], block_count: int, side: str, group: int, nul
     try:
         array = np.asarray(ids)
     except (TypeError, ValueError, OverflowError):
-        array = np.empty((1, 1))
+        array = np.array(None)
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -84,10 +84,16 @@ def block_array(ids: Sequence[int], block_count: int, side: str, group: int, nul
     return array
 
 
+def _table_slots(places: Ints) -> int | None:
+    """Return the size of a table with a slot for every place, None if it would be mostly empty."""
+    slots = int(places.max()) + 1
+    return slots if slots <= _SLOTS_PER_PLACE * len(places) + 4096 else None
+
+
 def place_order(places: Ints) -> Indices | None:
     """Return the order that sorts places, by writing each into its slot; None if some repeat or lie too far apart."""
-    slots = int(places.max()) + 1
-    if slots > _SLOTS_PER_PLACE * len(places) + 4096:
+    slots = _table_slots(places)
+    if slots is None:
         return None
     owner = np.full(slots, -1, dtype=np.int32)
     owner[places] = np.arange(len(places), dtype=np.int32)
@@ -96,8 +102,8 @@ def place_order(places: Ints) -> Indices | None:
 
 
 def _check_unique(array: Ints, group: int, null_block: int | None) -> None:
-    slots = int(array.max()) + 1
-    if slots <= _SLOTS_PER_PLACE * len(array) + 4096:
+    slots = _table_slots(array)
+    if slots is not None:
         seen = np.zeros(slots, dtype=np.bool_)
         seen[array] = True
         if np.count_nonzero(seen) == len(array):
@@ -129,7 +135,7 @@ def align(pairing: Pairing, local_count: int, peer_count: int, tokens: int | Non
     mine, theirs = pairing.local.span_tokens, pairing.peer.span_tokens
     if tokens is not None:
         return max(0, -(-tokens // mine) - local_count), max(0, -(-tokens // theirs) - peer_count)
-    least = -(-((peer_count - 1) * theirs + 1) // mine) if peer_count else 0
+    least = -(-((peer_count - 1) * theirs + 1) // mine)
     most = -(-(peer_count * theirs) // mine)
     if local_count > most + 1:
         raise InvalidBlocks(
@@ -174,10 +180,9 @@ class BlockPairs:
         return len(self.local_page)
 
 
-def _sorted_pairs(local_page: Ints, local_unit: Ints, peer_page: Ints, peer_unit: Ints, units: int) -> BlockPairs:
+def _sorted_pairs(local_page: Ints, local_unit: Ints, peer_page: Ints, peer_unit: Ints, place: Ints) -> BlockPairs:
     """Sort by the peer's place, so that NIXL can merge neighbours where both sides ascend together."""
-    place = peer_page * units + peer_unit if units > 1 else peer_page
-    if len(place) > 1 and bool((place[1:] < place[:-1]).any()):
+    if bool((place[1:] < place[:-1]).any()):
         known = place_order(place)
         order = known if known is not None else np.argsort(place, kind="stable")
         sorted_units = (local_unit[order], peer_unit[order]) if local_unit is not peer_unit else (local_unit, peer_unit)
@@ -210,7 +215,7 @@ def pair_blocks(
         near, far = local_ids[max(0, -start) :], peer_ids[max(0, start) :]
         count = min(len(near), len(far))
         zeros = np.zeros(count, dtype=np.int64)
-        return _sorted_pairs(near[:count], zeros, far[:count], zeros, 1)
+        return _sorted_pairs(near[:count], zeros, far[:count], zeros, far[:count])
     unit = pairing.unit_tokens
     per_local, per_peer = pairing.local.block_tokens // unit, pairing.peer.block_tokens // unit
     packed = np.arange(firsts[0] * per_local, (firsts[0] + len(local_ids)) * per_local, dtype=np.int64)
@@ -229,12 +234,14 @@ def pair_blocks(
         real = _real(local_block, peer_block, null_blocks)
         source, place, local_block, peer_block = source[real], place[real], local_block[real], peer_block[real]
     inside, peer_inside = source % per_local, place % per_peer
+    peer_page = peer_block * pairing.peer.pages_per_block + peer_inside // pairing.peer_units
+    peer_unit = peer_inside % pairing.peer_units
     return _sorted_pairs(
         local_block * pairing.local.pages_per_block + inside // pairing.local_units,
         inside % pairing.local_units,
-        peer_block * pairing.peer.pages_per_block + peer_inside // pairing.peer_units,
-        peer_inside % pairing.peer_units,
-        pairing.peer_units,
+        peer_page,
+        peer_unit,
+        peer_page * pairing.peer_units + peer_unit,
     )
 
 
@@ -297,4 +304,5 @@ def pair_states(pairing: Pairing, local_ids: Ints, peer_ids: Ints) -> BlockPairs
     mine = local_ids[: len(peer_ids)]
     theirs = peer_ids[len(peer_ids) - len(mine) :]
     zeros = np.zeros(len(mine), dtype=np.int64)
-    return _sorted_pairs(mine * pairing.local.pages_per_block, zeros, theirs * pairing.peer.pages_per_block, zeros, 1)
+    pages = theirs * pairing.peer.pages_per_block
+    return _sorted_pairs(mine * pairing.local.pages_per_block, zeros, pages, zeros, pages)

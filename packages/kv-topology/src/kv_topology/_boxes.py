@@ -62,7 +62,7 @@ def field_class(field: FieldLayout, consumer: Group, producer: Group) -> FieldCl
     """Return the class that decides from which producer ranks a field is read."""
     axis = field.split_axis
     return FieldClass(
-        axis.size if axis is not None else 0,
+        axis.size if axis is not None else 1,
         consumer.deal.size,
         consumer.deal.interleave_tokens,
         producer.deal.size,
@@ -164,6 +164,7 @@ def find_overlaps(local: RankGeometry, peer: RankGeometry) -> list[tuple[Pairing
         UnsupportedTopology: `packed-block-needs-equal-pages`.
     """
     pairings: dict[tuple[int, int], Pairing] = {}
+    checked: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     overlaps: dict[tuple[int, int], dict[tuple[int, int], Overlap]] = {}
     for layer, mine in local.placements.items():
         theirs = peer.placements.get(layer)
@@ -173,7 +174,10 @@ def find_overlaps(local: RankGeometry, peer: RankGeometry) -> list[tuple[Pairing
         if key not in pairings:
             check_groups_match(local.groups[key[0]], peer.groups[key[1]], layer)
             pairings[key] = pairing_of(local, peer, *key)
-        _check_names(mine, theirs, layer)
+        layouts = (tuple(id(member.layout) for _, member in mine), tuple(id(member.layout) for _, member in theirs))
+        if layouts not in checked:
+            _check_names(mine, theirs, layer)
+            checked.add(layouts)
         known = overlaps.setdefault(key, {})
         for local_region, one in mine:
             for peer_region, two in theirs:
@@ -185,8 +189,6 @@ def find_overlaps(local: RankGeometry, peer: RankGeometry) -> list[tuple[Pairing
 
 
 def _check_names(mine: tuple[tuple[int, Member], ...], theirs: tuple[tuple[int, Member], ...], layer: str) -> None:
-    if len(mine) == 1 and len(theirs) == 1 and mine[0][1].layout is theirs[0][1].layout:
-        return
     wanted = {field.name for _, member in mine for field in member.layout.fields}
     offered = {field.name for _, member in theirs for field in member.layout.fields}
     if not wanted <= offered:

@@ -78,7 +78,7 @@ def _segments(
     for place in reversed(range(len(axes))):
         axes[place] = (axes[place][0], axes[place][1], canonical_stride)
         canonical_stride *= axes[place][0]
-    runs = join_runs([box_runs(axes, part.element_bytes, offset)], keep_order=True)
+    runs = join_runs([box_runs(axes, part.element_bytes, offset, 0)], keep_order=True)
     return np.stack([runs.here, runs.length], axis=1)
 
 
@@ -149,7 +149,7 @@ def _contents(geometry: RankGeometry, region: int, group: int, start: int, stop:
         if member.group == group:
             for part in member.layout.fields:
                 axes = [(axis.count, axis.stride_bytes, axis.stride_bytes) for axis in part.axes]
-                runs = box_runs(axes, part.element_bytes, member.offset_bytes + part.offset_bytes)
+                runs = box_runs(axes, part.element_bytes, member.offset_bytes + part.offset_bytes, 0)
                 if bool(((runs.here < stop) & (runs.here + runs.length > start)).any()):
                     found.append((member.layer, part.name))
     return tuple(found)

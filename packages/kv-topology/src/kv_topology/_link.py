@@ -142,7 +142,7 @@ def check_disjoint_groups(aliases: Sequence[Alias], local: Sequence[Ints]) -> No
     for one, two in aliases:
         if not len(local[one.group]) or not len(local[two.group]):
             continue
-        starts = np.concatenate([local[view.group] * view.stride + view.base - one.base for view in (one, two)])
+        starts = np.concatenate([local[view.group] * view.stride + (view.base - one.base) for view in (one, two)])
         stops = starts + np.repeat([one.extent, two.extent], [len(local[one.group]), len(local[two.group])])
         order = np.argsort(starts, kind="stable")
         if (starts[order][1:] < stops[order][:-1]).any():
@@ -216,8 +216,7 @@ def _indices(parts: Sequence[tuple[IndexRule, Ints, Ints]]) -> Indices:
     start = 0
     for rule, page, unit in parts:
         stop = start + len(rule.first) * len(page)
-        if stop > start:
-            _fill(grid(out[start:stop], len(rule.first), len(page)), rule, page, unit)
+        _fill(grid(out[start:stop], len(rule.first), len(page)), rule, page, unit)
         start = stop
     return out
 
@@ -225,16 +224,15 @@ def _indices(parts: Sequence[tuple[IndexRule, Ints, Ints]]) -> Indices:
 def _fill(out: Indices, rule: IndexRule, page: Ints, unit: Ints) -> None:
     """Write first + page * page_step + unit * unit_step; one outer sum where all slices share the two steps."""
     first = rule.first.astype(np.int32)
-    steps: Ints = rule.page_step * (1 << 32) + rule.unit_step
-    if bool(np.all(steps == steps[0])):
-        place = page if int(rule.page_step[0]) == 1 and not unit.any() else _place(rule, 0, page, unit)
-        np.add(first[:, None], place.astype(np.int32), out=out)
+    steps = np.stack([rule.page_step, rule.unit_step], axis=1)
+    if bool((steps == steps[0]).all()):
+        np.add(first[:, None], _place(steps[0], page, unit), out=out)
         return
-    for step in np.unique(steps):
-        chosen = np.flatnonzero(steps == step)
-        place = _place(rule, int(chosen[0]), page, unit).astype(np.int32)
-        out[chosen] = first[chosen][:, None] + place
+    for step in np.unique(steps, axis=0):
+        chosen = np.flatnonzero((steps == step).all(axis=1))
+        out[chosen] = first[chosen][:, None] + _place(step, page, unit)
 
 
-def _place(rule: IndexRule, number: int, page: Ints, unit: Ints) -> Ints:
-    return page * int(rule.page_step[number]) + unit * int(rule.unit_step[number])
+def _place(step: Ints, page: Ints, unit: Ints) -> Indices:
+    place: Ints = page * step[0] + unit * step[1]
+    return place.astype(np.int32)

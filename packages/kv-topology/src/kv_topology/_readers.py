@@ -161,7 +161,9 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
     for layer, placed in local.placements.items():
         group = local.groups[placed[0][1].group]
         context = 1 if group.is_state else peer_dcp
-        producer = Group(group.kind, group.block_tokens, deal=TokenDeal(context, 0, group.deal.interleave_tokens))
+        producer = Group(
+            group.kind, group.block_tokens, deal=TokenDeal(context, interleave_tokens=group.deal.interleave_tokens)
+        )
         for _, member in local.placements[layer]:
             kinds.update(field_class(field, group, producer) for field in member.layout.fields)
     chosen = frozenset(kinds)

@@ -65,7 +65,7 @@ def run_count(axes: Sequence[BoxAxis], element_bytes: int) -> int:
     return count
 
 
-def box_runs(axes: Sequence[BoxAxis], element_bytes: int, here: int = 0, there: int = 0) -> Runs:
+def box_runs(axes: Sequence[BoxAxis], element_bytes: int, here: int, there: int) -> Runs:
     """Return the runs of one box in the order of its axes, the first axis outermost.
 
     Args:

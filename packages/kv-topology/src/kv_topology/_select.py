@@ -27,7 +27,7 @@ class FieldClass:
     """All that the choice of a producer depends on: fields of one class are read alike.
 
     Attributes:
-        parts: Size of the split axis, 0 when every rank holds the whole field.
+        parts: Size of the split axis, 1 when every rank holds the whole field.
         consumer_context: Context-parallel size of the consumer's group.
         consumer_interleave: Its tokens per turn.
         producer_context: The same of the producer's group.
@@ -35,10 +35,10 @@ class FieldClass:
     """
 
     parts: int
-    consumer_context: int = 1
-    consumer_interleave: int = 1
-    producer_context: int = 1
-    producer_interleave: int = 1
+    consumer_context: int
+    consumer_interleave: int
+    producer_context: int
+    producer_interleave: int
 
 
 @final
@@ -51,13 +51,9 @@ class Piece:
     stop: int
 
 
-def _held(parts: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    return even_interval(parts, tp_size, tp_rank) if parts else (0, 1)
-
-
 def _borders(parts: int, tp_size: int, start: int, stop: int) -> list[int]:
     """Return the cut points of [start, stop) at the borders of all ranks' intervals."""
-    inner = (_held(parts, tp_size, rank)[0] for rank in range(tp_size))
+    inner = (even_interval(parts, tp_size, rank)[0] for rank in range(tp_size))
     return [start, *sorted({border for border in inner if start < border < stop}), stop]
 
 
@@ -82,7 +78,7 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
     Raises:
         UnsupportedTopology: `no-producer-holds` when context parallelism leaves a share of the tokens without a rank.
     """
-    start, stop = _held(kind.parts, consumer_tp, consumer_rank)
+    start, stop = even_interval(kind.parts, consumer_tp, consumer_rank)
     home = home_ranks(consumer_tp, consumer_rank, producer_tp)
     mine = TokenDeal(kind.consumer_context, consumer_rank % kind.consumer_context, kind.consumer_interleave)
     chosen: list[Piece] = []
@@ -95,7 +91,7 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
             candidates = [
                 rank
                 for rank in range(share, producer_tp, kind.producer_context)
-                if _covers(_held(kind.parts, producer_tp, rank), low, high)
+                if _covers(even_interval(kind.parts, producer_tp, rank), low, high)
             ]
             if not candidates:
                 raise UnsupportedTopology(

@@ -10,7 +10,7 @@ every rank can tell what every other rank holds without asking.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -32,10 +32,8 @@ def even_interval(size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     Returns:
         (start, stop); ranks beyond `size` share parts, so the intervals of different ranks may be equal.
     """
-    if tp_size > size:
-        part = tp_rank * size // tp_size
-        return part, part + 1
-    return tp_rank * size // tp_size, (tp_rank + 1) * size // tp_size
+    start = tp_rank * size // tp_size
+    return start, max(start + 1, (tp_rank + 1) * size // tp_size)
 
 
 def home_ranks(consumer_tp: int, consumer_rank: int, producer_tp: int) -> range:
@@ -89,12 +87,17 @@ def common_unit_tokens(local_page_tokens: int, peer_page_tokens: int, local: Tok
 
 
 def tokens_meet(local: TokenDeal, peer: TokenDeal) -> float:
-    """Return the share of all tokens that both ranks hold, 0.0 when they never meet."""
-    if local.size == 1 or peer.size == 1:
-        return 1.0 / (local.size * peer.size)
-    unit = gcd(local.interleave_tokens, peer.interleave_tokens)
-    local_period = local.interleave_tokens * local.size // unit
-    peer_period = peer.interleave_tokens * peer.size // unit
-    period = local_period * peer_period // gcd(local_period, peer_period)
-    units = np.arange(period, dtype=np.int64)
-    return float((local.owned(units, unit) & peer.owned(units, unit)).mean())
+    """Return the share of all tokens that both ranks hold, 0.0 when they never meet.
+
+    Worked out without counting tokens: a peer may claim turns of any length.
+    """
+    turn, peer_turn = local.interleave_tokens, peer.interleave_tokens
+    cycle, peer_cycle = turn * local.size, peer_turn * peer.size
+    grain = gcd(cycle, peer_cycle)
+    # Over both cycles, a turn here begins at every distance from the peer's that is `shift` modulo `grain`, each once.
+    # So of every token of the peer's turn it holds `whole` copies, and one more of those within `rest` of the shift.
+    shift = (local.rank * turn - peer.rank * peer_turn) % grain
+    whole, rest = divmod(turn, grain)
+    peer_whole, peer_rest = divmod(peer_turn, grain)
+    both = sum(max(0, min(peer_rest, start + rest) - max(0, start)) for start in (shift, shift - grain))
+    return (whole * peer_turn + rest * peer_whole + both) / lcm(cycle, peer_cycle)

@@ -90,14 +90,14 @@ def build_table(pairing: Pairing, overlaps: Sequence[Overlap]) -> SliceTable:
         at = np.array(overlap.places, dtype=np.int64)
         for local_step, peer_step, runs in steps:
             part = np.empty((7, len(at), len(runs)), dtype=np.int64)
-            part[0] = at[:, :1]
-            part[1] = at[:, 1:2] + runs.here
+            part[0] = at[:, 0, None]
+            part[1] = at[:, 1, None] + runs.here
             part[2] = local_step
-            part[3] = at[:, 2:3]
-            part[4] = at[:, 3:4] + runs.there
+            part[3] = at[:, 2, None]
+            part[4] = at[:, 3, None] + runs.there
             part[5] = peer_step
             part[6] = runs.length
-            columns.append(grid(part, 7, -1))
+            columns.append(grid(part, 7, len(at) * len(runs)))
     return SliceTable(pairing, *_join_places(np.concatenate(columns, axis=1)))
 
 

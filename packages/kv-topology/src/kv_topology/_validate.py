@@ -102,7 +102,7 @@ def _field_runs(field: FieldLayout, offset: int) -> tuple[np.ndarray, np.ndarray
     axes = [(axis.count, axis.stride_bytes, axis.stride_bytes) for axis in field.axes]
     if run_count(axes, field.element_bytes) > LIMITS["page_runs"]:
         raise _fail("layout-too-fine", f"Field {field.name!r} has more than {LIMITS['page_runs']} runs in a page.")
-    runs = box_runs(axes, field.element_bytes, offset)
+    runs = box_runs(axes, field.element_bytes, offset, 0)
     return runs.here, runs.here + runs.length
 
 
