@@ -12,18 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy_pages import NumpyPages
 
 from vllm_adapter.config import Settings
 from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker_side import WorkerSide
 
-HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3
+HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an engine is given another size, a multiple
 _request_numbers = itertools.count(1)
 
 
 class Engine:
-    """One simulated engine: a scheduler's machines, and one worker per tensor-parallel rank."""
+    """One simulated engine: a scheduler's machines, and one worker per tensor-parallel rank.
+
+    `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
+    (block, head, token, content) either way.
+    """
 
     def __init__(
         self,
@@ -31,24 +36,27 @@ class Engine:
         *,
         tp: int = 1,
         blocks: int = 64,
+        tokens: int = TOKENS,
+        order: str = "HND",
         port_factory: Callable[..., Any] | None = None,
         settings: Settings | None = None,
         factors: Mapping[str, object] | None = None,
     ) -> None:
         self.settings = settings or Settings()
-        self.name, self.tp, self.blocks = name, tp, blocks
+        self.name, self.tp, self.blocks, self.tokens, self.order = name, tp, blocks, tokens, order
         self.generation = next(_request_numbers)
         self.memory = [
-            [np.zeros((blocks, HEADS // tp, TOKENS, 2 * HEAD_SIZE), np.float32) for _ in range(LAYERS)]
+            [empty_cache(blocks, HEADS // tp, tokens, is_heads_outer=order == "HND") for _ in range(LAYERS)]
             for _ in range(tp)
         ]
+        self.converters = [NumpyPages(memory) for memory in self.memory]
         facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
             parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
             worker = WorkerSide(facts[rank], self.settings, parts)
-            worker.register(self._caches(rank))
+            worker.register(self._caches(rank), self.converters[rank])
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
@@ -76,12 +84,12 @@ class Engine:
             head_size=HEAD_SIZE,
             block_count=self.blocks,
             generation=self.generation,
-            layout="LBHNC",
+            layout="LBHNC" if self.order == "HND" else "LBNHC",
             kernel_order="",
             attention_backend="SIM",
             connector_version=14,
             is_mla=False,
-            groups=(CacheGroup("attention", TOKENS, 0, 0, layers),),
+            groups=(CacheGroup("attention", self.tokens, 0, 0, layers),),
             group_ids=(0,),
             factors=dict(factors),
         )
@@ -132,9 +140,8 @@ class Engine:
             for layer in range(LAYERS):
                 share = HEADS // self.tp
                 for place, block in enumerate(blocks):
-                    self.memory[rank][layer][block] = page_of(request_id, layer, place)[
-                        rank * share : (rank + 1) * share
-                    ]
+                    page = page_of(request_id, layer, place, self.tokens)
+                    self.memory[rank][layer][block] = page[rank * share : (rank + 1) * share]
         decision = self.state.finish(
             request_id, reason=reason, block_ids=[blocks], computed_tokens=tokens, now_s=time.monotonic()
         )
@@ -147,7 +154,7 @@ class Engine:
         """Admit a request with a ticket and allocate its blocks; return its id."""
         request_id = f"{self.name}-{next(_request_numbers)}"
         self.state.arrive(request_id, ticket, prompt_tokens=tokens, now_s=time.monotonic())
-        external = self.state.external_tokens(request_id, computed_tokens=hit_blocks * TOKENS)
+        external = self.state.external_tokens(request_id, computed_tokens=hit_blocks * self.tokens)
         blocks = self.take_blocks(request_id, tokens)
         self.state.allocate(
             request_id,
@@ -181,10 +188,12 @@ class Engine:
         blocks = self.held[request_id]
         share = HEADS // self.tp
         for rank, layer, place in itertools.product(
-            range(self.tp), range(LAYERS), range(hit_blocks, -(-tokens // TOKENS))
+            range(self.tp), range(LAYERS), range(hit_blocks, -(-tokens // self.tokens))
         ):
-            expected = page_of(source, layer, place)[rank * share : (rank + 1) * share]
-            np.testing.assert_array_equal(self.memory[rank][layer][blocks[place]], expected)
+            expected = page_of(source, layer, place, self.tokens)[rank * share : (rank + 1) * share]
+            covered = -(-tokens // TOKENS) * TOKENS - place * self.tokens
+            page = self.memory[rank][layer][blocks[place]]
+            np.testing.assert_array_equal(page[:, :covered], expected[:, :covered])
 
     def finish(self, request_id: str, reason: Any = "length") -> None:
         """End a decode request and free its blocks."""
@@ -193,7 +202,7 @@ class Engine:
         self._free += self.held.pop(request_id)
 
     def take_blocks(self, request_id: str, tokens: int) -> list[int]:
-        count = -(-tokens // TOKENS)
+        count = -(-tokens // self.tokens)
         assert len(self._free) >= count, "the simulated cache is full"
         self.held[request_id] = [self._free.pop(0) for _ in range(count)]
         return self.held[request_id]
@@ -207,7 +216,17 @@ class Engine:
         self.listener.close()
 
 
-def page_of(request_id: str, layer: int, place: int) -> np.ndarray[Any, Any]:
-    """The one true content of a prompt's page: different for every request, layer, place, head and element."""
-    seed = abs(hash((request_id, layer, place))) % (1 << 32)
-    return np.random.default_rng(seed).random((HEADS, TOKENS, 2 * HEAD_SIZE), np.float32)
+def empty_cache(blocks: int, heads: int, tokens: int, *, is_heads_outer: bool) -> np.ndarray[Any, Any]:
+    """A layer's cache with the axes (block, head, token, content), in the order of memory that was asked for."""
+    if is_heads_outer:
+        return np.zeros((blocks, heads, tokens, 2 * HEAD_SIZE), np.float32)
+    return np.zeros((blocks, tokens, heads, 2 * HEAD_SIZE), np.float32).transpose(0, 2, 1, 3)
+
+
+def page_of(request_id: str, layer: int, place: int, tokens: int = TOKENS) -> np.ndarray[Any, Any]:
+    """The one true content of a prompt's page: different for every request, layer, token, head and element."""
+    parts = []
+    for part in range(place * tokens // TOKENS, (place + 1) * tokens // TOKENS):
+        seed = abs(hash((request_id, layer, part))) % (1 << 32)
+        parts.append(np.random.default_rng(seed).random((HEADS, TOKENS, 2 * HEAD_SIZE), np.float32))
+    return np.concatenate(parts, axis=1)

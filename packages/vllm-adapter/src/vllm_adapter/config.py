@@ -74,12 +74,25 @@ class Settings:
     max_inflight_bytes: int = _key(
         0, "Bytes of reads in flight per rank before further ones wait; 0 for no limit.", least=0, most=1 << 50
     )
+    receive_conversion: str = _key(
+        "auto",
+        "Whether pages of another layout or block size are read whole and put in order here, instead of piece by piece. "
+        "auto: where that is cheaper; never: piece by piece; always: even where nothing needs it, and a peer whose pages "
+        "cannot be read whole is refused.",
+        choices=("auto", "never", "always"),
+    )
     remote_hosts: tuple[str, ...] = _key(
         (), "Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then refused."
     )
     ticket_dialect: int = _key(
         0, "Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.", least=0, most=15
     )
+
+    @property
+    def staging(self) -> Literal["auto", "never", "always"]:
+        """`receive_conversion`, checked."""
+        choice = self.receive_conversion
+        return "never" if choice == "never" else "always" if choice == "always" else "auto"
 
     @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:

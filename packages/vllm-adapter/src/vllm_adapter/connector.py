@@ -16,6 +16,7 @@ from vllm_adapter._host import (
     layer_caches,
     load_failure_policy,
 )
+from vllm_adapter._torch_pages import TorchPages
 from vllm_adapter.config import load_settings
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
 from vllm_adapter.scheduler_side import SchedulerSide
@@ -166,7 +167,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache tensors and get ready for peers."""
         if self._corrupt is not None:
             self._corrupt.attach(kv_caches)
-        self._worker_side.register(layer_caches(kv_caches, self._cache_config))
+        self._worker_side.register(layer_caches(kv_caches, self._cache_config), TorchPages(kv_caches.values()))
 
     def get_handshake_metadata(self) -> RankEnvelope | None:
         """Return what the side channel serves for this rank."""

@@ -20,6 +20,8 @@ _OTHER_KEYS = (
     "queue_duration",
     "fence_duration",
     "handshake_duration",
+    "conversion_duration",
+    "num_failed_conversions",
     "num_fence_rejections",
     "num_quarantined_reads",
     "num_refused_notifications",

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.conversion import conversion_steps, page_ranges
 from vllm_adapter.peers import PeerDirectory, PeerEngine, PeerLimits, PeerObserver, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from vllm_adapter.conversion import ConversionStep
     from vllm_adapter.peer_geometry import PeerGeometry
     from vllm_adapter.peers import Rank
     from vllm_adapter.ports import (
@@ -36,11 +38,19 @@ _RENEWED_PART = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """The one end of a request's read, for the engine thread."""
+    """The one end of a request's read, for the engine thread.
+
+    Attributes:
+        order: What was to be read.
+        code: Why it failed; empty if it did not.
+        message: The same as a sentence.
+        conversion: What is left to do to the pages of a good read.
+    """
 
     order: ReadOrder
     code: str
     message: str
+    conversion: tuple[ConversionStep, ...] = ()
 
     @property
     def is_ok(self) -> bool:
@@ -79,6 +89,7 @@ class _Read:
     open_transfers: set[str]
     unquiet: set[str]
     trusted_until_s: float
+    conversion: tuple[ConversionStep, ...] = ()
     code: str = ""
     message: str = ""
 
@@ -98,6 +109,7 @@ class ReadCoordinator:
         *,
         now_s: Callable[[], float],
     ) -> None:
+        self._ranges = page_ranges(geometry)
         self._codec = codec
         self._observer = observer
         self._limits = limits
@@ -167,19 +179,22 @@ class ReadCoordinator:
         try:
             # All ranks' indices come first: nothing is posted for a request that a later rank would refuse.
             tokens, local_first = self._alignment(order)
+            blocks = (order.local_block_ids, order.peer_block_ids)
             indices = {
-                rank: plan.indices(
-                    rank, order.local_block_ids, order.peer_block_ids, tokens=tokens, local_first=local_first
-                )
+                rank: plan.indices(rank, *blocks, tokens=tokens, local_first=local_first)
                 for rank in plan.producer_ranks
             }
+            conversion: tuple[ConversionStep, ...] = ()
+            if plan.is_staged:
+                staged = plan.staged_pages(*blocks, tokens=tokens, local_first=local_first)
+                conversion = conversion_steps(staged, self._ranges)
         except Exception as error:  # noqa: BLE001  (block ids come from the client)
             self._release_at_peer(order, engine, engine.ranks)
             self._end(order, code_of(error), str(error))
             return
         transfers = {f"{order.request_id}/{rank[0]}.{rank[1]}": rank for rank in plan.producer_ranks}
         trusted_until_s = self._now_s() + (order.lease_s or self._limits.lease_s)
-        read = _Read(order, engine, set(transfers), set(), trusted_until_s)
+        read = _Read(order, engine, set(transfers), set(), trusted_until_s, conversion)
         for transfer_id in transfers:
             self._reads[transfer_id] = read
         engine.reads_in_flight += 1
@@ -262,7 +277,7 @@ class ReadCoordinator:
             self._note_failure(read, "read-after-expiry", message)
         if engine.plan is not None and engine.phase == "ready":
             self._release_at_peer(order, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
-        self._end(order, read.code, read.message)
+        self._end(order, read.code, read.message, read.conversion)
         self._peers.read_ended(engine)
 
     def _release_at_peer(self, order: ReadOrder, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
@@ -272,6 +287,6 @@ class ReadCoordinator:
             payload = self._codec.read_complete(order.peer_request_id, engine.plan.reader_count(rank))
             self._peers.notify(engine, rank, payload)
 
-    def _end(self, order: ReadOrder, code: str, message: str) -> None:
+    def _end(self, order: ReadOrder, code: str, message: str, conversion: tuple[ConversionStep, ...] = ()) -> None:
         if order.is_reported or code:
-            self._observer.ended(ReadEnd(order, code, message))
+            self._observer.ended(ReadEnd(order, code, message, conversion))

@@ -37,6 +37,11 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         (0.0001, *_SECONDS),
     ),
     "handshake_duration": ("vllm:kv_transfer_handshake_seconds", "Seconds per handshake with an engine.", _SECONDS),
+    "conversion_duration": (
+        "vllm:kv_transfer_conversion_seconds",
+        "Seconds of the engine thread to put a read's pages in order (to queue that, on a device with streams).",
+        (0.0001, 0.001, *_SECONDS),
+    ),
 }
 """Key of the data -> (Prometheus name, help, bucket bounds). Source of the `vllm:nixl_*` bounds: vLLM's dashboards."""
 
@@ -49,6 +54,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "Completions that came after their lease had ended.",
     ),
     "num_failed_handshakes": ("vllm:kv_transfer_num_failed_handshakes", "Handshakes that failed or were refused."),
+    "num_failed_conversions": (
+        "vllm:kv_transfer_num_failed_conversions",
+        "Reads whose pages could not be put in order.",
+    ),
     "num_fence_rejections": ("vllm:kv_transfer_num_fence_rejections", "Reads voided because the lease had ended."),
     "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),

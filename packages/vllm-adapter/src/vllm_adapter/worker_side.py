@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.geometry import local_document, registration_ranges
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_adapter.config import Settings
+    from vllm_adapter.conversion import PageConverter
     from vllm_adapter.facts import EngineFacts, LayerCache
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
     from vllm_adapter.wiring import WorkerParts
@@ -68,18 +69,25 @@ class WorkerSide:
         self._reads: ReadCoordinator | None = None
         self._holds: HoldCoordinator | None = None
         self._envelope: bytes | None = None
+        self._converter: PageConverter | None = None
         self._is_death_reported = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
 
-    def register(self, caches: Sequence[LayerCache]) -> None:
-        """Register the cache, start the transfer thread and make this rank's side-channel envelope."""
+    def register(self, caches: Sequence[LayerCache], converter: PageConverter | None = None) -> None:
+        """Register the cache, start the transfer thread and make this rank's side-channel envelope.
+
+        Args:
+            caches: This rank's layers.
+            converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
+        """
         facts, settings, parts = self._facts, self._settings, self._parts
+        self._converter = converter
         document = local_document(facts, caches)
         self._reads = ReadCoordinator(
             document,
             parts.peer_geometry,
-            parts.planner,
+            parts.make_planner(caches[0].memory_kind, can_convert=converter is not None),
             parts.codec,
             ReadObserver(self._ends.append, self._stats.transfer, self._stats.count, self._stats.observe, _logger.info),
             ReadLimits(
@@ -167,7 +175,7 @@ class WorkerSide:
         while self._sent:
             results.sent.add(self._sent.popleft())
         while self._ends:
-            end = self._ends.popleft()
+            end = self._completed(self._ends.popleft())
             if not end.is_ok:
                 _logger.error(
                     "request %s: its KV was not taken over from request %s of engine %s at %s:%d: %s (%s)%s",
@@ -191,6 +199,21 @@ class WorkerSide:
         self._orphans.clear()
         self._check_alive()
         return results
+
+    def _completed(self, end: ReadEnd) -> ReadEnd:
+        """Put the pages of a good read in order; the read ends badly if that fails."""
+        if not end.is_ok or not end.conversion:
+            return end
+        began_s = time.perf_counter()
+        try:
+            assert self._converter is not None, "staged plans are only made with a converter"  # noqa: S101
+            self._converter.convert(end.conversion)
+        except Exception as error:
+            _logger.exception("request %s: its pages could not be put in order", end.order.request_id)
+            self._stats.count("num_failed_conversions")
+            return replace(end, code="conversion-failed", message=f"{type(error).__name__}: {error}")
+        self._stats.observe("conversion_duration", time.perf_counter() - began_s)
+        return end
 
     def _check_alive(self) -> None:
         agent = self._agent

@@ -32,8 +32,8 @@ from vllm_adapter.ports.requests import (
     SchedulerState,
     StepPlan,
 )
-from vllm_adapter.ports.topology import DeriveDocument, PeerPlan, PeerSizes, Planner
-from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, Rows
+from vllm_adapter.ports.topology import DeriveDocument, PageMove, PeerPlan, PeerSizes, Planner, StagedRegion
+from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, PageNumbers, Rows
 
 __all__ = [
     "Admission",
@@ -51,6 +51,8 @@ __all__ = [
     "LeaseTable",
     "MemoryKind",
     "NotificationView",
+    "PageMove",
+    "PageNumbers",
     "PeerMetadata",
     "PeerOrder",
     "PeerPlan",
@@ -59,6 +61,7 @@ __all__ = [
     "ReadOrder",
     "Rows",
     "SchedulerState",
+    "StagedRegion",
     "StepPlan",
     "TransferResult",
     "TransferThread",

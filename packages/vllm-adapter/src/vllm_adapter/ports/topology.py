@@ -7,9 +7,47 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports.values import BlockIds, Indices, Rows
+    from vllm_adapter.ports.values import BlockIds, Indices, PageNumbers, Rows
 
-__all__ = ["DeriveDocument", "PeerPlan", "PeerSizes", "Planner"]
+__all__ = ["DeriveDocument", "PageMove", "PeerPlan", "PeerSizes", "Planner", "StagedRegion"]
+
+
+class PageMove(Protocol):
+    """One strided copy from a received page to the final one, in bytes; both have the cells of `shape`."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def source_offset(self) -> int: ...
+    @property
+    def source_strides(self) -> Sequence[int]: ...
+    @property
+    def target_offset(self) -> int: ...
+    @property
+    def target_strides(self) -> Sequence[int]: ...
+
+
+class StagedRegion(Protocol):
+    """How received pages of one local region and group are put in order."""
+
+    @property
+    def region(self) -> int:
+        """Number of the region in the local document."""
+        ...
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def start(self) -> int:
+        """First byte of a page that is permuted; the moves fill [start, stop)."""
+        ...
+
+    @property
+    def stop(self) -> int: ...
+    @property
+    def moves(self) -> Sequence[PageMove]: ...
 
 
 class PeerPlan(Protocol):
@@ -26,7 +64,21 @@ class PeerPlan(Protocol):
         ...
 
     @property
-    def is_staged(self) -> bool: ...
+    def is_staged(self) -> bool:
+        """Whether the pages that a read brings are still in the producer's order: see `staged_pages`."""
+        ...
+
+    def staged_pages(
+        self,
+        local_blocks: BlockIds,
+        peer_blocks: BlockIds,
+        *,
+        tokens: int | None = None,
+        local_first: Sequence[int] | None = None,
+    ) -> Sequence[tuple[StagedRegion, PageNumbers]]:
+        """What a read leaves to be permuted, and in which local pages; arguments as `indices`."""
+        ...
+
     @property
     def bytes_per_token(self) -> float: ...
     def reader_count(self, producer_rank: tuple[int, int]) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockIds", "Indices", "MemoryKind", "Rows"]
+__all__ = ["BlockIds", "Indices", "MemoryKind", "PageNumbers", "Rows"]
 
 BlockIds = Sequence[Sequence[int]]
 """Logical block ids, one sequence per KV-cache group, in token order."""
@@ -20,3 +20,6 @@ Rows = npt.NDArray[np.uint64]
 
 Indices = npt.NDArray[np.int32]
 """int32 (n,): descriptor numbers in rows, counted over all rows."""
+
+PageNumbers = npt.NDArray[np.int64]
+"""int64 (n,): numbers of pages of a region, ascending, each once."""

@@ -1,0 +1,149 @@
+"""Prompts between engines whose pages differ in order or size: read whole and put in order on receipt, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from engines import Engine
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.config import Settings
+
+Make = Callable[..., Engine]
+LENGTHS = (1, 16, 48, 53, 144, 150)
+
+
+@pytest.fixture(params=["fake", "nixl"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    fabric = FakeFabric() if request.param == "fake" else None
+    made: list[Engine] = []
+
+    def build(name: str, **options: Any) -> Engine:
+        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: int = 0) -> None:
+    source, ticket = producer.prefill(tokens)
+    request = consumer.start_decode(ticket, tokens, hit_blocks=hit_blocks)
+    assert consumer.wait_received(request)
+    consumer.assert_has(request, source, tokens, hit_blocks=hit_blocks)
+    consumer.finish(request)
+
+
+@pytest.mark.parametrize("choice", ["auto", "always", "never"])
+@pytest.mark.parametrize(
+    ("there", "here", "producer_tokens", "consumer_tokens"),
+    [
+        ("NHD", "HND", 16, 16),
+        ("HND", "NHD", 16, 16),
+        ("NHD", "HND", 16, 48),
+        ("HND", "NHD", 16, 48),
+        ("NHD", "HND", 48, 16),
+        ("NHD", "HND", 32, 48),
+    ],
+)
+def test_pages_arrive_in_this_engines_order(
+    make: Make, choice: str, there: str, here: str, producer_tokens: int, consumer_tokens: int
+) -> None:
+    producer = make("P", order=there, tokens=producer_tokens)
+    consumer = make("D", order=here, tokens=consumer_tokens, settings=Settings(receive_conversion=choice))
+    for tokens in LENGTHS:
+        hand_over(producer, consumer, tokens)
+    assert bool(consumer.converters[0].pages_converted) is (choice != "never")
+    producer.wait_idle()
+
+
+@pytest.mark.parametrize(("order", "producer_tokens", "consumer_tokens"), [("HND", 16, 48), ("NHD", 48, 16)])
+def test_block_sizes_alone_differ(make: Make, order: str, producer_tokens: int, consumer_tokens: int) -> None:
+    producer = make("P", order=order, tokens=producer_tokens)
+    consumer = make("D", order=order, tokens=consumer_tokens, settings=Settings(receive_conversion="always"))
+    for tokens in LENGTHS:
+        hand_over(producer, consumer, tokens)
+    assert consumer.converters[0].pages_converted
+    producer.wait_idle()
+
+
+@pytest.mark.parametrize("here", ["HND", "NHD"])
+def test_parts_of_a_page_that_lie_apart_are_read_piece_by_piece(make: Make, here: str) -> None:
+    producer, consumer = make("P", tokens=48), make("D", order=here)
+    for tokens in LENGTHS:
+        hand_over(producer, consumer, tokens)
+    assert not consumer.converters[0].pages_converted
+    producer.wait_idle()
+
+
+def test_insisting_refuses_a_peer_whose_pages_cannot_be_read_whole(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make("P", tokens=48)
+    consumer = make("D", settings=Settings(receive_conversion="always"))
+    _, ticket = producer.prefill(48)
+    assert consumer.wait_received(consumer.start_decode(ticket, 48)) is False
+    assert "not-stageable" in caplog.text
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (4, 2)])
+def test_the_pieces_of_several_ranks_are_put_in_order_once(make: Make, producers: int, consumers: int) -> None:
+    producer = make("P", tp=producers, order="NHD", tokens=16)
+    consumer = make("D", tp=consumers, tokens=48)
+    for tokens in LENGTHS:
+        hand_over(producer, consumer, tokens)
+    producer.wait_idle()
+
+
+def test_a_prefix_hit_leaves_the_pages_before_it_alone(make: Make) -> None:
+    producer, consumer = make("P", order="NHD"), make("D", tokens=48)
+    source, ticket = producer.prefill(144)
+    request = consumer.start_decode(ticket, 144, hit_blocks=2)
+    hit = consumer.held[request][:2]
+    assert consumer.wait_received(request)
+    consumer.assert_has(request, source, 144, hit_blocks=2)
+    assert not any(cache[hit].any() for cache in consumer.memory[0])
+    assert consumer.converters[0].pages_converted == len(consumer.memory[0])
+
+
+def test_requests_at_once_are_put_in_order_each_by_itself(make: Make) -> None:
+    producer, consumer = make("P", order="NHD"), make("D")
+    running = []
+    for number in range(8):
+        tokens = 16 * (1 + number % 3)
+        source, ticket = producer.prefill(tokens)
+        running.append((consumer.start_decode(ticket, tokens), source, tokens))
+    for request, source, tokens in running:
+        assert consumer.wait_received(request)
+        consumer.assert_has(request, source, tokens)
+
+
+def test_a_failed_conversion_is_that_requests_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P", order="NHD"), make("D")
+    _, ticket = producer.prefill(32)
+    consumer.converters[0].refusal = MemoryError("no room")
+    assert consumer.wait_received(consumer.start_decode(ticket, 32)) is False
+    assert "conversion-failed" in caplog.text
+    observed = consumer.workers[0].take_stats()
+    assert observed is not None
+    assert (len(observed["num_failed_conversions"]), observed["conversion_duration"]) == (1, [])
+    consumer.converters[0].refusal = None
+    hand_over(producer, consumer, 32)
+    observed = consumer.workers[0].take_stats()
+    assert observed is not None
+    assert len(observed["conversion_duration"]) == 1
+    producer.wait_idle()
+
+
+def test_a_void_read_is_never_put_in_order(make: Make) -> None:
+    """The fence comes first: pages of an ended lease stay as they came, and the request fails for that reason."""
+    producer, consumer = make("P", order="NHD", settings=Settings(kv_lease_duration=1.0)), make("D")
+    hand_over(producer, consumer, 16)
+    done = consumer.converters[0].pages_converted
+    _, ticket = producer.prefill(32)
+    producer.wait_idle()
+    assert consumer.wait_received(consumer.start_decode(ticket, 32)) is False
+    assert consumer.converters[0].pages_converted == done

@@ -1,0 +1,136 @@
+"""From a staged plan's moves to steps in words: the same bytes in the same places, in as few and as wide moves as possible."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from vllm_adapter.conversion import PageRange, Permutation, conversion_steps, page_ranges
+
+
+@dataclass(frozen=True)
+class Move:
+    shape: tuple[int, ...]
+    element_bytes: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    region: int = 0
+    group: int = 0
+    start: int = 0
+    stop: int = 0
+    moves: tuple[Move, ...] = field(default=())
+
+
+def dense(shape: tuple[int, ...], axes: list[int], element_bytes: int) -> tuple[int, ...]:
+    """Strides of a dense array whose axes lie in memory in the given order, outermost first."""
+    strides, step = [0] * len(shape), element_bytes
+    for axis in reversed(axes):
+        strides[axis], step = step, step * shape[axis]
+    return tuple(strides)
+
+
+@st.composite
+def regions(draw: Any) -> Region:
+    """A page cut into equal parts, each permuted and put into another part's place."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
+    element_bytes, start = draw(st.sampled_from([1, 2, 3, 4, 8, 16])), draw(st.integers(0, 40))
+    parts = draw(st.permutations(range(draw(st.integers(1, 3)))))
+    part_bytes = math.prod(shape) * element_bytes
+    axes = list(range(len(shape)))
+    moves = tuple(
+        Move(
+            shape,
+            element_bytes,
+            start + number * part_bytes,
+            dense(shape, draw(st.permutations(axes)), element_bytes),
+            start + place * part_bytes,
+            dense(shape, draw(st.permutations(axes)), element_bytes),
+        )
+        for number, place in enumerate(parts)
+    )
+    return Region(start=start, stop=start + len(parts) * part_bytes, moves=moves)
+
+
+def moved(page: np.ndarray[Any, Any], region: Region) -> np.ndarray[Any, Any]:
+    final = page.copy()
+    for move in region.moves:
+        shape = (*move.shape, move.element_bytes)
+        source = as_strided(page[move.source_offset :], shape, (*move.source_strides, 1))
+        as_strided(final[move.target_offset :], shape, (*move.target_strides, 1))[...] = source
+    return final
+
+
+def permuted(page: np.ndarray[Any, Any], how: Permutation) -> np.ndarray[Any, Any]:
+    final = page.copy()
+    stop = how.start_bytes + how.span * how.word_bytes
+    words = page[how.start_bytes : stop].reshape(how.span, how.word_bytes)
+    target = final[how.start_bytes : stop].reshape(how.span, how.word_bytes)
+    for move in how.moves:
+        cells = np.indices(move.shape).reshape(len(move.shape), -1)
+        source = words[move.source_offset + np.array(move.source_strides) @ cells]
+        target[move.target_offset + np.array(move.target_strides) @ cells] = source
+    return final
+
+
+@given(regions(), st.sampled_from([1, 2, 4, 8, 12]))
+def test_words_move_as_the_bytes_do(region: Region, place: int) -> None:
+    page = np.random.default_rng(0).integers(0, 256, region.stop + 7, np.uint8)
+    (step,) = conversion_steps([(region, np.array([3]))], [PageRange(4096, 4096, 8)])
+    assert step.permutation.word_bytes in {1, 2, 4, 8}
+    np.testing.assert_array_equal(permuted(page, step.permutation), moved(page, region))
+    aligned = step.permutation.aligned(place)
+    assert place % aligned.word_bytes == 0
+    np.testing.assert_array_equal(permuted(page, aligned), moved(page, region))
+
+
+def test_what_stays_together_moves_together() -> None:
+    """Tokens before heads into heads before tokens, 16 bit: a head's token is one run of 32 words of 8 bytes."""
+    move = Move((1, 16, 8, 128), 2, 0, (65536, 4096, 512, 2), 0, (0, 512, 8192, 2))
+    (step,) = conversion_steps([(Region(stop=65536, moves=(move,)), np.array([1]))], [PageRange(0, 65536, 9)])
+    assert step.permutation.word_bytes == 8
+    assert [m.shape for m in step.permutation.moves] == [(16, 8, 32)]
+
+
+def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permuted_once() -> None:
+    swap = (Move((1,), 4, 0, (4,), 4, (4,)), Move((1,), 4, 4, (4,), 0, (4,)))
+    other = (Move((1,), 8, 0, (8,), 0, (8,)),)
+    ranges = [PageRange(300, 8, 9), PageRange(100, 8, 9), PageRange(200, 8, 9), PageRange(100, 8, 9)]
+    staged = [(Region(number, stop=8, moves=swap), np.array([1, 2])) for number in (0, 1, 3)]
+    staged.append((Region(2, stop=8, moves=other), np.array([1, 2])))
+    staged.append((Region(2, group=1, stop=8, moves=swap), np.array([4])))
+    staged.append((Region(0, group=2, stop=8, moves=swap), np.array([], np.int64)))
+    steps = conversion_steps(staged, ranges)
+    assert [[place.address for place in step.regions] for step in steps] == [[100, 300], [200], [200]]
+    assert [step.pages.tolist() for step in steps] == [[1, 2], [1, 2], [4]]
+
+
+def test_ranges_are_those_of_the_document() -> None:
+    document = {"regions": [{"base_address": 7, "page_stride_bytes": 9, "page_count": 3, "page_bytes": 8}]}
+    assert page_ranges(document) == (PageRange(7, 9, 3),)
+    assert page_ranges({}) == ()
+
+
+@pytest.mark.parametrize("choice", ["auto", "never", "always"])
+def test_the_choice_reaches_the_planner(choice: str) -> None:
+    from factories import facts
+
+    from vllm_adapter.config import load_settings
+    from vllm_adapter.wiring import WorkerParts
+
+    settings, _ = load_settings({"receive_conversion": choice})
+    parts = WorkerParts(facts(), settings)
+    assert parts.make_planner("DRAM", can_convert=True)._staging == choice
+    assert parts.make_planner("VRAM", can_convert=False)._staging == "never"
