@@ -1,20 +1,24 @@
 """Staged plans: proved by the oracle, and chosen by the cost model."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from kv_topology import CostModel, UnsupportedTopology, plan_transfer
+from kv_topology import CostModel, Group, RankGeometry, UnsupportedTopology, plan_transfer
+from kv_topology._boxes import Box
 from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._estimate import Estimate
 from kv_topology._proof_cases import ProofCase, request_for
-from kv_topology.testing import prove
+from kv_topology._staged import _extent, _place_of
+from kv_topology.testing import Request, prove
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
 PAIRS = [
     (mine, theirs, tp, peer_tp, block, peer_block)
     for mine, theirs in product(("packed-HND", "packed-NHD", "halves-HND", "halves-NHD"), repeat=2)
     for tp, peer_tp in ((1, 1), (1, 2), (2, 4), (1, 3), (2, 2))
-    for block, peer_block in ((16, 16), (48, 16))
+    for block, peer_block in ((16, 16), (48, 16), (32, 16))
 ]
 
 
@@ -57,17 +61,52 @@ def test_the_cost_model_decides():
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="auto", cost=free)
     assert not plan.is_staged
     assert plan.estimate.staged_us > plan.estimate.direct_us
-    dear = CostModel(descriptor_us=1.0, bandwidth_gb_s=1.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
+    dear = CostModel(descriptor_us=1.0, bandwidth_gb_s=4.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="auto", cost=dear)
     moved = 160 * 256
-    assert plan.estimate.direct_us == pytest.approx(160 * 8 * 1.0 + moved / 1e3)
-    assert plan.estimate.staged_us == pytest.approx(160 / 8 + moved / 1e3 + 2 * 10.0 + moved / 2e3)
+    assert plan.estimate.direct_us == pytest.approx(160 * 8 * 1.0 + moved / 4e3)
+    assert plan.estimate.staged_us == pytest.approx(160 / 8 + moved / 4e3 + 2 * 10.0 + moved / 2e3)
+
+
+def test_default_prices_are_as_documented():
+    assert CostModel() == CostModel(2.5, 9.0, 10.0, 20.0, 1024)
+
+
+def test_states_count_once_per_request():
+    state = StateSpec(heads=8, head_dim=4, state_dim=4)
+    hybrid = ModelSpec(("attention", "mamba2"), 4, 8, state=state)
+    local = build_engine(hybrid, EngineSpec(1, block_tokens=64, layout="packed-NHD"))[0, 0]
+    cost = CostModel(descriptor_us=1.0, bandwidth_gb_s=4.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
+    plan = plan_transfer(local, build_engine(hybrid, EngineSpec(1, block_tokens=64)), staging="auto", cost=cost)
+    tables = plan.slices((0, 0))
+    assert [table.pairing.local.is_state for table in tables] == [False, True]
+    per_token, state_bytes, descriptors = 2 * 4 * 8 * 2, int(tables[1].length.sum()), len(tables[1])
+    found, wire = plan.estimate, (160 * per_token + state_bytes) / 4e3
+    assert (found.bytes_per_token, found.state_bytes, found.state_descriptors) == (per_token, state_bytes, descriptors)
+    assert (found.direct_descriptors_per_token, found.staged_descriptors_per_token) == (4, 1 / 64)
+    assert found.direct_us == pytest.approx(160 * 4 + descriptors + wire)
+    assert found.staged_us == pytest.approx(160 / 64 + descriptors + wire + 10.0 + 160 * per_token / 2e3)
+
+
+def test_a_tie_stays_direct():
+    assert not Estimate(1, 0, 1, 1, 0, 5.0, 5.0).is_staged_cheaper
+    assert Estimate(1, 0, 1, 1, 0, 5.0, 4.9).is_staged_cheaper
+    assert not Estimate(1, 0, 1, None, 0, 5.0, None).is_staged_cheaper
+
+
+def test_a_box_must_lie_in_one_chunk():
+    assert _extent(Box(((3, 0, 100), (4, 0, 10), (1, 0, 7)), 0, 0, 2, 0, 0)) == 2 * 100 + 3 * 10 + 2
+    chunks = [(0, 100, 50, 7), (1, 100, 50, 900), (0, 200, 10, 57)]
+    assert [_place_of(chunks, region, 110, 150) for region in (0, 1, 2)] == [17, 910, None]
+    assert [_place_of(chunks, 0, start, stop) for start, stop in ((99, 101), (149, 151), (100, 150))] == [None, None, 7]
+    assert _place_of(chunks, 0, 205, 210) == 62
 
 
 def test_what_cannot_be_staged_is_refused_or_stays_direct():
     state = StateSpec(heads=8, head_dim=4, state_dim=4)
     cases = [
         (ModelSpec(("latent",), latent_dim=8), {"tp": 2, "dcp": 2}, {"tp": 1}),
+        (ModelSpec(("latent",), latent_dim=8), {"tp": 1}, {"tp": 2, "dcp": 2}),
         (DENSE, {"tp": 2, "layout": "packed-HND"}, {"tp": 1, "layout": "packed-NHD"}),
     ]
     for model, mine, theirs in cases:
@@ -81,6 +120,26 @@ def test_what_cannot_be_staged_is_refused_or_stays_direct():
     consumer, producer = EngineSpec(1, block_tokens=64, layout="packed-NHD"), EngineSpec(2, block_tokens=64)
     request = request_for(ProofCase("staged", hybrid, consumer, producer, 100))
     prove(build_engine(hybrid, consumer), build_engine(hybrid, producer), request, always)
+
+
+@pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND")])
+@pytest.mark.parametrize(("sizes", "is_staged"), [((16, 16), True), ((16, 24), False), ((24, 16), False)])
+def test_layers_of_a_page_with_different_units_stay_direct(orders, sizes, is_staged):
+    """Both layers share the consumer's pages; at the producer they are in groups of their own block sizes."""
+    model = ModelSpec(("attention",) * 2, 4, 8)
+    consumers = build_engine(model, EngineSpec(block_tokens=48, layout=f"cross-{orders[0]}", block_count=8))
+    regions = []
+    for layer, tokens in enumerate(sizes):
+        engine = EngineSpec(block_tokens=tokens, layout=f"packed-{orders[1]}", block_count=12)
+        region = build_engine(model, engine)[0, 0].regions[layer]
+        member = replace(region.members[0], group=layer)
+        regions.append(replace(region, base_address=(1 << 32) + (layer << 20), members=(member,)))
+    groups = tuple(Group("attention", tokens) for tokens in sizes)
+    producers = {(0, 0): RankGeometry(1, 0, groups, tuple(regions))}
+    counts = [-(-90 // tokens) for tokens in sizes]
+    request = Request([[5, 2]], [[7, 1, 3, 9, 0, 4][: counts[0]], [2, 8, 5, 1, 6, 3][: counts[1]]], tokens=90)
+    assert plan_transfer(consumers[0, 0], producers, staging="auto").is_staged == is_staged
+    prove(consumers, producers, request, lambda mine, theirs: plan_transfer(mine, theirs, staging="auto"))
 
 
 def test_only_written_pages_are_permuted():

@@ -22,6 +22,7 @@ from kv_topology._slices import SliceTable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_topology._arrays import Bools
     from kv_topology._boxes import Box, Overlap, Pairing
 
     Rank = tuple[int, int]
@@ -104,59 +105,73 @@ class StagedRegion:
 
 @final
 class _Bay:
-    """One region and group: collects the peer-contiguous chunks of all producers, then hands out their places."""
+    """The bytes of one region's pages that all producers fill together, and what is put there so far.
 
-    def __init__(self, pairing: Pairing) -> None:
-        self.pairing = pairing
-        self.unit_bytes = 0
-        self.start: int | None = None
-        self.stop = 0
-        self.covered = 0
+    Attributes:
+        start: First byte.
+        stop: One past the last.
+        local_units: Units in a page.
+        unit_bytes: Bytes that one unit takes.
+        filled: Bytes of a unit that have their place already.
+        moves: Copies that complete the page.
+    """
+
+    def __init__(self, start: int, stop: int, local_units: int) -> None:
+        self.start = start
+        self.stop = stop
+        self.local_units = local_units
+        self.unit_bytes = (stop - start) // local_units
+        self.filled = 0
         self.moves: list[PageMove] = []
 
-    def span(self, table: SliceTable, chosen: np.ndarray) -> None:
-        """Take in the local bytes that a producer's slices fill."""
-        units = self.pairing.local_units
-        offset, length, step = table.local_offset[chosen], table.length[chosen], table.local_step[chosen]
-        low, high = int(offset.min()), int((offset + (units - 1) * step + length).max())
-        self.start = low if self.start is None else min(self.start, low)
-        self.stop = max(self.stop, high)
-        self.covered += int(length.sum()) * units
+    def take(self, length: int) -> int:
+        """Return the place of the next chunk."""
+        place = self.start + self.filled
+        self.filled += length
+        return place
 
 
-def _chunks(table: SliceTable, chosen: np.ndarray) -> list[tuple[int, int, int, int]]:
+def _span(table: SliceTable, chosen: Bools) -> tuple[int, int, int, int]:
+    """Return (first byte, one past the last, number of bytes, units) of what a producer's slices fill in a page."""
+    units = table.pairing.local_units
+    offset, length, step = table.local_offset[chosen], table.length[chosen], table.local_step[chosen]
+    return int(offset.min()), int((offset + (units - 1) * step + length).max()), int(length.sum()) * units, units
+
+
+def _chunks(table: SliceTable, chosen: Bools) -> list[tuple[int, int, int, int]]:
     """Return (peer region, peer offset, peer step, bytes) of the runs that are contiguous at the producer."""
-    rows = sorted(
-        zip(
-            table.peer_region[chosen].tolist(),
-            table.peer_step[chosen].tolist(),
-            table.peer_offset[chosen].tolist(),
-            table.length[chosen].tolist(),
-            strict=True,
-        )
-    )
+    columns = (table.peer_region, table.peer_step, table.peer_offset, table.length)
+    rows = sorted(zip(*(column[chosen].tolist() for column in columns), strict=True))
     chunks: list[tuple[int, int, int, int]] = []
     for region, step, offset, length in rows:
-        if chunks and chunks[-1][:1] + chunks[-1][2:3] == (region, step) and chunks[-1][1] + chunks[-1][3] == offset:
-            chunks[-1] = (region, chunks[-1][1], step, chunks[-1][3] + length)
-        else:
-            chunks.append((region, offset, step, length))
+        start = offset
+        if chunks:
+            before, first, same_step, size = chunks[-1]
+            if (before, same_step, first + size) == (region, step, offset):
+                start = first
+                chunks.pop()
+        chunks.append((region, start, step, offset + length - start))
     return chunks
 
 
 def _open_bays(tables: Sequence[SliceTable]) -> dict[tuple[int, int], _Bay] | None:
-    """Return the bytes that all producers fill in the pages of each region, None if gaps or dealt tokens forbid it."""
-    bays: dict[tuple[int, int], _Bay] = {}
+    """Return the bytes that all producers fill in the pages of each region and group.
+
+    None if gaps, dealt tokens, or units of different sizes in one page forbid it.
+    """
+    spans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for table in tables:
         if table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1:
             return None
         for region in np.unique(table.local_region).tolist():
-            bay = bays.setdefault((region, table.pairing.local_group), _Bay(table.pairing))
-            bay.span(table, table.local_region == region)
-    for bay in bays.values():
-        if bay.start is None or bay.stop - bay.start != bay.covered:
+            part = _span(table, table.local_region == region)
+            spans.setdefault((region, table.pairing.local_group), []).append(part)
+    bays: dict[tuple[int, int], _Bay] = {}
+    for key, parts in spans.items():
+        lows, highs, sizes, units = zip(*parts, strict=True)
+        if len(set(units)) != 1 or max(highs) - min(lows) != sum(sizes):
             return None
-        bay.unit_bytes = bay.covered // bay.pairing.local_units
+        bays[key] = _Bay(min(lows), max(highs), units[0])
     return bays
 
 
@@ -174,7 +189,6 @@ def stage(
     bays = _open_bays([t for found in tables.values() for t in found if not t.pairing.local.is_state])
     if bays is None:
         return None
-    filled = dict.fromkeys(bays, 0)
     staged: dict[Rank, list[SliceTable]] = {}
     for rank, group_tables in tables.items():
         boxes = {(p.local_group, p.peer_group): found for p, found in overlaps[rank]}
@@ -183,22 +197,19 @@ def stage(
             done: SliceTable | None = table
             if not table.pairing.local.is_state:
                 found = boxes[table.pairing.local_group, table.pairing.peer_group]
-                done = _stage_table(table, found, bays, filled)
+                done = _stage_table(table, found, bays)
             if done is None:
                 return None
             staged[rank].append(done)
     regions = tuple(
-        StagedRegion(region, group, bay.start or 0, bay.stop, tuple(bay.moves))
+        StagedRegion(region, group, bay.start, bay.stop, tuple(bay.moves))
         for (region, group), bay in sorted(bays.items())
     )
     return staged, regions
 
 
 def _stage_table(
-    table: SliceTable,
-    overlaps: Sequence[Overlap],
-    bays: Mapping[tuple[int, int], _Bay],
-    filled: dict[tuple[int, int], int],
+    table: SliceTable, overlaps: Sequence[Overlap], bays: Mapping[tuple[int, int], _Bay]
 ) -> SliceTable | None:
     """Give every chunk of one producer a place in its page, and note the moves of its boxes.
 
@@ -207,14 +218,12 @@ def _stage_table(
     rows: list[tuple[int, int, int, int, int, int, int]] = []
     group = table.pairing.local_group
     for region in np.unique(table.local_region).tolist():
-        bay, key = bays[region, group], (region, group)
+        bay = bays[region, group]
         places: list[tuple[int, int, int, int]] = []
         for peer_region, offset, step, length in _chunks(table, table.local_region == region):
-            place = (bay.start or 0) + filled[key]
-            local_step = bay.unit_bytes if table.pairing.local_units > 1 else 0
-            rows.append((region, place, local_step, peer_region, offset, step, length))
+            place = bay.take(length)
+            rows.append((region, place, bay.unit_bytes, peer_region, offset, step, length))
             places.append((peer_region, offset, length, place))
-            filled[key] += length
         for overlap in overlaps:
             for local_region, local_offset, peer_region, peer_offset in overlap.places:
                 if local_region == region:
@@ -243,7 +252,7 @@ def _place_of(places: Sequence[tuple[int, int, int, int]], region: int, start: i
 
 def _move(box: Box, bay: _Bay, source: int, target: int) -> PageMove:
     return PageMove(
-        (bay.pairing.local_units, *(axis[0] for axis in box.axes)),
+        (bay.local_units, *(axis[0] for axis in box.axes)),
         box.element_bytes,
         source,
         (bay.unit_bytes, *(axis[2] for axis in box.axes)),
