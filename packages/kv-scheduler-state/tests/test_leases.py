@@ -68,6 +68,23 @@ def test_without_pauses_the_clock_is_the_callers():
         ObservedClock(0.0)
 
 
+READINGS = st.one_of(st.floats(0, 1e9), st.floats(0, 10), st.integers(0, 100))
+
+
+@given(st.lists(READINGS, min_size=2, max_size=30), st.sampled_from((0.5, 5.0, math.inf)))
+def test_observed_time_never_runs_backwards_nor_jumps(readings, max_step_s):
+    clock = ObservedClock(max_step_s)
+    assert clock.observed_s == 0.0
+    before, observed = readings[0], clock.observe(readings[0])
+    assert observed == readings[0]
+    for reading in readings[1:]:
+        expected = min(max(0.0, reading - before), max_step_s)
+        after = clock.observe(reading)
+        assert after == clock.observed_s >= observed
+        assert after - observed == pytest.approx(expected, abs=1e-6)
+        before, observed = reading, after
+
+
 def test_readers_count_once_each_and_only_as_announced():
     table = granted()
     calls = [("a", 3), ("a", 3), ("b", 2), ("b", 0), ("b", True), ("", 3), (7, 3), ("b", 5000), ("b", 3)]

@@ -323,6 +323,7 @@ def test_heartbeats_are_grouped_by_peer_and_throttled():
         ("prefill-1", ("c",)),
     ]
     beat = plan.heartbeats[0]
+    assert beat.peer_generation is None
     assert (beat.peer_host, beat.peer_port, beat.peer_tp, beat.peer_pp, beat.peer_dcp) == ("10.0.0.1", 5600, 2, 1, 1)
     assert beat.peer_dialect is None
     assert beats(state, 4.9) == []

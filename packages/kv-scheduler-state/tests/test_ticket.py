@@ -74,6 +74,10 @@ def test_a_good_ticket_is_read_and_written_again(name):
     assert READER.read(ticket.to_params(), "handoff") == ticket
 
 
+def test_blocks_that_are_equal_to_bools_are_blocks():
+    assert READER.read(consumer_params(remote_block_ids=[[1, 0]]), "handoff").peer_block_ids == ((1, 0),)
+
+
 def test_unknown_keys_are_kept():
     ticket = READER.read(consumer_params(router_hint={"a": 1}), "handoff")
     assert ticket.extra == {"router_hint": {"a": 1}}
@@ -136,6 +140,8 @@ HOSTILE = [
     ("ticket-range", consumer_params(kv_fence=[-1, 1])),
     ("ticket-range", consumer_params(kv_fence=[True, 1])),
     ("ticket-range", consumer_params(kv_fence=[0, 1.0])),
+    ("ticket-blocks", consumer_params(remote_block_ids=[[5, True]])),
+    ("ticket-blocks", consumer_params(remote_block_ids=[[0, 1, False]])),
     ("ticket-text", consumer_params(remote_engine_id="")),
     ("ticket-text", consumer_params(remote_request_id="a" * 513)),
     ("ticket-text", consumer_params(remote_request_id="a\nb")),

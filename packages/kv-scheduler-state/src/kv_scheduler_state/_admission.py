@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._decisions import BYSTANDER, Admission, Role
+from kv_scheduler_state._decisions import BYSTANDER, Admission
 from kv_scheduler_state._errors import TicketError
 from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._ticket_reader import TicketReader
@@ -41,26 +41,28 @@ class AdmissionDesk:
 
     def admit(self, request_id: str, live: Live, params: object, prompt_tokens: int, at_s: float) -> Admission:
         """Give a request the halves that its params ask for; a bad ticket only costs it the consumer's half."""
-        role: Role = "none"
-        truncate_tokens = 0
         try:
-            kind = self._tickets.classify(params)
-            if kind == "none":
-                return BYSTANDER
-            if kind != "handoff":
-                role = "producer"
-                backoff = self._backoff_tokens
-                truncate_tokens = backoff if prompt_tokens > backoff else 0
-                live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
-            if kind != "prefill":
-                ticket = self._tickets.read(params, kind)
-                live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens - truncate_tokens, at_s)
-                role = "producer" if kind == "readback" else "consumer"
-                if kind == "handoff" and self._is_bidirectional:
+            fields = self._tickets.fields_of(params)
+            kind = self._tickets.kind_of(fields)
+            if kind == "handoff":
+                ticket = self._tickets.ticket_of(fields, kind)
+                live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+                if self._is_bidirectional:
                     live.producer = self._producers.arrive(request_id, is_readback=True, now_s=at_s)
+                return _CONSUMER
         except TicketError as error:
             live.rejected_code = error.code
-            return Admission(role, error.code, str(error), truncate_tokens)
-        if truncate_tokens:
-            return Admission(role, "", "", truncate_tokens)
-        return _PRODUCER if role == "producer" else _CONSUMER
+            return Admission("none", error.code, str(error))
+        if kind == "none":
+            return BYSTANDER
+        live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
+        backoff = self._backoff_tokens
+        truncate_tokens = backoff if prompt_tokens > backoff else 0
+        if kind == "readback":
+            try:
+                ticket = self._tickets.ticket_of(fields, kind)
+            except TicketError as error:
+                live.rejected_code = error.code
+                return Admission("producer", error.code, str(error), truncate_tokens)
+            live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens - truncate_tokens, at_s)
+        return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER

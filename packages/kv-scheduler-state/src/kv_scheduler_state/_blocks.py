@@ -26,10 +26,11 @@ class BlockClipper:
     "state" group the one block with the running state, which is in front of the speculative scratch blocks.
     """
 
-    __slots__ = ("_groups", "_is_plain")
+    __slots__ = ("_count", "_groups", "_is_plain")
 
     def __init__(self, groups: tuple[GroupConfig, ...]) -> None:
         self._groups = groups
+        self._count = len(groups)
         self._is_plain = all(group.kind == "full" for group in groups)
 
     def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
@@ -56,8 +57,9 @@ class BlockClipper:
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
         """
-        self.require_groups(block_ids)
-        blocks = tuple([tuple(group) for group in block_ids])
+        if len(block_ids) != self._count:
+            self.require_groups(block_ids)
+        blocks = tuple(map(tuple, block_ids))
         if self._is_plain:
             return blocks
         return tuple(

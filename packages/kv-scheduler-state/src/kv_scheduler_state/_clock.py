@@ -8,11 +8,14 @@ observations it advances by the clock's difference, but never backwards and neve
 from __future__ import annotations
 
 import math
-from typing import final
+import sys
+from typing import Final, final
 
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, quote
 
 __all__ = ["ObservedClock"]
+
+_LARGEST: Final = sys.float_info.max
 
 
 @final
@@ -23,14 +26,24 @@ class ObservedClock:
         max_step_s: Most that observed time advances between two observations.
     """
 
-    __slots__ = ("_last_s", "_max_step_s", "observed_s")
+    __slots__ = ("_from_reading_s", "_from_s", "_last_s", "_max_step_s")
 
     def __init__(self, max_step_s: float = math.inf) -> None:
         if not max_step_s > 0:
             raise InvalidConfig(f"max_step_s is {max_step_s}, must be positive")
-        self._max_step_s = max_step_s
-        self._last_s: float | None = None
-        self.observed_s = 0.0
+        # Finite, so that no infinite reading is within a step.
+        self._max_step_s = min(max_step_s, _LARGEST)
+        # Before the first reading: one that no reading is within a step of.
+        self._last_s = math.inf
+        # Observed time runs with the readings since this one; a pause or a step back begins anew.
+        self._from_reading_s = 0.0
+        self._from_s = 0.0
+
+    @property
+    def observed_s(self) -> float:
+        """Observed seconds at the last reading; 0 before the first."""
+        last_s = self._last_s
+        return self._from_s + (last_s - self._from_reading_s) if last_s < math.inf else 0.0
 
     def observe(self, now_s: float) -> float:
         """Advance to the reading `now_s` and return the observed seconds.
@@ -38,21 +51,24 @@ class ObservedClock:
         Raises:
             InvalidEvent: `invalid-event`, for a reading that is no finite number of at least zero.
         """
-        if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s < math.inf:
-            raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
         last_s = self._last_s
-        if now_s == last_s:
-            return self.observed_s
+        # Nearly every reading. What is not before a good reading and not far after it is good itself.
+        if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s:
+            self._last_s = now_s
+            return self._from_s + (now_s - self._from_reading_s)
+        return self._observe_unusual(now_s)
+
+    def _observe_unusual(self, now_s: float) -> float:
+        if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
+            raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
+        last_s, now_s = self._last_s, float(now_s)
+        # The first reading is taken as it is: observed and real time are equal while nothing unusual happens.
+        if last_s < math.inf:
+            self._from_s = self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
+            self._from_reading_s = now_s
         self._last_s = now_s
-        if last_s is None:
-            # Starting at the first reading keeps observed and real time equal while nothing unusual happens.
-            self.observed_s = float(now_s)
-        elif now_s > last_s:
-            step_s = now_s - last_s
-            self.observed_s += min(step_s, self._max_step_s)
         return self.observed_s
 
     def to_reading(self, observed_s: float) -> float:
         """Return the clock reading at which observed time reaches `observed_s`, if it is watched until then."""
-        last_s = self._last_s if self._last_s is not None else 0.0
-        return last_s + (observed_s - self.observed_s)
+        return self._from_reading_s + (observed_s - self._from_s)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_scheduler_state._arguments import covered_blocks, refuse_excess
 from kv_scheduler_state._heartbeats import HeartbeatBook, HeartbeatPeer
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
 from kv_scheduler_state._plan import ReadOrder
+from kv_scheduler_state._records import new_tuple
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._blocks import Blocks
+    from collections.abc import Sequence
+
+    from kv_scheduler_state._blocks import BlockClipper, Blocks
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._ticket import HandoffTicket
@@ -23,10 +27,12 @@ class ConsumerHalf:
 
     __slots__ = ("least_tokens", "loadable_tokens", "peer", "since_s", "state", "ticket", "trace")
 
-    def __init__(self, ticket: HandoffTicket, loadable_tokens: int, least_tokens: int, now_s: float) -> None:
-        self.state = NEW
+    def __init__(
+        self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, least_tokens: int, now_s: float
+    ) -> None:
+        self.state = arrival.target
         self.since_s = now_s
-        self.trace: list[TraceEntry] = []
+        self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
         self.ticket = ticket
         self.loadable_tokens = loadable_tokens
         self.least_tokens = least_tokens
@@ -40,12 +46,37 @@ class ConsumerDesk:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    __slots__ = ("_backoff_tokens", "_config", "_no_blocks", "_outbox", "_trace_length", "heartbeats", "table")
+    __slots__ = (
+        "_arrival",
+        "_backoff_tokens",
+        "_clipper",
+        "_config",
+        "_no_blocks",
+        "_outbox",
+        "_trace_length",
+        "failure_event",
+        "heartbeats",
+        "on_done",
+        "on_failure",
+        "on_finish",
+        "on_hit",
+        "on_load",
+        "table",
+    )
 
-    def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
         self.table = table
+        self.on_load = table.on("load")
+        self.on_hit = table.on("hit")
+        self.on_done = table.on("done")
+        self.on_finish = table.on("finish")
+        # By which event the failure policy calls a failed read.
+        self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
+        self.on_failure = table.on(self.failure_event)
+        self._arrival = table.on("arrive").get(NEW)
         self.heartbeats = HeartbeatBook(config.heartbeat_period_s)
         self._config = config
+        self._clipper = clipper
         self._outbox = outbox
         self._trace_length = config.trace_length
         self._backoff_tokens = config.backoff_tokens
@@ -53,17 +84,12 @@ class ConsumerDesk:
 
     def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerHalf:
         """Begin the life of a request whose prompt is to be read."""
+        arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
-        half = ConsumerHalf(
-            ticket,
-            self._loadable_tokens(ticket, prompt_tokens),
-            self._config.recompute_threshold_tokens if is_readback else 1,
-            now_s,
-        )
-        row = self.table.find(request_id, NEW, "arrive")
-        advance(half, row, now_s, self._trace_length)
+        least_tokens = self._config.recompute_threshold_tokens if is_readback else 1
+        half = ConsumerHalf(arrival, ticket, self._loadable_tokens(ticket, prompt_tokens), least_tokens, now_s)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
-        if "start-heartbeat" in row.effects and not is_readback:
+        if "start-heartbeat" in arrival.effects and not is_readback:
             half.peer = self.heartbeats.start(ticket, now_s)
         return half
 
@@ -78,38 +104,52 @@ class ConsumerDesk:
         self,
         request_id: str,
         half: ConsumerHalf,
-        row: Transition,
-        local_blocks: Blocks,
-        computed_blocks: tuple[int, ...],
+        block_ids: Sequence[Sequence[int]],
+        new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
         now_s: float,
     ) -> None:
-        """Order the read, or with no external token the notification alone."""
-        advance(half, row, now_s, self._trace_length)
+        """Order the read, or with no external token the notification alone.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
+        """
+        if not external_tokens:
+            row = self.on_hit.get(half.state) or self.table.refuse(request_id, half.state, "hit")
+            self.settle(request_id, half, row, now_s)
+            return
+        if external_tokens > half.loadable_tokens:
+            refuse_excess(request_id, external_tokens, half.loadable_tokens)
+        row = self.on_load.get(half.state) or self.table.refuse(request_id, half.state, "load")
+        local_blocks = self._clipper.clip(new_block_ids)
+        computed_blocks = covered_blocks(block_ids, new_block_ids)
+        read = _read_order(request_id, half.ticket, local_blocks, external_tokens, computed_blocks)
+        self.settle(request_id, half, row, now_s)
         if "order-read" in row.effects:
-            self._order(request_id, half, local_blocks, computed_blocks, external_tokens)
-        if row.effects:
-            self._finish_effects(request_id, half, row)
+            self._order(request_id, read)
+
+    def finish(self, request_id: str, half: ConsumerHalf, now_s: float) -> None:
+        """End the request.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.on_finish.get(half.state) or self.table.refuse(request_id, half.state, "finish")
+        self.settle(request_id, half, row, now_s)
 
     def settle(self, request_id: str, half: ConsumerHalf, row: Transition, now_s: float) -> None:
-        """Apply an event that carries nothing else: the read's end, a preemption or the request's end."""
+        """Take a step and do what its row demands; only `allocate` knows enough to order a read."""
         advance(half, row, now_s, self._trace_length)
-        if row.effects:
-            self._finish_effects(request_id, half, row)
-
-    def failure_event(self) -> str:
-        """Return the event by which the failure policy calls a failed read."""
-        return "broken" if self._config.load_failure_policy == "recompute" else "broken-for-good"
-
-    def _finish_effects(self, request_id: str, half: ConsumerHalf, row: Transition) -> None:
-        effects = row.effects
-        if "order-notify" in effects:
-            self._order(request_id, half, self._no_blocks, (), 0)
-        if "cancel-read" in effects:
-            self._cancel(request_id)
-        if "stop-heartbeat" in effects and half.peer is not None:
-            self.heartbeats.stop(half.peer, half.ticket.peer_request_id)
-            half.peer = None
+        for effect in row.effects:
+            if effect == "stop-heartbeat":
+                if half.peer is not None:
+                    self.heartbeats.stop(half.peer, half.ticket.peer_request_id)
+                    half.peer = None
+            elif effect == "order-notify":
+                self._order(request_id, _read_order(request_id, half.ticket, self._no_blocks, 0, ()))
+            elif effect == "cancel-read":
+                self._cancel(request_id)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int) -> int:
         held = ticket.peer_tokens
@@ -118,31 +158,12 @@ class ConsumerDesk:
             if held is None or (self._config.has_state and held > prompt_tokens):
                 return 0
             return min(held, prompt_tokens)
-        loadable = max(0, prompt_tokens - self._backoff_tokens)
+        loadable = prompt_tokens - self._backoff_tokens
         # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
-        return min(loadable, held) if held else loadable
+        return max(0, min(loadable, held) if held else loadable)
 
-    def _order(
-        self,
-        request_id: str,
-        half: ConsumerHalf,
-        local_blocks: Blocks,
-        computed_blocks: tuple[int, ...],
-        external_tokens: int,
-    ) -> None:
-        ticket = half.ticket
-        self._outbox.reads[request_id] = ReadOrder(
-            request_id,
-            ticket.peer,
-            ticket.peer_request_id,
-            ticket.peer_block_ids,
-            local_blocks,
-            ticket.fence,
-            ticket.lease_s,
-            external_tokens > 0,
-            external_tokens,
-            computed_blocks,
-        )
+    def _order(self, request_id: str, read: ReadOrder) -> None:
+        self._outbox.reads[request_id] = read
         self._outbox.has_orders = True
 
     def _cancel(self, request_id: str) -> None:
@@ -153,3 +174,28 @@ class ConsumerDesk:
         else:
             # No worker has seen the read: what is left of it is to tell the peer, and to report to the parked engine.
             self._outbox.reads[request_id] = order._replace(local_block_ids=self._no_blocks)
+
+
+def _read_order(
+    request_id: str,
+    ticket: HandoffTicket,
+    local_blocks: Blocks,
+    external_tokens: int,
+    computed_blocks: tuple[int, ...],
+) -> ReadOrder:
+    _, peer, peer_request_id, peer_block_ids, _, lease_s, fence, _, _, _ = ticket
+    return new_tuple(
+        ReadOrder,
+        (
+            request_id,
+            peer,
+            peer_request_id,
+            peer_block_ids,
+            local_blocks,
+            fence,
+            lease_s,
+            external_tokens > 0,
+            external_tokens,
+            computed_blocks,
+        ),
+    )

@@ -7,6 +7,7 @@ heap by due time, so that a step in which nobody is due costs one comparison, ho
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, final
 
@@ -40,10 +41,12 @@ class HeartbeatBook:
         period_s: Time between two heartbeats to one peer.
     """
 
-    __slots__ = ("_due", "_peers", "_period_s", "_sequence")
+    __slots__ = ("_due", "_peers", "_period_s", "_sequence", "next_due_s")
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
+        # When `take_due` has something to look at.
+        self.next_due_s = math.inf
         self._peers: dict[PeerAddress, HeartbeatPeer] = {}
         self._due: list[tuple[float, int, HeartbeatPeer]] = []
         self._sequence = 0
@@ -55,8 +58,8 @@ class HeartbeatBook:
         if peer is None:
             peer = self._peers[address] = HeartbeatPeer(address)
             self._push(now_s, peer)
-        counts = peer.counts
-        counts[ticket.peer_request_id] = counts.get(ticket.peer_request_id, 0) + 1
+        counts, peer_request_id = peer.counts, ticket.peer_request_id
+        counts[peer_request_id] = counts.get(peer_request_id, 0) + 1
         peer.order = None
         return peer
 
@@ -69,11 +72,7 @@ class HeartbeatBook:
             del peer.counts[peer_request_id]
             peer.order = None
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether `take_due` has something to look at."""
-        return bool(self._due) and self._due[0][0] <= now_s
-
-    def take_due(self, now_s: float) -> tuple[HeartbeatOrder, ...]:
+    def take_due(self, now_s: float) -> list[HeartbeatOrder]:
         """Return one order per peer that is due, and forget peers that nobody waits for."""
         orders: list[HeartbeatOrder] = []
         due = self._due
@@ -87,7 +86,8 @@ class HeartbeatBook:
                 peer.order = HeartbeatOrder(peer.address, tuple(peer.counts))
             orders.append(peer.order)
             self._push(now_s + self._period_s, peer)
-        return tuple(orders)
+        self.next_due_s = due[0][0] if due else math.inf
+        return orders
 
     def holders(self) -> dict[tuple[str, str], int]:
         """Return how many local requests hold each (peer engine, peer request)."""
@@ -105,3 +105,4 @@ class HeartbeatBook:
     def _push(self, due_s: float, peer: HeartbeatPeer) -> None:
         self._sequence += 1
         heappush(self._due, (due_s, self._sequence, peer))
+        self.next_due_s = self._due[0][0]

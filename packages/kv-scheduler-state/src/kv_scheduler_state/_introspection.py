@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._producer import ProducerDesk, ProducerHalf
 
-__all__ = ["describe", "violations"]
+__all__ = ["describe", "violations", "youngest_leases"]
 
 _WAITS_FOR: Final = {
     ("producer", "waiting"): "the engine, to allocate its prompt",
@@ -73,6 +73,17 @@ def _half(machine: str, half: ConsumerHalf | ProducerHalf, now_s: float) -> dict
     }
 
 
+def youngest_leases(live: Mapping[str, Live], limit: int) -> tuple[str, ...]:
+    """Return up to `limit` requests with a lease, youngest first. Costs a scan."""
+    leased = [
+        (entry.producer.since_s, order, request_id)
+        for order, (request_id, entry) in enumerate(live.items())
+        if entry.producer is not None and entry.producer.state == "leased"
+    ]
+    leased.sort(reverse=True)
+    return tuple([request_id for _, _, request_id in leased[: max(0, limit)]])
+
+
 def violations(
     live: Mapping[str, Live], consumers: ConsumerDesk, producers: ProducerDesk, outbox: Outbox
 ) -> Iterator[str]:
@@ -121,7 +132,8 @@ def _heartbeat_violations(live: Mapping[str, Live], consumers: ConsumerDesk) -> 
 def _outbox_violations(live: Mapping[str, Live], outbox: Outbox) -> Iterator[str]:
     if outbox.holds_orders() != outbox.has_orders:
         yield f"outbox says has_orders={outbox.has_orders}, and is wrong"
-    for request_id in (*outbox.expects, *(grant.request_id for grant in outbox.grants), *outbox.saves):
+    granted, saved = [grant.request_id for grant in outbox.grants], [request_id for request_id, _ in outbox.saves]
+    for request_id in (*outbox.expects, *granted, *saved):
         entry = live.get(request_id)
         if entry is None or entry.producer is None:
             yield f"{request_id}: an order waits for a producer request that is not live"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_scheduler_state._machine import GONE
+
 if TYPE_CHECKING:
     from kv_scheduler_state._consumer import ConsumerHalf
     from kv_scheduler_state._producer import ProducerHalf
 
-__all__ = ["Live"]
+__all__ = ["Live", "forget_if_ended"]
 
 
 @final
@@ -24,3 +26,14 @@ class Live:
         self.producer: ProducerHalf | None = None
         self.is_finished = False
         self.rejected_code = ""
+
+
+def forget_if_ended(requests: dict[str, Live], request_id: str, live: Live) -> None:
+    """Drop the halves that are gone, and with the last one a request that has finished."""
+    consumer, producer = live.consumer, live.producer
+    if consumer is not None and consumer.state == GONE:
+        live.consumer = consumer = None
+    if producer is not None and producer.state == GONE:
+        live.producer = producer = None
+    if consumer is None and producer is None and live.is_finished:
+        del requests[request_id]

@@ -8,9 +8,12 @@ the documents' diagrams are drawn from the same rows, and the proofs mutate them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import TYPE_CHECKING, NoReturn, Protocol, final
 
 from kv_scheduler_state._errors import IllegalTransition, InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["GONE", "NEW", "Table", "TraceEntry", "Tracked", "Transition", "advance"]
 
@@ -55,17 +58,19 @@ class Table:
         InvalidConfig: `invalid-config`, if two rows share a state and an event, or a row leaves the end.
     """
 
-    __slots__ = ("by_state", "name", "rows")
+    __slots__ = ("_by_event", "by_state", "name", "rows")
 
     def __init__(self, name: str, rows: tuple[Transition, ...]) -> None:
         self.name = name
         self.rows = rows
         self.by_state: dict[str, dict[str, Transition]] = {}
+        self._by_event: dict[str, dict[str, Transition]] = {}
         for row in rows:
             events = self.by_state.setdefault(row.state, {})
             if row.event in events or row.state == GONE:
                 raise InvalidConfig(f"{name}: '{row.state}' x '{row.event}' is listed twice or leaves the end")
             events[row.event] = row
+            self._by_event.setdefault(row.event, {})[row.state] = row
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -77,16 +82,28 @@ class Table:
         """Every event, in order of first mention."""
         return tuple(dict.fromkeys(row.event for row in self.rows))
 
+    def on(self, event: str) -> Mapping[str, Transition]:
+        """Return the event's rows by state: what a caller of one event keeps, to find a row with a single look.
+
+        A state that is missing there has no transition for the event: call `refuse`.
+        """
+        return self._by_event.get(event, {})
+
+    def refuse(self, request_id: str, state: str, event: str) -> NoReturn:
+        """Refuse an event that the table has no row for.
+
+        Raises:
+            IllegalTransition: `illegal-transition`, always.
+        """
+        raise IllegalTransition(self.name, request_id, state, event)
+
     def find(self, request_id: str, state: str, event: str) -> Transition:
         """Return the row for an event.
 
         Raises:
             IllegalTransition: `illegal-transition`, if the table has none.
         """
-        try:
-            return self.by_state[state][event]
-        except KeyError:
-            raise IllegalTransition(self.name, request_id, state, event) from None
+        return self.on(event).get(state) or self.refuse(request_id, state, event)
 
 
 class Tracked(Protocol):

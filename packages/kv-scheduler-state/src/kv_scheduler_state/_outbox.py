@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
+from kv_scheduler_state._records import new_tuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_scheduler_state._blocks import Blocks
 
 __all__ = ["Outbox"]
+
+
+class _Part(Protocol):
+    def clear(self) -> None: ...
+    def __iter__(self) -> Iterator[object]: ...
 
 
 @final
@@ -17,11 +25,14 @@ class Outbox:
     """Collects a step's orders; taking them is the only way to lose them."""
 
     __slots__ = (
+        "_lists",
+        "_parts",
         "cancels",
         "expects",
         "fences",
         "grants",
         "has_orders",
+        "heartbeats",
         "reads",
         "releases",
         "revokes",
@@ -30,24 +41,46 @@ class Outbox:
 
     def __init__(self) -> None:
         self.has_orders = False
-        self.reads: dict[str, ReadOrder] = {}
-        self.expects: dict[str, FenceOrder | None] = {}
-        self.grants: list[GrantOrder] = []
-        self.releases: list[str] = []
-        self.revokes: list[str] = []
-        self.cancels: list[str] = []
-        self.saves: dict[str, list[Blocks]] = {}
+        self.reads: Final[dict[str, ReadOrder]] = {}
+        self.fences: Final[dict[str, FenceOrder]] = {}
+        self.expects: Final[dict[str, None]] = {}
+        self.grants: Final[list[GrantOrder]] = []
+        self.releases: Final[list[str]] = []
+        self.saves: Final[list[tuple[str, Blocks]]] = []
+        self.heartbeats: Final[list[HeartbeatOrder]] = []
+        self.revokes: Final[list[str]] = []
+        self.cancels: Final[list[str]] = []
+        # The parts of a plan after its reads and fences, in its order; and all of them.
+        self._lists: Final[tuple[_Part, ...]] = (
+            self.grants,
+            self.releases,
+            self.saves,
+            self.heartbeats,
+            self.expects,
+            self.revokes,
+            self.cancels,
+        )
+        self._parts: Final[tuple[_Part, ...]] = (self.reads, self.fences, *self._lists)
+
+    def expect(self, request_id: str, fence: tuple[int, int] | None) -> None:
+        """Announce a producer request, with its fence if it has one."""
+        self.expects[request_id] = None
+        if fence is not None:
+            self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
+        self.has_orders = True
 
     def withdraw(self, request_id: str) -> bool:
         """Drop what waits for a producer request; True if the workers have not heard of it."""
         is_unheard = request_id in self.expects
         self.expects.pop(request_id, None)
+        self.fences.pop(request_id, None)
         self.drop_saves(request_id)
         return is_unheard
 
     def drop_saves(self, request_id: str) -> None:
         """Drop the saves that wait for a request."""
-        self.saves.pop(request_id, None)
+        if self.saves:
+            self.saves[:] = [save for save in self.saves if save[0] != request_id]
         self.has_orders = self.holds_orders()
 
     def is_parting(self, request_id: str) -> bool:
@@ -56,28 +89,15 @@ class Outbox:
 
     def holds_orders(self) -> bool:
         """Return what `has_orders` remembers, by looking."""
-        return bool(
-            self.reads or self.expects or self.grants or self.releases or self.revokes or self.cancels or self.saves
-        )
+        return any(self._parts)
 
-    def take(self, heartbeats: tuple[HeartbeatOrder, ...]) -> StepPlan:
-        """Return everything that waits, together with `heartbeats`, and start afresh."""
-        if not self.has_orders:
-            return StepPlan(heartbeats=heartbeats) if heartbeats else EMPTY_PLAN
+    def take(self) -> StepPlan:
+        """Return everything that waits and start afresh."""
+        if not (self.has_orders or self.heartbeats):
+            return EMPTY_PLAN
         self.has_orders = False
-        reads, expects, saves = self.reads, self.expects, self.saves
-        plan = StepPlan(
-            tuple(reads.values()) if reads else (),
-            tuple([order for order in expects.values() if order is not None]) if expects else (),
-            tuple(self.grants),
-            tuple(self.releases),
-            tuple([(request_id, blocks) for request_id, chunks in saves.items() for blocks in chunks]) if saves else (),
-            heartbeats,
-            tuple(expects),
-            tuple(self.revokes),
-            tuple(self.cancels),
-        )
-        for part in (reads, expects, saves, self.grants, self.releases, self.revokes, self.cancels):
-            if part:
-                part.clear()
+        reads, fences = tuple(self.reads.values()), tuple(self.fences.values())
+        plan = new_tuple(StepPlan, (reads, fences, *map(tuple, self._lists)))
+        for part in filter(None, self._parts):
+            part.clear()
         return plan

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import FenceOrder, GrantOrder
+from kv_scheduler_state._plan import GrantOrder
+from kv_scheduler_state._records import new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +25,10 @@ class ProducerHalf:
 
     __slots__ = ("fence", "is_readback", "saved_blocks", "since_s", "state", "trace")
 
-    def __init__(self, *, is_readback: bool, now_s: float) -> None:
-        self.state = NEW
+    def __init__(self, arrival: Transition, *, is_readback: bool, now_s: float) -> None:
+        self.state = arrival.target
         self.since_s = now_s
-        self.trace: list[TraceEntry] = []
+        self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
         self.is_readback = is_readback
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
@@ -40,37 +41,55 @@ class ProducerDesk:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    __slots__ = ("_clipper", "_config", "_outbox", "_template", "_trace_length", "fences", "table")
+    __slots__ = (
+        "_arrival",
+        "_clipper",
+        "_config",
+        "_handoff",
+        "_outbox",
+        "_readback",
+        "_trace_length",
+        "fences",
+        "on_allocate",
+        "on_drop",
+        "on_hand_over",
+        "on_sent",
+        "table",
+    )
 
     def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
         self.table = table
+        self.on_allocate = table.on("allocate")
+        self.on_hand_over = table.on("hand-over")
+        self.on_drop = table.on("drop")
+        self.on_sent = table.on("sent")
+        self._arrival = table.on("arrive").get(NEW)
         self.fences = FencePool(config.fence_slots, config.fence_seed)
         self._config = config
         self._clipper = clipper
         self._outbox = outbox
-        self._template = _params_template(config)
+        # What every ticket says, and the lease that it announces.
+        self._handoff = _params_template(config, config.lease_s, is_readback=False), config.lease_s
+        self._readback = _params_template(config, config.readback_lease_s, is_readback=True), config.readback_lease_s
         self._trace_length = config.trace_length
 
     def arrive(self, request_id: str, *, is_readback: bool, now_s: float) -> ProducerHalf:
         """Begin the life of a request that is to be handed over."""
-        half = ProducerHalf(is_readback=is_readback, now_s=now_s)
-        advance(half, self.table.find(request_id, NEW, "arrive"), now_s, self._trace_length)
-        return half
+        arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
+        return ProducerHalf(arrival, is_readback=is_readback, now_s=now_s)
 
     def allocate(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free."""
         advance(half, row, now_s, self._trace_length)
         if "announce" in row.effects:
-            fence = half.fence = self.fences.take()
-            outbox = self._outbox
-            outbox.expects[request_id] = FenceOrder(request_id, *fence) if fence is not None else None
-            outbox.has_orders = True
+            half.fence = self.fences.take()
+            self._outbox.expect(request_id, half.fence)
 
     def scheduled(self, request_id: str, half: ProducerHalf, row: Transition, blocks: Blocks, now_s: float) -> None:
         """Order the host-buffer save of a chunk."""
         advance(half, row, now_s, self._trace_length)
         if "save" in row.effects and self._config.uses_host_buffer and any(blocks):
-            self._outbox.saves.setdefault(request_id, []).append(blocks)
+            self._outbox.saves.append((request_id, blocks))
             self._outbox.has_orders = True
             half.saved_blocks += sum(map(len, blocks))
 
@@ -94,10 +113,16 @@ class ProducerDesk:
         advance(half, row, now_s, self._trace_length)
         effects = row.effects
         if "grant" in effects:
-            lease_s = self._config.readback_lease_s if half.is_readback else self._config.lease_s
-            self._outbox.grants.append(GrantOrder(request_id, lease_s, half.fence))
+            template, lease_s = self._readback if half.is_readback else self._handoff
+            self._outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, half.fence)))
             self._outbox.has_orders = True
-            return self._params(request_id, half, block_ids, computed_tokens, lease_s)
+            params = template.copy()
+            params["remote_block_ids"] = list(map(list, self._clipper.clip(block_ids)))
+            params["remote_request_id"] = request_id
+            params["remote_num_tokens"] = computed_tokens
+            if half.fence is not None:
+                params["kv_fence"] = list(half.fence)
+            return params
         if "withdraw" in effects:
             self._withdraw(request_id, half)
         return None
@@ -128,30 +153,11 @@ class ProducerDesk:
             self.fences.give_back(half.fence[0])
             half.fence = None
 
-    def _params(
-        self,
-        request_id: str,
-        half: ProducerHalf,
-        block_ids: Sequence[Sequence[int]],
-        computed_tokens: int,
-        lease_s: float,
-    ) -> dict[str, object]:
-        params = self._template.copy()
-        params["do_remote_prefill"] = not half.is_readback
-        params["do_remote_decode"] = half.is_readback
-        params["remote_block_ids"] = [list(group) for group in self._clipper.clip(block_ids)]
-        params["remote_request_id"] = request_id
-        params["remote_num_tokens"] = computed_tokens
-        params["kv_lease_s"] = lease_s
-        if half.fence is not None:
-            params["kv_fence"] = list(half.fence)
-        return params
 
-
-def _params_template(config: SchedulerConfig) -> dict[str, object]:
+def _params_template(config: SchedulerConfig, lease_s: float, *, is_readback: bool) -> dict[str, object]:
     params: dict[str, object] = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not is_readback,
+        "do_remote_decode": is_readback,
         "remote_block_ids": None,
         "remote_engine_id": config.engine_id,
         "remote_request_id": None,
@@ -164,6 +170,7 @@ def _params_template(config: SchedulerConfig) -> dict[str, object]:
         # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
+        "kv_lease_s": lease_s,
     }
     if config.generation is not None:
         params["kv_generation"] = config.generation

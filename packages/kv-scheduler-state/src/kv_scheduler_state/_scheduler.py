@@ -4,7 +4,8 @@ Theory of operation. The engine calls, per request and in this order: `arrive`; 
 `allocate` once or twice; `scheduled` for every chunk of a prefill; `preempt` perhaps; `finish` exactly once. Per step
 it calls `take_step_plan`, and after a step `transfer_results` with what its workers reported. Each call is turned
 into one event per half of the request (see `_tables`); rows for all halves are looked up before any of them is
-applied, so a call either happens or raises with nothing changed.
+applied, so a call either happens or raises with nothing changed: the facade finds the producer's row, then the
+consumer's desk finds its own and acts on it, then the producer's acts.
 
 Nothing is ever scanned: a call costs what its own request costs, and a step in which nothing happened costs two
 comparisons and returns one shared empty plan.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._admission import AdmissionDesk
-from kv_scheduler_state._arguments import covered_blocks, require_count
+from kv_scheduler_state._arguments import refuse_count
 from kv_scheduler_state._blocks import BlockClipper
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._consumer import ConsumerDesk
@@ -27,23 +28,24 @@ from kv_scheduler_state._errors import (
     UnknownRequest,
     quote,
 )
-from kv_scheduler_state._introspection import describe, violations
-from kv_scheduler_state._live import Live
-from kv_scheduler_state._machine import GONE, Table
+from kv_scheduler_state._introspection import describe, violations, youngest_leases
+from kv_scheduler_state._live import Live, forget_if_ended
 from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import ProducerDesk
+from kv_scheduler_state._records import new_tuple
+from kv_scheduler_state._reports import ReportDesk
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._machine import Table
 
 __all__ = ["SchedulerState"]
 
-_REASONS: Final = frozenset(("length", "stop", "abort", "error"))
-_HANDS_OVER: Final = frozenset(("length", "stop"))
+_HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": False}
 
 
 @final
@@ -67,6 +69,7 @@ class SchedulerState:
         "_live",
         "_outbox",
         "_producers",
+        "_reports",
     )
 
     def __init__(
@@ -81,9 +84,10 @@ class SchedulerState:
         self._clipper = BlockClipper(config.groups)
         self._outbox = Outbox()
         self._producers = ProducerDesk(config, producer_table, self._clipper, self._outbox)
-        self._consumers = ConsumerDesk(config, consumer_table, self._outbox)
+        self._consumers = ConsumerDesk(config, consumer_table, self._clipper, self._outbox)
         self._live: dict[str, Live] = {}
         self._admissions = AdmissionDesk(config, self._consumers, self._producers)
+        self._reports = ReportDesk(self._live, self._clock, self._consumers, self._producers)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -105,7 +109,8 @@ class SchedulerState:
         """
         if type(request_id) is not str or not request_id:
             raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
-        require_count("prompt_tokens", prompt_tokens)
+        if type(prompt_tokens) is not int or prompt_tokens < 0:
+            refuse_count("prompt_tokens", prompt_tokens)
         known = self._live.get(request_id)
         if known is not None:
             raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
@@ -126,9 +131,14 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
             InvalidEvent: `invalid-event`, for a negative count.
         """
-        live = self._find(request_id, "external-tokens")
-        require_count("computed_tokens", computed_tokens)
-        return 0 if live.consumer is None else self._consumers.external_tokens(live.consumer, computed_tokens)
+        try:
+            live = self._live[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, "external-tokens") from None
+        if type(computed_tokens) is not int or computed_tokens < 0:
+            refuse_count("computed_tokens", computed_tokens)
+        consumer = live.consumer
+        return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
 
     def allocate(
         self,
@@ -153,34 +163,21 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`, for instance on a second read.
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
-        live = self._find(request_id, "allocate")
-        consumer, producer = live.consumer, live.producer
-        if consumer is None and producer is None:
-            return
-        require_count("external_tokens", external_tokens)
-        consumer_row = producer_row = None
-        local_blocks: tuple[tuple[int, ...], ...] = ()
-        computed_blocks: tuple[int, ...] = ()
-        if consumer is not None:
-            if external_tokens > consumer.loadable_tokens:
-                raise InvalidEvent(
-                    f"request {quote(request_id)} expects {external_tokens} external tokens, "
-                    f"its peer has {consumer.loadable_tokens} for it",
-                    request_id=request_id,
-                )
-            consumer_row = self._consumers.table.find(request_id, consumer.state, "load" if external_tokens else "hit")
-            if external_tokens:
-                local_blocks = self._clipper.clip(new_block_ids)
-                computed_blocks = covered_blocks(block_ids, new_block_ids)
-        if producer is not None:
-            producer_row = self._producers.table.find(request_id, producer.state, "allocate")
+        try:
+            live = self._live[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, "allocate") from None
+        if type(external_tokens) is not int or external_tokens < 0:
+            refuse_count("external_tokens", external_tokens)
         at_s = self._clock.observe(now_s)
-        if consumer is not None and consumer_row is not None:
-            self._consumers.allocate(
-                request_id, consumer, consumer_row, local_blocks, computed_blocks, external_tokens, at_s
-            )
+        producers, producer, producer_row = self._producers, live.producer, None
+        if producer is not None:
+            producer_row = producers.on_allocate.get(producer.state)
+            producer_row = producer_row or producers.table.refuse(request_id, producer.state, "allocate")
+        if live.consumer is not None:
+            self._consumers.allocate(request_id, live.consumer, block_ids, new_block_ids, external_tokens, at_s)
         if producer is not None and producer_row is not None:
-            self._producers.allocate(request_id, producer, producer_row, at_s)
+            producers.allocate(request_id, producer, producer_row, at_s)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
         """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
@@ -243,28 +240,34 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
-        live = self._find(request_id, "finish")
-        if reason not in _REASONS:
-            raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_REASONS)}")
-        require_count("computed_tokens", computed_tokens)
-        consumer, producer = live.consumer, live.producer
-        hands_over = False
-        consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "finish")
-        producer_row = None
-        if producer is not None:
-            hands_over = reason in _HANDS_OVER and any(block_ids)
-            producer_row = self._producers.table.find(request_id, producer.state, "hand-over" if hands_over else "drop")
-            if hands_over:
-                self._clipper.require_groups(block_ids)
+        try:
+            live = self._live[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, "finish") from None
+        hands_over = _HANDS_OVER.get(reason)
+        if hands_over is None:
+            raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
+        if type(computed_tokens) is not int or computed_tokens < 0:
+            refuse_count("computed_tokens", computed_tokens)
         at_s = self._clock.observe(now_s)
+        producers, producer, producer_row = self._producers, live.producer, None
+        if producer is not None:
+            if hands_over and any(block_ids):
+                producer_row = producers.on_hand_over.get(producer.state)
+                producer_row = producer_row or producers.table.refuse(request_id, producer.state, "hand-over")
+                self._clipper.require_groups(block_ids)
+            else:
+                producer_row = producers.on_drop.get(producer.state)
+                producer_row = producer_row or producers.table.refuse(request_id, producer.state, "drop")
+        consumer, params = live.consumer, None
+        if consumer is not None:
+            self._consumers.finish(request_id, consumer, at_s)
         live.is_finished = True
-        if consumer is not None and consumer_row is not None:
-            self._consumers.settle(request_id, consumer, consumer_row, at_s)
-        params = None
         if producer is not None and producer_row is not None:
-            params = self._producers.finish(request_id, producer, producer_row, block_ids, computed_tokens, at_s)
-        self._forget_if_ended(request_id, live)
-        return NOT_KEPT if params is None else FinishDecision(keep_blocks=True, params=params)
+            params = producers.finish(request_id, producer, producer_row, block_ids, computed_tokens, at_s)
+        if params is None or consumer is not None:
+            forget_if_ended(self._live, request_id, live)
+        return NOT_KEPT if params is None else new_tuple(FinishDecision, (True, params))
 
     def transfer_results(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Note what the workers reported after a step.
@@ -282,39 +285,17 @@ class SchedulerState:
             who logs and goes on loses nothing.
         """
         refusals: list[SchedulerStateError] = []
-        for request_id in sent:
-            self._settle(request_id, "sent", refusals)
+        reports, consumers = self._reports, self._consumers
+        if sent:
+            reports.sent(sent, refusals)
         if failed:
-            failure = self._consumers.failure_event()
-            for request_id in failed:
-                self._settle(request_id, failure, refusals)
+            reports.reads_ended(failed, consumers.failure_event, consumers.on_failure, refusals)
             broken = set(failed)
             received = [request_id for request_id in received if request_id not in broken]
-        for request_id in received:
-            self._settle(request_id, "done", refusals)
+        if received:
+            reports.reads_ended(received, "done", consumers.on_done, refusals)
         if refusals:
             raise refusals[0]
-
-    def _settle(self, request_id: str, event: str, refusals: list[SchedulerStateError]) -> None:
-        at_s = self._clock.observed_s
-        try:
-            live = self._find(request_id, event)
-            if event == "sent":
-                producer = live.producer
-                if producer is None:
-                    raise UnknownRequest(request_id, event)
-                row = self._producers.table.find(request_id, producer.state, event)
-                self._producers.sent(producer, row, at_s)
-            else:
-                consumer = live.consumer
-                if consumer is None:
-                    raise UnknownRequest(request_id, event)
-                row = self._consumers.table.find(request_id, consumer.state, event)
-                self._consumers.settle(request_id, consumer, row, at_s)
-        except SchedulerStateError as error:
-            refusals.append(error)
-        else:
-            self._forget_if_ended(request_id, live)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return everything that the workers must be told since the last call.
@@ -323,10 +304,11 @@ class SchedulerState:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        heartbeats = self._consumers.heartbeats
-        if heartbeats.is_due(at_s):
-            return self._outbox.take(heartbeats.take_due(at_s))
-        return self._outbox.take(()) if self._outbox.has_orders else EMPTY_PLAN
+        heartbeats, outbox = self._consumers.heartbeats, self._outbox
+        if heartbeats.next_due_s <= at_s:
+            outbox.heartbeats.extend(heartbeats.take_due(at_s))
+            return outbox.take()
+        return outbox.take() if outbox.has_orders else EMPTY_PLAN
 
     def has_work(self) -> bool:
         """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""
@@ -342,13 +324,7 @@ class SchedulerState:
 
         The scheduler does not hear of single readers; a worker's lease table knows which of these are unread.
         """
-        leased = [
-            (live.producer.since_s, order, request_id)
-            for order, (request_id, live) in enumerate(self._live.items())
-            if live.producer is not None and live.producer.state == "leased"
-        ]
-        leased.sort(reverse=True)
-        return tuple([request_id for _, _, request_id in leased[: max(0, limit)]])
+        return youngest_leases(self._live, limit)
 
     def revoke(self, request_id: str, *, now_s: float) -> None:
         """End a lease early; the blocks are free once the workers report the request as sent.
@@ -387,11 +363,3 @@ class SchedulerState:
             return self._live[request_id]
         except (KeyError, TypeError):
             raise UnknownRequest(request_id, event) from None
-
-    def _forget_if_ended(self, request_id: str, live: Live) -> None:
-        if live.consumer is not None and live.consumer.state == GONE:
-            live.consumer = None
-        if live.producer is not None and live.producer.state == GONE:
-            live.producer = None
-        if live.is_finished and live.consumer is None and live.producer is None:
-            del self._live[request_id]

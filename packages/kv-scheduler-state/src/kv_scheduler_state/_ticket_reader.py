@@ -11,14 +11,17 @@ from kv_scheduler_state._config import MAX_GENERATION, TicketLimits
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._peer import PeerAddress
+from kv_scheduler_state._records import new_tuple
 from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, TicketKind
 
 if TYPE_CHECKING:
     from kv_scheduler_state._blocks import Blocks
 
-__all__ = ["ParamsKind", "TicketReader"]
+__all__ = ["Fields", "ParamsKind", "TicketReader"]
 
 ParamsKind = Literal["none", "prefill", "handoff", "readback"]
+Fields = Mapping[object, object]
+"""Params that are a mapping of a bearable size; nothing more is known of them."""
 
 _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
@@ -36,7 +39,7 @@ _PEER_KEYS: Final = (
 )
 _MAX_UINT32: Final = (1 << 32) - 1
 _MAX_PEERS: Final = 1024
-_Params = Mapping[object, object]
+_BOOLS: Final = frozenset((False, True))
 
 
 @final
@@ -72,21 +75,7 @@ class TicketReader:
         Raises:
             TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-type` or `ticket-flags`.
         """
-        if params is None:
-            return "none"
-        fields = self._mapping(params)
-        reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
-        if reads is not True and reads is not False and reads is not None:
-            _refuse_type("do_remote_prefill", reads, "true, false or null")
-        if serves is not True and serves is not False and serves is not None:
-            _refuse_type("do_remote_decode", serves, "true, false or null")
-        if reads:
-            if serves:
-                raise TicketError("ticket-flags", "do_remote_prefill and do_remote_decode are both true; set one only")
-            return "handoff"
-        if not serves:
-            return "none"
-        return "readback" if self._reads_back and fields.get("remote_block_ids") else "prefill"
+        return "none" if params is None else self.kind_of(self.fields_of(params))
 
     def read(self, params: object, kind: TicketKind) -> HandoffTicket:
         """Return the validated ticket.
@@ -99,21 +88,69 @@ class TicketReader:
             TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-missing`, `ticket-type`, `ticket-range`,
                 `ticket-text`, `ticket-host`, `ticket-blocks`, `ticket-groups`, `ticket-empty` or `ticket-mode`.
         """
-        fields = self._mapping(params)
-        return HandoffTicket(
-            kind,
-            self._peer(fields),
-            self._text(fields, "remote_request_id"),
-            self._blocks(fields),
-            _integer(fields, "remote_num_tokens", 0, self._limits.max_tokens),
-            _seconds(fields, "kv_lease_s", self._limits.max_lease_s),
-            self._fence(fields),
-            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
-            None if fields.get("transfer_mode") is None else "pull",
-            NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
+        return self.ticket_of(self.fields_of(params), kind)
+
+    def fields_of(self, params: object) -> Fields:
+        """Return the params as the mapping that they must be, for `kind_of` and `ticket_of`.
+
+        Raises:
+            TicketError: `ticket-not-mapping` or `ticket-too-large`.
+        """
+        # The dict test comes first because an ABC's instance check is slow and params are dicts.
+        if not isinstance(params, dict) and not isinstance(params, Mapping):
+            raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
+        fields = cast("Fields", params)
+        if len(fields) > self._limits.max_keys:
+            raise TicketError(
+                "ticket-too-large",
+                f"kv_transfer_params has {len(fields)} keys, at most {self._limits.max_keys} are allowed",
+                keys=len(fields),
+            )
+        return fields
+
+    def kind_of(self, fields: Fields) -> ParamsKind:
+        """Return what `classify` does, of params that `fields_of` has seen.
+
+        Raises:
+            TicketError: `ticket-type` or `ticket-flags`.
+        """
+        reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
+        if reads is True and (serves is False or serves is None):
+            return "handoff"
+        if serves is True and (reads is False or reads is None):
+            return "readback" if self._reads_back and fields.get("remote_block_ids") else "prefill"
+        for name, flag in (("do_remote_prefill", reads), ("do_remote_decode", serves)):
+            if flag is not None and type(flag) is not bool:
+                _refuse_type(name, flag, "true, false or null")
+        if reads and serves:
+            raise TicketError("ticket-flags", "do_remote_prefill and do_remote_decode are both true; set one only")
+        return "none"
+
+    def ticket_of(self, fields: Fields, kind: TicketKind) -> HandoffTicket:
+        """Return what `read` does, of params that `fields_of` has seen.
+
+        Raises:
+            TicketError: as `read` does, but for what `fields_of` refuses.
+        """
+        lease_s, expiry_s = fields.get("kv_lease_s"), fields.get("remote_blocks_expiry_time")
+        fence, limits = fields.get("kv_fence"), self._limits
+        return new_tuple(
+            HandoffTicket,
+            (
+                kind,
+                self._peer(fields),
+                self._text(fields, "remote_request_id"),
+                self._blocks(fields.get("remote_block_ids")),
+                _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
+                None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
+                None if fence is None else self._fence(fence),
+                None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
+                None if fields.get("transfer_mode") is None else "pull",
+                NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
+            ),
         )
 
-    def _peer(self, fields: _Params) -> PeerAddress:
+    def _peer(self, fields: Fields) -> PeerAddress:
         # One engine writes the same into all its tickets, so its address is checked once. The types belong to the key
         # because 1, 1.0 and True are equal.
         values = tuple(map(fields.get, _PEER_KEYS))
@@ -129,7 +166,7 @@ class TicketReader:
             self._peers[key] = known
         return known
 
-    def _check_peer(self, fields: _Params) -> PeerAddress:
+    def _check_peer(self, fields: Fields) -> PeerAddress:
         mode = fields.get("transfer_mode")
         if mode is not None and mode != "pull":
             raise TicketError(
@@ -155,20 +192,7 @@ class TicketReader:
             _integer(fields, "kv_dialect", 0, 1 << 16),
         )
 
-    def _mapping(self, params: object) -> _Params:
-        # The dict test comes first because an ABC's instance check is slow and params are dicts.
-        if not isinstance(params, dict) and not isinstance(params, Mapping):
-            raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
-        fields = cast("_Params", params)
-        if len(fields) > self._limits.max_keys:
-            raise TicketError(
-                "ticket-too-large",
-                f"kv_transfer_params has {len(fields)} keys, at most {self._limits.max_keys} are allowed",
-                keys=len(fields),
-            )
-        return fields
-
-    def _text(self, fields: _Params, name: str) -> str:
+    def _text(self, fields: Fields, name: str) -> str:
         value = fields.get(name)
         if type(value) is not str:
             _refuse_type(name, value, "a string")
@@ -181,8 +205,7 @@ class TicketReader:
             )
         return value
 
-    def _blocks(self, fields: _Params) -> Blocks:
-        value = fields.get("remote_block_ids")
+    def _blocks(self, value: object) -> Blocks:
         if not isinstance(value, _LISTS):
             _refuse_type("remote_block_ids", value, "a list of lists of block ids")
         groups = cast("list[list[int]]", value)  # as far as is known; each part is checked below
@@ -194,8 +217,8 @@ class TicketReader:
                 groups=len(groups),
                 expected=self._groups,
             )
-        budget = self._limits.max_blocks
-        blocks: list[tuple[int, ...]] = []
+        limits = self._limits
+        budget = limits.max_blocks
         for group in groups:
             if not isinstance(group, _LISTS):
                 _refuse_type("remote_block_ids", group, "a list of lists of block ids")
@@ -203,27 +226,21 @@ class TicketReader:
             if budget < 0:
                 raise TicketError(
                     "ticket-too-large",
-                    f"remote_block_ids has more than {self._limits.max_blocks} block ids",
+                    f"remote_block_ids has more than {limits.max_blocks} block ids",
                     field="remote_block_ids",
                 )
-            blocks.append(self._group(group))
+            if not _are_block_ids(group, limits.max_block_id):
+                raise TicketError(
+                    "ticket-blocks",
+                    f"remote_block_ids must hold integers from 0 to {limits.max_block_id}",
+                    field="remote_block_ids",
+                )
+        blocks = tuple(map(tuple, groups))
         if not any(blocks):
             raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
-        return tuple(blocks)
+        return blocks
 
-    def _group(self, group: list[int]) -> tuple[int, ...]:
-        if group and not _are_block_ids(group, self._limits.max_block_id):
-            raise TicketError(
-                "ticket-blocks",
-                f"remote_block_ids must hold integers from 0 to {self._limits.max_block_id}",
-                field="remote_block_ids",
-            )
-        return tuple(group)
-
-    def _fence(self, fields: _Params) -> tuple[int, int] | None:
-        value = fields.get("kv_fence")
-        if value is None:
-            return None
+    def _fence(self, value: object) -> tuple[int, int]:
         pair = cast("list[object]", value)
         if not isinstance(value, _LISTS) or len(pair) != 2:
             _refuse_type("kv_fence", pair, "a pair [slot, generation]")
@@ -243,7 +260,7 @@ class TicketReader:
         return slot, generation
 
 
-def _extra(fields: _Params) -> Mapping[str, object]:
+def _extra(fields: Fields) -> Mapping[str, object]:
     extra: dict[str, object] = {}
     for key, value in fields.items():
         if not isinstance(key, str):
@@ -257,9 +274,12 @@ def _are_block_ids(group: list[int], most: int) -> bool:
     # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else at admission.
     try:
         array("I", group)  # only integers of 32 bits without a sign get in, and bools
+        # A bool is equal to 0 or 1, which few lists hold; only those are worth a look at each id's type.
+        if not _BOOLS.isdisjoint(group) and bool in map(type, group):
+            return False
     except (TypeError, OverflowError):
         return False
-    return bool not in map(type, group) and (most >= _MAX_UINT32 or max(group) <= most)
+    return most >= _MAX_UINT32 or not group or max(group) <= most
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
@@ -268,7 +288,7 @@ def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
     raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be {wanted}", field=name)
 
 
-def _integer(fields: _Params, name: str, least: int, most: int) -> int | None:
+def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
     value = fields.get(name)
     if value is None:
         return None
@@ -279,10 +299,7 @@ def _integer(fields: _Params, name: str, least: int, most: int) -> int | None:
     return value
 
 
-def _seconds(fields: _Params, name: str, most: float) -> float | None:
-    value = fields.get(name)
-    if value is None:
-        return None
+def _seconds(name: str, value: object, most: float) -> float:
     if type(value) is not float and type(value) is not int:
         _refuse_type(name, value, "a number of seconds")
     if not 0 < value <= most:

@@ -375,7 +375,7 @@ class PrefillSide:
             any(grant.request_id == request_id for grant in outbox.grants),
             request_id in outbox.releases,
             request_id in outbox.revokes,
-            tuple(outbox.saves.get(request_id, ())) and len(outbox.saves[request_id]),
+            sum(save[0] == request_id for save in outbox.saves),
         )
 
     def _blocks(self, request_id: str) -> list[int]:
