@@ -49,7 +49,10 @@ def facts_of(geometry, engine, *, names=True):
 
 @pytest.mark.parametrize(("tp", "peer_tp"), list(product((1, 2, 4, 8), (1, 2, 4, 8))))
 @pytest.mark.parametrize("model", [DENSE, LATENT, HYBRID], ids=["dense", "latent", "hybrid"])
-@pytest.mark.parametrize("layouts", [("packed-HND", "packed-HND"), ("packed-HND", "packed-NHD"), ("halves-NHD",) * 2])
+@pytest.mark.parametrize(
+    "layouts",
+    [("packed-HND",) * 2, ("packed-HND", "packed-NHD"), ("halves-NHD",) * 2, ("keys-by-channel",) * 2],
+)
 @pytest.mark.parametrize("names", [True, False])
 def test_derived_geometry_is_the_peers_own(tp, peer_tp, model, layouts, names):
     mine = EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, layout=layouts[0], block_count=6)
@@ -160,11 +163,19 @@ def test_region_count_must_match_without_names():
     )
 
 
-def test_woven_convolution_is_refused():
-    engine = EngineSpec(1, block_tokens=64, kernel_block_tokens=16, conv_order="SD")
-    local = build_engine(HYBRID, engine)[0, 0]
+def test_convolution_rows_are_derived_where_all_their_parts_shrink_alike_and_refused_elsewhere():
+    def engine(tp):
+        return EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, conv_order="SD")
+
+    local = build_engine(HYBRID, engine(1))[0, 0]
+    halves = build_engine(HYBRID, engine(2))
+    for rank in range(2):
+        own = halves[0, rank]
+        derived = peer_geometry_from_vllm(local, facts_of(own, engine(2)), peer_tp=2, peer_tp_rank=rank)
+        assert [region.members for region in derived.regions] == [region.members for region in own.regions]
+    # Four ranks share two groups: B and C stay as they are while x shrinks, so rows get another inside.
     with pytest.raises(UnsupportedTopology) as caught:
-        peer_geometry_from_vllm(local, facts_of(local, engine), peer_tp=2, peer_tp_rank=0)
+        peer_geometry_from_vllm(local, facts_of(halves[0, 0], engine(2)), peer_tp=4, peer_tp_rank=0)
     assert caught.value.code == "layout-not-dense"
 
 

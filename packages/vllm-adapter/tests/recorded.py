@@ -11,7 +11,7 @@ from typing import Any
 from factories import facts
 
 from kv_topology.testing import Request
-from vllm_adapter.facts import CacheGroup, EngineFacts, GroupKind, LayerCache
+from vllm_adapter.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
 from vllm_adapter.geometry import local_document
 
 LAYOUTS = Path(__file__).parent / "data" / "layouts.json"
@@ -50,7 +50,7 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
         is_mla=family["is_mla"],
         layout=family["layout"],
         attention_backend=family["backend"],
-        kernel_order="vllm-cpu:vec:float32" if family["backend"] == "CPU_ATTN" else "",
+        kernel_order=KEYS_BY_CHANNEL if family["backend"] == "CPU_ATTN" else "",
         groups=groups,
         group_ids=tuple(range(len(groups))),
     )

@@ -47,7 +47,7 @@ def test_kernel_blocks_are_counted_from_the_tensor() -> None:
 
 
 def test_a_kernels_own_order_only_matches_itself() -> None:
-    ours = local_document(facts(kernel_order="vllm-cpu:vec:float32"), _caches())
+    ours = local_document(facts(kernel_order="vllm-cpu:neon:float32"), _caches())
     theirs = local_document(facts(kernel_order="vllm-cpu:amx:bfloat16"), _caches())
     assert Planner().plan(ours, {(0, 0): ours}, peer_tp=1).producer_ranks == ((0, 0),)
     with pytest.raises(Exception, match="vllm-cpu") as caught:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from fakes import FakeAgent
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec
@@ -116,6 +116,7 @@ def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Ben
 
 @given(st.binary(max_size=64))
 def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
+    assume(not payload.startswith(b"r:"))  # that one is the request's own
     bench = Bench()
     bench.expect()
     bench.grant()

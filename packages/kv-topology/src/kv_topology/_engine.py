@@ -16,6 +16,7 @@ from kv_topology._families import (
     cpu_layout,
     halves_layout,
     indexer_layout,
+    keys_by_channel_layout,
     mla_layout,
     packed_layout,
     split_layouts,
@@ -45,7 +46,8 @@ KV_LAYOUTS = {
     "cross-NHD": "the same with tokens outermost (vLLM: BLNHC)",
     "heads-outer": "a region per layer and head (vLLM: LHBNC)",
     "cross-heads": "one region; a page holds, head by head, all layers (vLLM: BHLNC)",
-    "cpu": "vLLM's CPU attention: per head keys, then values, in the kernel's own order",
+    "keys-by-channel": "per head the keys channel by channel, then the values (vLLM's CPU attention, vec and vec16)",
+    "cpu": "vLLM's CPU attention, amx: per head keys, then values, in the kernel's own order",
 }
 """Layouts of attention caches by name, with what they are."""
 
@@ -176,7 +178,9 @@ def _attention_layouts(shape: AttentionShape, family: str, order: PageOrder) -> 
     if family == "split":
         return split_layouts(shape, order)
     if family == "cpu":
-        return (cpu_layout(shape, "vec"),)
+        return (cpu_layout(shape, "amx"),)
+    if family == "keys":
+        return (keys_by_channel_layout(shape),)
     if family == "heads":
         return _head_parts(shape)
     return (packed_layout(shape, order),)

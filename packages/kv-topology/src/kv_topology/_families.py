@@ -26,6 +26,7 @@ __all__ = [
     "cpu_layout",
     "cross_layer_region",
     "halves_layout",
+    "keys_by_channel_layout",
     "indexer_layout",
     "layer_regions",
     "mla_layout",
@@ -173,15 +174,36 @@ def split_layouts(shape: AttentionShape, order: PageOrder = "HND") -> tuple[Layo
     return Layout((_kv_field("key", shape, 0, head, token),)), Layout((_kv_field("value", shape, 0, head, token),))
 
 
+def keys_by_channel_layout(shape: AttentionShape) -> Layout:
+    """Return a page that holds, head by head, the keys channel by channel and then the values token by token.
+
+    Source: what vLLM's CPU kernels for vector instructions ("vec", "vec16") write.
+    """
+    start, stop = shape.interval
+    half = shape.page_tokens * shape.content_bytes
+    size = shape.element_bytes
+
+    def part(name: str, offset: int, token_stride: int, channel_stride: int) -> FieldLayout:
+        axes = (
+            Axis(TOKEN_AXIS, shape.page_tokens, 0, shape.page_tokens, token_stride),
+            Axis("head", shape.kv_heads, start, stop, 2 * half, "tp"),
+            Axis("channel", shape.head_dim, 0, shape.head_dim, channel_stride),
+        )
+        return FieldLayout(name, size, offset, axes)
+
+    key = part("key", 0, size, shape.page_tokens * size)
+    return Layout((key, part("value", half, shape.content_bytes, size)))
+
+
 def cpu_layout(shape: AttentionShape, kernel_order: str) -> Layout:
-    """Return a page of vLLM's CPU attention: per head the page's keys, then its values, each in the kernel's own order.
+    """Return a page in a kernel's own order: per head the page's keys, then its values, each in that order.
 
     Heads can be told apart, tokens cannot: the kernel interleaves tokens and channels to suit the instruction set, so
     both sides must use the same instruction set and block size.
 
     Args:
         shape: The layer's numbers.
-        kernel_order: Name of the kernel's order, such as "amx" or "vec16".
+        kernel_order: Name of the kernel's order, such as "amx".
     """
     start, stop = shape.interval
     interior = shape.page_tokens * shape.head_dim

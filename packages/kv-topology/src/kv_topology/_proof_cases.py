@@ -113,6 +113,22 @@ def _layout_pairs() -> Iterator[ProofCase]:
         yield ProofCase("layouts", _dense(4, 1), consumer, producer, 150)
 
 
+def _keys_by_channel() -> Iterator[ProofCase]:
+    """Keys by channel against themselves for every TP pair, and against others for every pair of block sizes."""
+    for consumer, producer, heads in product(SIZES, SIZES, HEADS):
+        mine = EngineSpec(consumer, block_tokens=4, layout="keys-by-channel", block_count=4)
+        yield ProofCase("keys-by-channel", _dense(heads, 1), mine, replace(mine, tp=producer), 10)
+    pairs = (
+        ("keys-by-channel", "keys-by-channel"),
+        ("keys-by-channel", "packed-HND"),
+        ("halves-NHD", "keys-by-channel"),
+    )
+    for (mine_layout, theirs), block, peer_block in product(pairs, BLOCKS, BLOCKS):
+        reader = EngineSpec(2, block_tokens=block, layout=mine_layout, block_count=16)
+        read = EngineSpec(3, block_tokens=peer_block, layout=theirs, block_count=16)
+        yield ProofCase("keys-by-channel", _dense(4, 1), reader, read, 150)
+
+
 def _kernel_blocks() -> Iterator[ProofCase]:
     """Scheduler blocks of several pages on either side, with and without a prefix hit."""
     for block, page, peer_block, peer_page, hit in product((32, 48, 64), (8, 16), (32, 48, 64), (8, 16), (0, 1)):
@@ -183,6 +199,7 @@ FAMILIES: dict[str, Callable[[], Iterator[ProofCase]]] = {
     "tp": _tp_pairs,
     "latent": _latent,
     "layouts": _layout_pairs,
+    "keys-by-channel": _keys_by_channel,
     "kernel-blocks": _kernel_blocks,
     "cross-layer": _cross_layer,
     "states": _states,

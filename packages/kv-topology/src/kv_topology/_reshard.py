@@ -1,9 +1,10 @@
 """The same layout for another shard or page size: how a peer of the same make lays out its pages.
 
 Theory of operation. In a dense page the stride of an axis is the product of everything that lies inside it. Giving an
-inner axis another count therefore scales the strides of all axes outside of it, and nothing else; fields that follow
-each other move up by what the fields before them gained. A layout for which that is not so (fields woven into each
-other by rows) is refused rather than guessed.
+inner axis another count therefore scales the strides of all axes outside of it, and nothing else. Fields that follow
+each other move up by what the fields before them gained, in the page or, where they share cells (a head's keys, then its
+values), in the cell. A layout for which that is not so (fields woven into each other by rows) is refused rather than
+guessed.
 """
 
 from __future__ import annotations
@@ -34,32 +35,44 @@ def reshard_layout(layout: Layout, *, tp_size: int, tp_rank: int, page_tokens: i
     Raises:
         UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
     """
-    fields: list[FieldLayout] = []
+    done: list[tuple[FieldLayout, FieldLayout]] = []
     old_end = new_end = 0
     for field in sorted(layout.fields, key=lambda part: part.offset_bytes):
         changed = _reshard_field(field, tp_size, tp_rank, page_tokens, order)
-        if field.offset_bytes >= old_end:
-            changed = replace(changed, offset_bytes=new_end + field.offset_bytes - old_end)
-        elif not _is_inside_cell(field, fields[-1], changed):
+        place = _place_in_cell(field, changed, done[-1]) if done else None
+        if place is None and field.offset_bytes < old_end:
             raise UnsupportedTopology(
-                f"Field {field.name!r} is woven into {fields[-1].name!r}, so its place on another shard is unknown.",
+                f"Field {field.name!r} is woven into {done[-1][0].name!r}, so its place on another shard is unknown.",
                 code="layout-not-dense",
-                context={"field": field.name, "other": fields[-1].name},
+                context={"field": field.name, "other": done[-1][0].name},
             )
-        fields.append(changed)
+        changed = replace(changed, offset_bytes=new_end + field.offset_bytes - old_end if place is None else place)
+        done.append((field, changed))
         old_end = max(old_end, field.offset_bytes + field.extent_bytes)
         new_end = max(new_end, changed.offset_bytes + changed.extent_bytes)
-    by_name = {field.name: field for field in fields}
+    by_name = {changed.name: changed for _, changed in done}
     return Layout(tuple(by_name[field.name] for field in layout.fields))
 
 
-def _is_inside_cell(field: FieldLayout, before: FieldLayout, changed: FieldLayout) -> bool:
-    """Return whether two fields share cells (a head's key, then its value) whose inside is the same on any shard."""
-    outer = [axis.stride_bytes for axis in field.axes if axis.split == "tp" or axis is field.token_axis]
-    smallest = min(outer, default=0)
-    return field.offset_bytes < smallest and [a.stride_bytes for a in changed.axes] == [
-        a.stride_bytes for a in before.axes
-    ]
+def _place_in_cell(field: FieldLayout, changed: FieldLayout, before: tuple[FieldLayout, FieldLayout]) -> int | None:
+    """Return the changed field's offset if it shares cells with the one before (a head's keys, then its values)."""
+    old, new = before
+    step = field.offset_bytes - old.offset_bytes
+    # Axes that step over both fields lead from cell to cell; the others lie inside.
+    outside = {axis.name for axis in old.axes if axis.stride_bytes > step}
+    if not outside or outside != {axis.name for axis in field.axes if axis.stride_bytes > step}:
+        return None
+    slack = step - _inside_bytes(old, outside)
+    cells = [[axis for axis in part.axes if axis.name in outside] for part in (new, changed)]
+    if slack < 0 or cells[0] != cells[1]:
+        return None
+    return new.offset_bytes + _inside_bytes(new, outside) + slack
+
+
+def _inside_bytes(field: FieldLayout, outside: set[str]) -> int:
+    """Return how many bytes a field spans within one cell."""
+    inside = (axis for axis in field.axes if axis.name not in outside)
+    return sum((axis.count - 1) * axis.stride_bytes for axis in inside) + field.element_bytes
 
 
 def _reshard_field(field: FieldLayout, tp_size: int, tp_rank: int, page_tokens: int, order: str | None) -> FieldLayout:
@@ -99,12 +112,21 @@ def _new_strides(field: FieldLayout, nest: list[Axis], changed: dict[str, Axis])
 
 
 def _reordered(field: FieldLayout, order: str | None) -> FieldLayout:
-    """Return the field with heads outside ("HN") or inside ("NH") tokens; both must be dense in the same cells."""
+    """Return the field with heads outside ("HN") or inside ("NH") tokens; to swap them, nothing may lie between."""
     token, head = field.token_axis, field.axis("head")
     if order is None or token is None or head is None:
         return field
+    if (head.stride_bytes > token.stride_bytes) == (order == "HN"):
+        return field
     cell = min(token.stride_bytes, head.stride_bytes)
     outer, inner = (head, token) if order == "HN" else (token, head)
+    is_adjacent = outer.stride_bytes == cell and inner.stride_bytes == cell * outer.count
+    if not is_adjacent and min(head.count, token.count) > 1:
+        raise UnsupportedTopology(
+            f"Field {field.name!r} has something between its heads and its tokens, so they cannot be swapped.",
+            code="layout-not-dense",
+            context={"field": field.name, "order": order},
+        )
     strides = {inner.name: cell, outer.name: cell * inner.count}
     axes = tuple(replace(axis, stride_bytes=strides.get(axis.name, axis.stride_bytes)) for axis in field.axes)
     return replace(field, axes=axes)

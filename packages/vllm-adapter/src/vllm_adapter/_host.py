@@ -13,6 +13,7 @@ What changed when (public interface that this package stands on):
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ __all__ = [
     "select_groups",
 ]
 
+_VECTOR_KERNELS = ("vec", "vec16")
 _SUPPORTED = ((0, 30), (0, 33))
 CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
 """vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
@@ -288,7 +290,11 @@ def _attention_backend(config: VllmConfig) -> str:
 
 
 def _kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
-    """Name the order inside a page where the attention kernel has one of its own: vLLM's CPU kernels do."""
+    """Name the order inside a page where it is not a key and then a value per token: vLLM's CPU kernels have others.
+
+    Source: the vector kernels' order was read off pages that they wrote (a host test does so again); that of the matrix
+    kernel ("amx") interleaves tokens and channels and stays a name.
+    """
     if backend != "CPU_ATTN":
         return ""
     from vllm.v1.attention.backends.cpu_attn import (
@@ -298,6 +304,8 @@ def _kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str
     model = config.model_config
     sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]
     isa = _get_attn_isa(model.dtype, min(sizes, default=0), model.get_head_size())
+    if isa in _VECTOR_KERNELS and platform.machine() == "x86_64":
+        return KEYS_BY_CHANNEL
     return f"vllm-cpu:{isa}:{model.dtype}"
 
 

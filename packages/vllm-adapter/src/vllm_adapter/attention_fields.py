@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_adapter.facts import KEYS_BY_CHANNEL
 from vllm_adapter.fields import dense_bytes, make_field, unknown_shape, whole_page
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[Field]:
     """
     if len(cache.shape) != 4:
         raise unknown_shape(cache, "attention caches have the axes block, head, token and content")
+    if facts.kernel_order == KEYS_BY_CHANNEL:
+        return _keys_by_channel(facts, cache)
     if facts.kernel_order:
         return _kernel_ordered(facts, cache)
     if cache.has_planes:
@@ -96,6 +99,29 @@ def _packed(facts: EngineFacts, cache: LayerCache) -> list[Field]:
         )
         for name, offset, size in parts
     ]
+
+
+def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+    """Per head the page's keys, tokens innermost, and then its values, channels innermost."""
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    channels = content // 2
+
+    def part(name: str, offset: int, token_step: int, channel_step: int) -> Field:
+        return make_field(
+            name,
+            cache.element_bytes,
+            offset,
+            [
+                ["token", tokens, 0, tokens, token_step, "whole"],
+                ["head", total, start, stop, head_step, "tp"],
+                ["channel", channels, 0, channels, channel_step, "whole"],
+            ],
+        )
+
+    key = part("key", 0, element_step, tokens * element_step)
+    return [key, part("value", tokens * channels * element_step, channels * element_step, element_step)]
 
 
 def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[Field]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
+__all__ = ["KEYS_BY_CHANNEL", "CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
+
+KEYS_BY_CHANNEL = "keys-by-channel"
+"""Order of a page that holds, head by head, the keys channel by channel and then the values token by token."""
 
 GroupKind = Literal["attention", "sliding-window", "latent", "state"]
 
@@ -88,7 +91,8 @@ class EngineFacts:
         factors: Inputs of vLLM's compatibility hash, by vLLM's names.
         extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
         generation: Number of this incarnation's memory registration, the same on all ranks; peers meet us anew when it differs.
-        kernel_order: Name of the attention kernel's own order inside a page; empty for plainly strided pages.
+        kernel_order: Order inside an attention page: empty for a key and then a value per head and token, `KEYS_BY_CHANNEL`,
+            or the name of a kernel whose own order nobody else understands.
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
     """
