@@ -47,7 +47,7 @@ def _places(field: dict[str, Any]) -> dict[tuple[int, ...], int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vector_kernels_write_keys_by_channel(dtype: torch.dtype, head_size: int, tokens: int) -> None:
     isa = _get_attn_isa(dtype, tokens, head_size)
-    if isa not in _host._VECTOR_KERNELS:  # noqa: SLF001  (the seam's own list is what is tested)
+    if isa not in _host._VECTOR_KERNELS:
         pytest.skip(f"this CPU's kernel for {dtype}, {tokens} tokens and heads of {head_size} is {isa}")
     tensor = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_size, dtype=dtype)
     keys, values = tensor.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
