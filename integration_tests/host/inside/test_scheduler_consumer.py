@@ -1,0 +1,348 @@
+"""Requests whose prompt another engine computed, in vLLM's own scheduler: from arrival to the last free block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine import BLOCK, FULL, STATE, WINDOW, hand_over, prompt
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+FAMILIES = {"dense": (FULL,), "sliding": (FULL, WINDOW, WINDOW), "state": (STATE, FULL)}
+
+
+@pytest.fixture
+def producer(make_engine) -> Any:
+    return make_engine("P")
+
+
+def _reads(engine: Any) -> list[Any]:
+    return [order for order in engine.orders("reads") if order.is_reported]
+
+
+def _notifications(engine: Any) -> list[Any]:
+    return [order for order in engine.orders("reads") if not order.is_reported]
+
+
+def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    request = consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    assert consumer.step() == {}
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (read,) = _reads(consumer)
+    assert (read.peer_request_id, read.external_tokens) == ("p", 40)
+    assert read.local_block_ids == consumer.blocks("d")
+    assert consumer.step() == {}  # nothing happens until the workers say so
+    assert consumer.step(received=["d"]) == {}
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    first, *_, last = consumer.outputs["d"]
+    assert first.prefill_stats.num_external_cached_tokens == 40
+    assert first.prefill_stats.num_computed_tokens == 0
+    assert last.finish_reason == FinishReason.LENGTH
+    consumer.assert_nothing_left()
+
+
+def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    consumer.add("before", prompt(20, seed=1))
+    assert consumer.step() == {"before": 20}
+    consumer.add("after", prompt(30, seed=2))
+    assert consumer.step() == {"before": 1, "after": 30}
+    assert consumer.step(received=["d"]) == {"before": 1, "after": 1}
+    assert consumer.step() == {"before": 1, "after": 1, "d": 1}
+    consumer.run()
+    assert {len(outputs) for outputs in consumer.outputs.values()} == {4}
+    consumer.assert_nothing_left()
+
+
+def test_blocks_that_are_being_read_are_no_prefix_for_others(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
+    consumer.step()
+    consumer.add("same", prompt(64))
+    assert consumer.step() == {"same": 64}
+    consumer.run(received=["d"])
+    consumer.assert_nothing_left()
+    assert consumer.outputs["same"][0].prefill_stats.num_cached_tokens == 0
+
+
+def test_what_was_read_is_a_prefix_for_later_requests(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
+    consumer.step(received=[])
+    consumer.run(received=["d"])
+    consumer.add("same", prompt(70))
+    assert consumer.step() == {"same": 70 - 64}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [BLOCK, 3 * BLOCK, 3 * BLOCK + 1, 5, 1])
+def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(make_engine, producer, tokens: int) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert len(read.local_block_ids[0]) == len(read.peer_block_ids[0]) == -(-tokens // BLOCK)
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_without_room_for_its_blocks_a_read_is_not_ordered_yet(make_engine, producer) -> None:
+    consumer = make_engine("D", blocks=1 + 8)
+    consumer.add("local", prompt(6 * BLOCK - 4, seed=1), max_tokens=3)
+    consumer.step()
+    request = consumer.add("d", prompt(4 * BLOCK), params=hand_over(producer, "p", prompt(4 * BLOCK)))
+    consumer.step()
+    assert request.status == RequestStatus.WAITING
+    assert _reads(consumer) == []
+    consumer.step()
+    consumer.step()
+    assert len(_reads(consumer)) == 1
+    consumer.run(received=["d"])
+    consumer.assert_nothing_left()
+
+
+def test_without_room_to_go_on_after_the_read_a_request_waits(make_engine, producer) -> None:
+    """The blocks of the prompt are there, but not the one for the next token."""
+    consumer = make_engine("D", blocks=1 + 6)
+    consumer.add("local", prompt(2 * BLOCK - 2, seed=1), max_tokens=12)
+    consumer.step()
+    consumer.add("d", prompt(3 * BLOCK), params=hand_over(producer, "p", prompt(3 * BLOCK)), max_tokens=20)
+    consumer.step()
+    for _ in range(4):
+        consumer.step()
+    assert len(consumer.blocks("local")[0]) == 3
+    assert consumer.free_blocks == 0
+    consumer.step(received=["d"])
+    consumer.run()
+    assert len(consumer.outputs["d"]) == 20
+    assert len(consumer.outputs["local"]) == 12
+    assert len(_reads(consumer)) == 1
+    consumer.assert_nothing_left()
+
+
+def test_a_partial_prefix_hit_reads_the_rest(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("warm", prompt(2 * BLOCK))
+    consumer.run()
+    consumer.add("d", prompt(4 * BLOCK + 5), params=hand_over(producer, "p", prompt(4 * BLOCK + 5)))
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert read.local_computed_blocks == (2,)
+    assert read.local_block_ids == (consumer.blocks("d")[0][2:],)
+    assert read.external_tokens == 2 * BLOCK + 5
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    assert consumer.outputs["d"][0].prefill_stats.num_local_cached_tokens == 2 * BLOCK
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("tokens", "missing"), [(4 * BLOCK, BLOCK), (4 * BLOCK + 1, 1), (4 * BLOCK + 9, 9)])
+def test_the_longest_prefix_hit_leaves_the_last_block_to_read(make_engine, producer, tokens: int, missing: int) -> None:
+    """The host always leaves a token to compute, and hits are whole blocks."""
+    consumer = make_engine("D")
+    consumer.add("warm", prompt(tokens))
+    consumer.run()
+    consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert (read.external_tokens, len(read.local_block_ids[0])) == (missing, 1)
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("warm", prompt(4 * BLOCK))
+    consumer.run()
+    consumer.add("d", prompt(4 * BLOCK + 6), params=hand_over(producer, "p", prompt(4 * BLOCK)))
+    assert consumer.step() == {"d": 6}
+    assert _reads(consumer) == []
+    (order,) = _notifications(consumer)
+    assert order.peer_request_id == "p"
+    assert not any(order.local_block_ids)
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
+def test_a_failed_read_ends_the_request_with_an_error(make_engine, specs: tuple[Any, ...]) -> None:
+    producer = make_engine("P", specs=specs, prefix_caching=False)
+    consumer = make_engine("D", specs=specs, prefix_caching=False)
+    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
+    consumer.step()
+    consumer.step(failed=["d"])
+    assert [output.finish_reason for output in consumer.outputs["d"]] == [FinishReason.ERROR]
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
+def test_a_failed_read_is_computed_here_where_the_policy_says_so(make_engine, specs: tuple[Any, ...]) -> None:
+    producer = make_engine("P", specs=specs, prefix_caching=False)
+    consumer = make_engine("D", specs=specs, prefix_caching=False, policy="recompute")
+    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
+    consumer.step()
+    assert consumer.step(failed=["d"]) == {}
+    assert consumer.step() == {"d": 100}
+    consumer.run()
+    assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
+    assert len(_reads(consumer)) == 1
+    consumer.assert_nothing_left()
+
+
+def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
+    consumer.step()
+    consumer.run(failed=["d"])
+    consumer.add("same", prompt(64))
+    assert consumer.step() == {"same": 64}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_a_failed_read_beside_good_ones_concerns_nobody_else(make_engine, producer) -> None:
+    consumer = make_engine("D", policy="recompute")
+    for number in range(3):
+        tokens = prompt(40, seed=number)
+        consumer.add(f"d{number}", tokens, params=hand_over(producer, f"p{number}", tokens))
+    consumer.add("local", prompt(40, seed=9))
+    consumer.step()
+    consumer.step(received=["d0", "d2"], failed=["d1"])
+    consumer.run()
+    cached = {name: outputs[0].prefill_stats.num_external_cached_tokens for name, outputs in consumer.outputs.items()}
+    assert cached == {"d0": 40, "d1": 0, "d2": 40, "local": 0}
+    consumer.assert_nothing_left()
+
+
+def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_blocks(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    consumer.abort("d")
+    consumer.step()
+    (order,) = consumer.orders("reads")
+    assert (order.peer_request_id, order.is_reported) == ("p", False)
+    assert not any(order.local_block_ids)
+    consumer.assert_nothing_left()
+
+
+def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    consumer.step()
+    free = consumer.free_blocks
+    consumer.abort("d")
+    consumer.step()
+    assert consumer.orders("cancels") == ["d"]
+    assert consumer.free_blocks == free
+    consumer.step(failed=["d"])
+    consumer.step()
+    consumer.assert_nothing_left()
+    assert all(output.finish_reason in {None, FinishReason.ABORT} for output in consumer.outputs.get("d", []))
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("end", ["received", "failed"])
+def test_an_abort_in_the_step_that_reports_the_read(make_engine, producer, policy: str, end: str) -> None:
+    consumer = make_engine("D", policy=policy)
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    consumer.step()
+    consumer.abort("d")
+    consumer.step(**{end: ["d"]})
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_abort_after_the_read(make_engine, producer, steps: int) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)), max_tokens=9)
+    consumer.step()
+    consumer.step(received=["d"])
+    for _ in range(steps):
+        consumer.step()
+    consumer.abort("d")
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, producer) -> None:
+    consumer = make_engine("D", blocks=1 + 9)
+    tokens = prompt(4 * BLOCK - 1)
+    consumer.add("local", prompt(4 * BLOCK - 1, seed=1), max_tokens=40)
+    consumer.step()
+    request = consumer.add("d", tokens, params=hand_over(producer, "p", tokens), max_tokens=40)
+    consumer.step()
+    consumer.step(received=["d"])
+    consumer.run(steps=200)
+    assert request.num_preemptions == 1
+    assert [len(consumer.outputs[name]) for name in ("d", "local")] == [40, 40]
+    assert len(_reads(consumer)) == 1
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
+def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any, ...]) -> None:
+    producer = make_engine("P", specs=specs, prefix_caching=False)
+    consumer = make_engine("D", specs=specs, prefix_caching=False)
+    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
+    consumer.step()
+    (read,) = _reads(consumer)
+    counts = [sum(block != 0 for block in group) for group in read.local_block_ids]
+    expected = {FULL: 7, STATE: 1, WINDOW: 3}
+    assert counts == [expected[spec] for spec in specs]
+    assert [len(group) for group in read.peer_block_ids] == [len(group) for group in read.local_block_ids]
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": [[]]},
+        {"remote_block_ids": [[1]]},
+        {"remote_block_ids": [[1, 2, 3], [1]]},
+        {"remote_block_ids": "all"},
+        {"remote_host": None},
+        {"remote_port": -1},
+        {"remote_engine_id": 7},
+        {"remote_num_tokens": 10**9},
+        {"remote_num_tokens": 3},
+        {"tp_size": 0},
+        {"kv_fence": ["a", None]},
+        {"do_remote_decode": True},
+    ],
+    ids=str,
+)
+def test_whatever_a_ticket_says_the_request_ends_and_nothing_is_left(make_engine, producer, change: Any) -> None:
+    consumer = make_engine("D")
+    ticket = {**hand_over(producer, "p", prompt(40)), **change}
+    consumer.add("d", prompt(40), params=ticket)
+    consumer.step()
+    parked = [order.request_id for order in _reads(consumer)]
+    consumer.step(received=parked, failed=consumer.orphans)
+    consumer.run()
+    assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
+    for order in consumer.orders("grants"):
+        consumer.step(sent=[order.request_id])
+    consumer.assert_nothing_left()
+
+
+def test_only_the_flag_of_a_ticket_means_local_prefill(make_engine) -> None:
+    consumer = make_engine("D")
+    consumer.add("d", prompt(40), params={"do_remote_prefill": True})
+    assert consumer.step() == {"d": 40}
+    consumer.run()
+    consumer.assert_nothing_left()

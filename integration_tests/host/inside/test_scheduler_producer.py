@@ -1,0 +1,173 @@
+"""Requests that are handed over to another engine, in vLLM's own scheduler: tickets, and blocks kept just long enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine import BLOCK, FULL, PREFILL, STATE, STOP_TOKEN, WINDOW, hand_over, prompt
+from vllm.v1.engine import FinishReason
+
+
+def test_a_remote_decode_keeps_its_blocks_until_they_were_read(make_engine) -> None:
+    engine = make_engine("P")
+    ticket = hand_over(engine, "p", prompt(40))
+    assert engine.outputs["p"][-1].finish_reason == FinishReason.LENGTH
+    assert (ticket["remote_request_id"], ticket["remote_engine_id"]) == ("p", "P")
+    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (40, 3)
+    assert engine.free_blocks == 63 - 3
+    engine.step()
+    (grant,) = engine.orders("grants")
+    assert (grant.request_id, list(grant.fence)) == ("p", ticket["kv_fence"])
+    assert engine.free_blocks == 63 - 3
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_short_prompt_hands_over_its_partly_filled_block(make_engine, tokens: int) -> None:
+    engine = make_engine("P")
+    ticket = hand_over(engine, "p", prompt(tokens))
+    assert len(ticket["remote_block_ids"][0]) == -(-tokens // BLOCK)
+    assert ticket["remote_num_tokens"] == tokens
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_a_prefix_hit_hands_over_all_blocks_of_the_prompt(make_engine) -> None:
+    engine = make_engine("P")
+    first = hand_over(engine, "p1", prompt(40))
+    second = hand_over(engine, "p2", prompt(60))
+    assert len(second["remote_block_ids"][0]) == 4
+    assert second["remote_block_ids"][0][:2] == first["remote_block_ids"][0][:2]
+    engine.step(sent=["p1"])
+    assert engine.free_blocks == 63 - 4  # what both had is still kept for the second
+    engine.step(sent=["p2"])
+    engine.assert_nothing_left()
+
+
+def test_a_first_token_that_stops_the_request_is_handed_over(make_engine) -> None:
+    engine = make_engine("P")
+    engine.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
+    engine.step(token=STOP_TOKEN)
+    assert engine.outputs["p"][-1].finish_reason == FinishReason.STOP
+    assert engine.ticket("p")["do_remote_prefill"] is True
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_a_prompt_in_chunks_is_handed_over_after_the_last(make_engine) -> None:
+    engine = make_engine("P", batch_tokens=32)
+    engine.add("p", prompt(100), max_tokens=1, params=dict(PREFILL))
+    assert [engine.step().get("p") for _ in range(3)] == [32, 32, 32]
+    assert "p" not in engine.outputs
+    assert engine.orders("grants") == []
+    assert engine.step() == {"p": 4}
+    ticket = engine.ticket("p")
+    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (100, 7)
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_a_reader_that_is_faster_than_the_grant(make_engine) -> None:
+    """The workers may report the read before the scheduler has told them of the lease."""
+    engine = make_engine("P")
+    hand_over(engine, "p", prompt(40))
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+    engine.step()
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_abort_before_the_ticket_frees_the_blocks_at_once(make_engine, steps: int) -> None:
+    engine = make_engine("P", batch_tokens=32)
+    engine.add("p", prompt(100), max_tokens=1, params=dict(PREFILL))
+    for _ in range(steps):
+        engine.step()
+    engine.abort("p")
+    engine.step()
+    engine.assert_nothing_left()
+    assert engine.orders("grants") == []
+
+
+def test_an_abort_after_the_ticket_does_not_break_the_promise(make_engine) -> None:
+    engine = make_engine("P")
+    hand_over(engine, "p", prompt(40))
+    engine.abort("p")
+    engine.step()
+    assert engine.free_blocks == 63 - 3
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_a_lease_that_ends_unread_frees_the_blocks_like_one_that_was_read(make_engine) -> None:
+    """The workers report both alike: the scheduler does not care why nobody needs the blocks any more."""
+    engine = make_engine("P")
+    for number in range(4):
+        hand_over(engine, f"p{number}", prompt(40, seed=number))
+    engine.step(sent=["p2", "p0"])
+    assert engine.free_blocks == 63 - 6
+    engine.step(sent=["p1", "p3"])
+    engine.assert_nothing_left()
+
+
+def test_a_preempted_prefill_is_handed_over_all_the_same(make_engine) -> None:
+    engine = make_engine("P", blocks=1 + 8, batch_tokens=BLOCK + 1)
+    engine.add("first", prompt(3 * BLOCK - 3, seed=1), max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    request = engine.add("p", prompt(5 * BLOCK), max_tokens=1, params=dict(PREFILL))
+    for _ in range(80):
+        engine.step(sent=[order.request_id for order in engine.plans[-1].plan.grants])
+        if not engine.scheduler.requests:
+            break
+    assert request.num_preemptions >= 1
+    assert len(engine.ticket("p")["remote_block_ids"][0]) == 5
+    assert len(engine.outputs["first"]) == 40
+    engine.assert_nothing_left()
+
+
+def test_a_sliding_window_group_hands_over_the_window(make_engine) -> None:
+    engine = make_engine("P", specs=(FULL, WINDOW), prefix_caching=False)
+    ticket = hand_over(engine, "p", prompt(160))
+    whole, tail = ticket["remote_block_ids"]
+    assert len(whole) == 10
+    assert len(tail) == 3  # ceil(window / block) + 1
+    assert [bool(block) for block in tail] == [False, True, True]  # what the window has left is the placeholder
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_a_state_group_hands_over_all_but_the_last_token(make_engine) -> None:
+    engine = make_engine("P", specs=(STATE, FULL), prefix_caching=False)
+    ticket = hand_over(engine, "p", prompt(50))
+    assert ticket["remote_num_tokens"] == 49
+    state, whole = ticket["remote_block_ids"]
+    assert (len(state), len(whole)) == (1, 4)
+    engine.step(sent=["p"])
+    engine.assert_nothing_left()
+
+
+def test_many_hand_overs_between_two_engines_leave_nothing(make_engine) -> None:
+    producer, consumer = make_engine("P", blocks=1 + 40), make_engine("D", blocks=1 + 30)
+    waiting: list[Any] = []
+    for number in range(12):
+        tokens = prompt(20 + 7 * number, seed=number % 5)
+        consumer.add(f"d{number}", tokens, params=hand_over(producer, f"p{number}", tokens), max_tokens=9)
+        consumer.step()
+        waiting += consumer.plans[-1].plan.reads
+        done, waiting = waiting[:1], waiting[1:]
+        consumer.step(received=[order.request_id for order in done if order.is_reported])
+        waiting += consumer.plans[-1].plan.reads
+        producer.step(sent=[order.peer_request_id for order in done])
+    for _ in range(200):
+        done, waiting = waiting, []
+        consumer.step(received=[order.request_id for order in done if order.is_reported])
+        waiting += consumer.plans[-1].plan.reads
+        producer.step(sent=[order.peer_request_id for order in done])
+        if not waiting and not consumer.scheduler.requests:
+            break
+    assert {len(outputs) for outputs in consumer.outputs.values()} == {9}
+    consumer.assert_nothing_left()
+    producer.assert_nothing_left()
