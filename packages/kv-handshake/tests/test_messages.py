@@ -98,6 +98,26 @@ def test_metadata_that_peers_would_refuse_is_not_written(changes, code):
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize("address", [0, 2**62, 2**63, 2**64 - 65_536])
+def test_memory_up_to_the_end_of_the_address_space(address):
+    values = {**sample_metadata(regions=1), "kv_caches_base_addr": [address]}
+    assert decode_metadata(decode_envelope(Codec().encode_envelope(values, {}, dialect=14))).kv_caches_base_addr == (
+        address,
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "length"),
+    [(2**64 - 65_535, 65_536), (2**64 - 1, 65_536), (65_536, 2**64 - 65_535), (-1, 65_536), (0, 0)],
+)
+def test_memory_beyond_the_address_space(address, length):
+    with pytest.raises(WireError) as caught:
+        encode_metadata(
+            {**sample_metadata(regions=1), "kv_caches_base_addr": [address], "block_lens": [length]}, dialect_of(14)
+        )
+    assert caught.value.code == "invalid-metadata"
+
+
 def test_packed_members_are_read():
     values = {**sample_metadata(), "packed_member_layouts": {"a": (0, 64)}, "region_members": [["a"], ["b", "c"]]}
     metadata = decode_metadata(decode_envelope(Codec().encode_envelope(values, {}, dialect=15)))
@@ -203,8 +223,18 @@ def test_what_ranks_repeat_is_read_once():
         reader.metadata(reader.envelope(frame)) for frame in sample_envelopes([(0, 0), (0, 1)], regions=9).values()
     )
     assert one.kv_caches_base_addr != other.kv_caches_base_addr
-    for name in ("block_lens", "region_names", "region_mem_types", "factors"):
+    for name in ("block_lens", "region_names", "region_mem_types"):
         assert getattr(one, name) is getattr(other, name)
+    for name in ("factors", "packed_member_layouts"):
+        assert getattr(one, name) is not getattr(other, name), "its reader may change it"
+
+
+def test_very_long_values_are_not_remembered():
+    values = {**sample_metadata(regions=1), "region_names": ["x" * 300_000]}
+    reader, frame = ReplyReader(), Codec().encode_envelope(values, {}, dialect=14)
+    one, other = (reader.metadata(reader.envelope(frame)) for _ in range(2))
+    assert one == other
+    assert one.region_names is not other.region_names
 
 
 @given(st.binary(max_size=300))

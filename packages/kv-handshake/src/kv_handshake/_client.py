@@ -20,6 +20,7 @@ from kv_handshake._errors import ConfigurationError, HandshakeError, TransportEr
 from kv_handshake._log import GatedLog
 from kv_handshake._outcome import Outcome, Timing
 from kv_handshake._pacing import Backoff, FailureMemory
+from kv_handshake._session import SessionMemory
 from kv_handshake._task import Request, Task
 from kv_handshake._zmq import Connection, Hub
 
@@ -61,6 +62,7 @@ class Client:
         self._timing = timing or Timing()
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
+        self._shared = SessionMemory(offer)  # used on the client's thread only
         self._log = GatedLog()
         self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "attempts": 0, "callback_errors": 0, "restarts": 0}
         self._lock = threading.Lock()
@@ -105,7 +107,7 @@ class Client:
         """
         check_endpoint(host, port)
         request = Request(host, port, tuple(ranks), engine_id, dialect, generation, on_done)
-        task = Task(request, offer=self._offer, timing=self._timing, now_s=time.monotonic())
+        task = Task(request, offer=self._offer, timing=self._timing, now_s=time.monotonic(), memory=self._shared)
         with self._lock:
             if self._is_closing:
                 raise ConfigurationError("invalid-argument", "the client is closed")
@@ -309,7 +311,7 @@ class Client:
         self._hang_up(connection, task)
 
     def _hang_up(self, connection: Connection, task: Task) -> None:
-        """Tell the caller first, then tidy up: closing a connection takes longer than reading a reply."""
+        """Tell the caller first, then tidy up."""
         del self._running[connection]
         self._end_attempt(task)
         self._hub.discard(connection)

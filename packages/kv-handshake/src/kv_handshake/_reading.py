@@ -1,16 +1,17 @@
 """Reading a reply: the envelope, the agent metadata in it, and the clock.
 
-Theory of operation. The ranks of one engine say mostly the same: their factors, region names and block sizes are equal
-byte for byte, and only addresses differ. So a `ReplyReader` first splits a message into its values without opening the
-long ones (`msgspec.Raw`, a view of the bytes), and opens and checks a long one only if its bytes are not those that it
-opened last under the same name. What is opened does not depend on that memory: equal bytes mean an equal value.
+Theory of operation. The ranks of one engine say mostly the same, and so do the engines of one fleet: their region names
+and block sizes are equal byte for byte, and only addresses differ. So a `ReplyReader` first splits a message into its
+values without opening the long ones (`msgspec.Raw`, a view of the bytes), and opens and checks a long one only if its
+bytes are not those that it opened last under the same name. What it returns does not depend on that memory: equal bytes
+mean an equal value, and only values that nobody can change are handed out twice.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
 
 import msgspec
 from msgspec import Raw
@@ -90,11 +91,11 @@ class _ClosedMetadata(
 
 
 class _Opened(NamedTuple):
-    """A value that was opened and checked: its bytes, what they say, and the largest number in it, if there is one."""
+    """A value that was opened and checked: its bytes, what they say, and whether it is numbers of a usual size."""
 
     raw: Raw
     value: Any
-    most: int
+    is_usual: bool = False
 
 
 _envelope_decoder = msgspec.msgpack.Decoder(_ClosedEnvelope)
@@ -116,13 +117,22 @@ _LIST_DECODERS: Mapping[str, msgspec.msgpack.Decoder[Any]] = {
 _LEAST: Mapping[str, int] = {"kv_caches_base_addr": 0, "block_lens": 1, "block_strides": 1, "region_num_blocks": 0}
 """Smallest number that may stand in a list of numbers."""
 
+_USUAL_DECODERS: Mapping[str, msgspec.msgpack.Decoder[tuple[int, ...]]] = {
+    name: msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=least, le=1 << 62)], ...])
+    for name, least in _LEAST.items()
+}
+"""They check the numbers while they read them, much faster than Python can. What they refuse may still be valid."""
+
+_REMEMBERED_BYTES = 256 * 1024
+"""Longer values are opened each time, so that a peer cannot fill the memory."""
+
 _PARALLEL = ("block_lens", "block_strides", "region_num_blocks", "region_group_ids", "region_names", "region_mem_types")
 """Lists with one entry per region."""
 
 
 @final
 class ReplyReader:
-    """Reads the replies of one engine's ranks; what one rank repeats of another is opened and checked once."""
+    """Reads replies, on one thread; what a reply repeats of the one before is opened and checked once."""
 
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
@@ -177,7 +187,8 @@ class ReplyReader:
             raise WireError("malformed-metadata", f"agent metadata of {size} bytes does not decode: {error}") from error
         _check_numbers(closed)
         _check_regions(opened)
-        block_lens = opened["block_lens"].value
+        values = {name: each.value for name, each in opened.items()}
+        values["packed_member_layouts"] = dict(values["packed_member_layouts"])
         return AgentMetadata(
             engine_id=closed.engine_id,
             agent_metadata=closed.agent_metadata,
@@ -188,7 +199,7 @@ class ReplyReader:
             ssm_sizes=closed.ssm_sizes,
             attn_backend_name=closed.attn_backend_name,
             physical_blocks_per_logical_kv_block=closed.physical_blocks_per_logical_kv_block
-            or reconstruct_blocks_ratio(closed.ssm_sizes, block_lens),
+            or reconstruct_blocks_ratio(closed.ssm_sizes, values["block_lens"]),
             dcp_size=closed.dcp_size,
             pcp_size=closed.pcp_size,
             ple_block_len=closed.ple_block_len,
@@ -196,22 +207,22 @@ class ReplyReader:
             geometry=closed.geometry,
             generation=envelope.generation,
             factors=envelope.factors,
-            **{name: each.value for name, each in opened.items()},
+            **values,
         )
 
     def _factors(self, raw: Raw) -> dict[str, Any]:
         """Return the factors; they must be few, and JSON."""
+        factors = _factors_decoder.decode(raw)
         known = self._opened.get("factors")
         if known is not None and known.raw == raw:
-            return cast("dict[str, Any]", known.value)
-        factors = _factors_decoder.decode(raw)
+            return factors
         if len(factors) > MAX_FACTORS:
             raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {MAX_FACTORS}")
         try:
             json.dumps(factors, sort_keys=True)
         except DECODE_ERRORS as error:
             raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
-        self._opened["factors"] = _Opened(raw.copy(), factors, 0)
+        self._remember("factors", _Opened(raw, None))
         return factors
 
     def _open(self, name: str, raw: Raw) -> _Opened:
@@ -219,14 +230,32 @@ class ReplyReader:
         known = self._opened.get(name)
         if known is not None and known.raw == raw:
             return known
-        value = _LIST_DECODERS[name].decode(raw)
-        least, most = _LEAST.get(name), 0
-        if least is not None and value:
-            if min(value) < least:
-                raise _invalid(name, f"holds {min(value)}, below {least}")
-            most = max(value)
-        opened = self._opened[name] = _Opened(raw.copy(), value, most)
+        opened = _open_usual(name, raw) or _open_any(name, raw)
+        self._remember(name, opened)
         return opened
+
+    def _remember(self, name: str, opened: _Opened) -> None:
+        if len(memoryview(opened.raw)) <= _REMEMBERED_BYTES:
+            # A view would keep the whole reply in memory.
+            self._opened[name] = _Opened(opened.raw.copy(), opened.value, opened.is_usual)
+
+
+def _open_usual(name: str, raw: Raw) -> _Opened | None:
+    """Return a list of numbers that are no smaller than they may be and far below 2 to the 64, or None for others."""
+    decoder = _USUAL_DECODERS.get(name)
+    if decoder is None:
+        return None
+    try:
+        return _Opened(raw, decoder.decode(raw), is_usual=True)
+    except DECODE_ERRORS:
+        return None
+
+
+def _open_any(name: str, raw: Raw) -> _Opened:
+    value = _LIST_DECODERS[name].decode(raw)
+    if value and name in _LEAST and min(value) < _LEAST[name]:
+        raise _invalid(name, f"holds {min(value)}, below {_LEAST[name]}")
+    return _Opened(raw, value)
 
 
 def decode_envelope(frame: bytes) -> Envelope:
@@ -290,7 +319,8 @@ def _check_regions(opened: Mapping[str, _Opened]) -> None:
         values = opened[name].value
         if values is not None and len(values) != regions:
             raise _invalid(name, f"has {len(values)} entries for {regions} regions")
-    if addresses.most + block_lens.most > _ADDRESS_END:
+    is_usual = addresses.is_usual and block_lens.is_usual
+    if regions and not is_usual and max(addresses.value) + max(block_lens.value) > _ADDRESS_END:
         raise _invalid("kv_caches_base_addr", "reaches beyond the 64-bit address space")
     members = opened["region_members"].value
     if members and len(members) != regions:

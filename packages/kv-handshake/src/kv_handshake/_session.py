@@ -15,6 +15,9 @@ from collections import deque
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+import msgspec
+
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
@@ -28,9 +31,34 @@ if TYPE_CHECKING:
 
     from kv_handshake._messages import AgentMetadata, Envelope
 
-__all__ = ["ClientSession"]
+__all__ = ["ClientSession", "SessionMemory"]
 
 _MAX_FRAMES = 2
+_encoder = msgspec.msgpack.Encoder()
+
+
+@final
+class SessionMemory:
+    """Opens and judges what peers say, for one offer and on one thread; what the last one said too is judged once."""
+
+    def __init__(self, offer: LocalOffer) -> None:
+        self.reader = ReplyReader()
+        self._offer = offer
+        self._said: bytes | None = None
+        self._verdict = Verdict()
+
+    def judge(self, envelope: Envelope, version: int) -> Verdict:
+        """Return the verdict about an envelope in a dialect; see `kv_handshake.judge`."""
+        bare = msgspec.structs.replace(envelope, agent_metadata_bytes=b"", rank=None, generation=None, checksum=None)
+        try:
+            # As bytes, because values that Python takes for equal, such as 1 and True, are not the same to a peer.
+            said = _encoder.encode((version, bare))
+        except DECODE_ERRORS:
+            said = None  # nested so deeply that only judging will tell
+        if said is None or said != self._said:
+            self._verdict = judge(self._offer, envelope, version)
+            self._said = said
+        return self._verdict
 
 
 @final
@@ -43,6 +71,7 @@ class ClientSession:
         offer: This engine's side of the comparison.
         engine_id: The engine that must answer; empty if any may.
         generation: The registration generation that the ticket was made with; None to accept any.
+        memory: What sessions with the same offer on the same thread share; one of its own without.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for no or repeated ranks or ranks that the dialect cannot ask for,
@@ -57,22 +86,21 @@ class ClientSession:
         offer: LocalOffer,
         engine_id: str = "",
         generation: int | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(version)
         self._queries = deque((rank, encode_query(rank, self._dialect)) for rank in ranks)
         self._outstanding: deque[tuple[Rank, float]] = deque()
-        self._offer = offer
         self._engine_id = engine_id
         self._generation = generation
         self._state: State = INITIAL_STATE
         self._frames: list[bytes] = []
         self._partial = bytearray()
-        self._reader = ReplyReader()
+        self._memory = memory or SessionMemory(offer)
         self._peers: dict[Rank, AgentMetadata] = {}
         self._verdict = Verdict()
-        self._judged: tuple[object, ...] = ()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
         self._clock_offset_s: float | None = None
@@ -202,8 +230,8 @@ class ClientSession:
             self._step("all-replied" if self._queries else "last-rank-accepted")
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
-        envelope = self._reader.envelope(frames[0])
-        self._compare(envelope)
+        envelope = self._memory.reader.envelope(frames[0])
+        self._verdict = self._memory.judge(envelope, self._dialect.version)
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
         wanted = 2 if self._dialect.has_clock_frame else 1
@@ -222,7 +250,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = self._reader.metadata(envelope)
+        metadata = self._memory.reader.metadata(envelope)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
@@ -232,19 +260,6 @@ class ClientSession:
                 found=metadata.engine_id,
             )
         return metadata
-
-    def _compare(self, envelope: Envelope) -> None:
-        """Set the verdict; ranks of one engine say the same, so it is worked out once for all of them."""
-        said = (
-            envelope.compatibility_hash,
-            envelope.factors,
-            envelope.protocol,
-            envelope.capabilities,
-            envelope.refusal,
-        )
-        if said != self._judged:
-            self._verdict = judge(self._offer, envelope, self._dialect.version)
-            self._judged = said
 
     def _check_agreement(self, metadata: AgentMetadata) -> None:
         """Raise unless the rank is of the same life of the same engine as those before it."""

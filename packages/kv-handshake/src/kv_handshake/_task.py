@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 from kv_handshake._errors import CODES, HandshakeError, TransportError
 from kv_handshake._outcome import Outcome, Timing
 from kv_handshake._pacing import Backoff
-from kv_handshake._session import ClientSession
+from kv_handshake._session import ClientSession, SessionMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,8 +56,17 @@ class Task:
     Every attempt asks for all ranks again, so that an outcome never mixes two lives of an engine.
     """
 
-    def __init__(self, request: Request, *, offer: LocalOffer, timing: Timing, now_s: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        offer: LocalOffer,
+        timing: Timing,
+        now_s: float,
+        memory: SessionMemory | None = None,
+    ) -> None:
         self.request = request
+        self._memory = memory
         self._offer = offer
         self._timing = timing
         self._began_s = now_s
@@ -145,6 +154,7 @@ class Task:
             offer=self._offer,
             engine_id=request.engine_id,
             generation=request.generation,
+            memory=self._memory,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import sys
 import threading
 import uuid
 from collections import Counter, OrderedDict
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import zmq
 import zmq.utils.z85
-from zmq.utils.monitor import parse_monitor_message
 
 from kv_handshake._endpoint import tcp_url
 from kv_handshake._errors import HandshakeError, TransportError
@@ -41,6 +41,12 @@ _ONLY_CURRENT_ZMTP = b"kv-handshake"
 """A ZAP domain for plain client sockets. Without one, libzmq takes a web server for a ZeroMQ of before 2011, reads its
 text as frames, and may deliver one as a reply. With one it hangs up on everything older than ZMTP 3.0. Nobody answers
 for the domain in a client's context, so nothing else changes."""
+
+_NOBLOCK_AND_MORE = zmq.NOBLOCK | zmq.SNDMORE
+
+_QUIET_MS = 2
+_MOST_RETIRED = 32
+"""Sockets are closed, and those of the next connection made, when nothing has happened for so long, or so many wait."""
 
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_ADDRESSES = 4096
@@ -275,7 +281,8 @@ class Connection:
             TransportError: ``transport-failed``.
         """
         try:
-            self.socket.send_multipart((b"", query), zmq.NOBLOCK)
+            self.socket.send(b"", _NOBLOCK_AND_MORE)
+            self.socket.send(query, zmq.NOBLOCK)
         except zmq.Again:
             pass
         except zmq.ZMQError as error:
@@ -294,19 +301,24 @@ class Connection:
         return frames[1:] if not frames[0] else frames
 
     def fault(self) -> str:
-        """Return why the connection ended, as a code, or nothing if it has not; replies before the end stay readable."""
-        while not self._fault:
-            try:
-                kind = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                break
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_open = True
-            elif kind == zmq.EVENT_CLOSED:
-                self._fault = "connection-refused"
-            else:
-                # One that ends before it is open has met wrong keys, or something that does not open like ZeroMQ.
-                self._fault = "connection-lost" if self._is_open else "authentication-refused"
+        """Return why the connection ended, as a code, or nothing as far as is known; replies before that stay readable.
+
+        Looks at one event: the hub's poll returns at once while there are more.
+        """
+        if self._fault:
+            return self._fault
+        try:
+            kind = int.from_bytes(self.monitor.recv(zmq.NOBLOCK)[:2], sys.byteorder)
+            self.monitor.recv()  # the address, which is known
+        except zmq.Again:
+            return ""
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_open = True
+        elif kind == zmq.EVENT_CLOSED:
+            self._fault = "connection-refused"
+        else:
+            # One that ends before it is open has met wrong keys, or something that does not open like ZeroMQ.
+            self._fault = "connection-lost" if self._is_open else "authentication-refused"
         return self._fault
 
     def close(self) -> None:
@@ -326,6 +338,8 @@ class Hub:
         self._security = security
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, Connection] = {}
+        self._spare: Connection | None = None
+        self._retired: list[Connection] = []
         self._ear, self._bell = socket.socketpair()
         self._ear.setblocking(False)
         self._bell.setblocking(False)
@@ -338,7 +352,8 @@ class Hub:
             TransportError: ``transport-failed``.
         """
         try:
-            connection = Connection(self._context, self._security)
+            connection = self._spare or Connection(self._context, self._security)
+            self._spare = None
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         try:
@@ -352,21 +367,26 @@ class Hub:
         return connection
 
     def discard(self, connection: Connection) -> None:
-        """Close a connection and forget it."""
+        """Forget a connection; it is closed in a quiet moment."""
         for each in (connection.socket, connection.monitor):
             self._poller.unregister(each)
             del self._by_socket[each]
-        connection.close()
+        self._retired.append(connection)
+        if len(self._retired) >= _MOST_RETIRED:
+            self._tidy()
 
     def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
-        """Wait until a connection has something to say, the doorbell rings or the time is over.
+        """Wait until a connection has something to say, the doorbell rings or the time is over; at times not so long.
 
         Returns:
             The connections with replies to read, and those with a fault to look at.
         """
+        has_chores = self._spare is None or self._retired
+        timeout_ms = _QUIET_MS if has_chores and timeout_s * 1000 > _QUIET_MS else int(timeout_s * 1000) + 1
         readable: list[Connection] = []
         faulty: list[Connection] = []
-        for each, _ in self._poller.poll(max(0, min(60_000, int(timeout_s * 1000) + 1))):
+        found = self._poller.poll(max(0, min(60_000, timeout_ms)))
+        for each, _ in found:
             connection = self._by_socket.get(each)
             if connection is None:
                 with contextlib.suppress(BlockingIOError):
@@ -375,7 +395,17 @@ class Hub:
                 readable.append(connection)
             else:
                 faulty.append(connection)
+        if has_chores and not found:
+            self._tidy()
         return readable, faulty
+
+    def _tidy(self) -> None:
+        """Do what nobody waits for: it takes as long as a few replies, and holds up every thread that hears of one."""
+        while self._retired:
+            self._retired.pop().close()
+        if self._spare is None:
+            with contextlib.suppress(zmq.ZMQError):  # `open` will say why
+                self._spare = Connection(self._context, self._security)
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
@@ -384,8 +414,8 @@ class Hub:
 
     def close(self) -> None:
         """Close all connections and the doorbell."""
-        for connection in set(self._by_socket.values()):
-            self.discard(connection)
+        for connection in {*self._by_socket.values(), *self._retired}:
+            connection.close()
         self._ear.close()
         self._bell.close()
         self._context.destroy(linger=0)
