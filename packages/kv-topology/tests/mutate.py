@@ -197,11 +197,11 @@ class Check:
     def tests_for(self, mutant: Mutant) -> list[pytest.Item]:
         """Return the tests that reach a mutant: quick ones first, and every test function early.
 
-        Lines that run on import (defaults, constants) have none of their own: all that reach the module must do.
+        Lines that run on import (defaults, constants) have none of their own, so all must do.
         """
         lines = self.reached[mutant.module]
         names = {name for line in mutant.lines for name in lines.get(line, ())} - {""}
-        names = names or {name for found in lines.values() for name in found} - {""}
+        names = names or set(self.items)
         turns: Counter[str] = Counter()
         order = []
         for name in sorted(names, key=lambda name: self.seconds[name]):

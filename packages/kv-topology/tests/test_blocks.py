@@ -17,6 +17,8 @@ from kv_topology import (
     RankGeometry,
     Region,
     TokenDeal,
+    UnsupportedTopology,
+    _rows,
     clip_window,
     expand_rows,
     kernel_pages,
@@ -26,7 +28,7 @@ from kv_topology._blocks import _is_one_to_one, align, pair_blocks, place_order
 from kv_topology._boxes import Pairing
 from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology._link import _indices, find_aliases
-from kv_topology._rows import MAX_DESCRIPTORS, build_rows
+from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
 from kv_topology._shards import common_unit_tokens
 
 DENSE = ModelSpec(("attention",), 2, 4)
@@ -517,14 +519,30 @@ def test_dense_units_are_one_row():
     assert mine.tolist() == [1, 2, 8, 0, 6, 7]
 
 
-def test_indices_end_at_int32():
-    regions = build_engine(DENSE, EngineSpec(block_count=1 << 20))[0, 0].regions
-    zero = np.zeros(1, dtype=np.int64)
-    one = np.ones(1, dtype=np.int64)
-    room = MAX_DESCRIPTORS - (1 << 20)
-    assert build_rows(regions, zero, zero, zero, one, 1, room)[2] == MAX_DESCRIPTORS
-    from kv_topology import UnsupportedTopology
+def rows_of(region, slices, units, before=0):
+    zero = np.zeros(slices, dtype=np.int64)
+    return build_rows([region], zero, zero, zero + 8, zero + 8, units, before)
 
+
+def test_indices_end_at_int32():
+    region = Region(4096, 8, 8, 1 << 20, ())
+    room = MAX_DESCRIPTORS - (1 << 20)
+    assert rows_of(region, 1, 1, room)[2] == MAX_DESCRIPTORS
+    # The last one's number of descriptors is 2**63, which as an int64 is negative.
+    for pages, slices, units, before in ((1 << 20, 1, 1, room + 1), (1 << 30, 2, 1, 0), (1 << 31, 2, 1 << 31, 0)):
+        with pytest.raises(UnsupportedTopology) as caught:
+            rows_of(replace(region, page_count=pages), slices, units, before)
+        assert caught.value.code == "too-many-descriptors"
+        assert caught.value.context["limit"] < caught.value.context["descriptors"]
+
+
+def test_pages_of_absurdly_many_units_are_refused(monkeypatch):
+    gaps = Region(4096, 1 << 30, 1 << 30, 1, ())
     with pytest.raises(UnsupportedTopology) as caught:
-        build_rows(regions, zero, zero, zero, one, 1, room + 1)
-    assert caught.value.code == "too-many-descriptors"
+        rows_of(gaps, 1, MAX_ROWS + 1)
+    assert (caught.value.code, caught.value.context["rows"]) == ("plan-too-fine", MAX_ROWS + 1)
+    assert len(rows_of(replace(gaps, page_stride_bytes=8 * (MAX_ROWS + 1)), 1, MAX_ROWS + 1)[0]) == 1
+    monkeypatch.setattr(_rows, "MAX_ROWS", 6)
+    assert len(rows_of(gaps, 2, 3)[0]) == 6
+    with pytest.raises(UnsupportedTopology):
+        rows_of(gaps, 7, 1)

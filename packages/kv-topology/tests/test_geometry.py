@@ -134,6 +134,9 @@ def parts(*intervals):
 
 def test_parts_of_a_field_make_up_its_share():
     assert parts((2, 4), (0, 2)).layers == ("a",)
+    for one, two in ((((2, 4), (0, 2)), ((0, 2), (2, 4))), (((0, 4),), ((0, 1), (1, 4)))):
+        (found,) = plan_transfer(parts(*one), {(0, 0): parts(*two)}).slices((0, 0))
+        assert sorted(found.length.tolist()) == sorted(2 * (stop - start) for start, stop in two)
     for intervals, code in (
         (((0, 3), (2, 4)), "parts-overlap"),
         (((0, 1), (2, 4)), "parts-leave-hole"),

@@ -21,7 +21,7 @@ from kv_topology import (
     split_layouts,
 )
 from kv_topology._engine import EngineSpec, ModelSpec, build_engine
-from kv_topology._rows import MAX_DESCRIPTORS
+from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS
 from kv_topology._runs import Runs, box_runs, join_runs, run_count
 
 SHAPE = AttentionShape(2, 4, 4, 1)
@@ -167,6 +167,7 @@ def test_members_without_a_common_cell_have_no_slice():
 
 def test_limits_stay():
     assert _slices.MAX_SLICES == 4_194_304
+    assert MAX_ROWS == 4_194_304
     assert np.iinfo(np.int32).max == MAX_DESCRIPTORS
 
 

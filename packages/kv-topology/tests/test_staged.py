@@ -142,6 +142,32 @@ def test_layers_of_a_page_with_different_units_stay_direct(orders, sizes, is_sta
     prove(consumers, producers, request, lambda mine, theirs: plan_transfer(mine, theirs, staging="auto"))
 
 
+def indented(geometry, room):
+    """The same rank with that many bytes unused at the head of every page."""
+    regions = tuple(
+        replace(
+            region,
+            base_address=region.base_address * 2,
+            page_bytes=region.page_bytes + room,
+            page_stride_bytes=region.page_stride_bytes + room,
+            members=tuple(replace(member, offset_bytes=member.offset_bytes + room) for member in region.members),
+        )
+        for region in geometry.regions
+    )
+    return replace(geometry, regions=regions)
+
+
+@pytest.mark.parametrize("block", [16, 48])
+def test_fields_need_not_begin_with_the_page(block):
+    consumer = EngineSpec(1, block_tokens=block, layout="packed-HND", block_count=8)
+    producer = EngineSpec(2, block_tokens=16, layout="packed-NHD", block_count=12)
+    consumers = {rank: indented(one, 64) for rank, one in build_engine(DENSE, consumer).items()}
+    producers = {rank: indented(one, 32) for rank, one in build_engine(DENSE, producer).items()}
+    plan = always(consumers[0, 0], producers)
+    assert [(region.start, region.stop) for region in plan.staged_regions] == [(64, 64 + 2 * 4 * block * 8 * 2)] * 2
+    prove(consumers, producers, request_for(ProofCase("staged", DENSE, consumer, producer, 90)), always)
+
+
 def test_only_written_pages_are_permuted():
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="always")
     ((region, pages), _) = plan.staged_pages([[9, 4]], [[1, 2, 3]])

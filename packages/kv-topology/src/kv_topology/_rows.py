@@ -27,6 +27,9 @@ __all__ = ["MAX_DESCRIPTORS", "IndexRule", "build_rows", "expand_rows"]
 MAX_DESCRIPTORS = (1 << 31) - 1
 """Descriptors in one prepared list: indices are int32."""
 
+MAX_ROWS = 1 << 22
+"""Rows of one producer rank and group beyond which a plan is refused; a peer may claim pages of any number of units."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def build_rows(
         uint64 (m, 5) rows with m between n and n * units, the rule, and the running total.
 
     Raises:
-        UnsupportedTopology: `too-many-descriptors` beyond int32.
+        UnsupportedTopology: `too-many-descriptors` beyond int32, `plan-too-fine` with too many rows.
     """
     base = np.array([item.base_address for item in regions], dtype=np.uint64)[region]
     stride = np.array([item.page_stride_bytes for item in regions], dtype=np.int64)[region]
@@ -71,14 +74,8 @@ def build_rows(
     is_dense = (step * units == stride) | (units == 1)
     row_counts = np.where(is_dense, 1, units)
     counts = pages * units
+    total = _checked_total(first_index, counts, row_counts)
     first = first_index + np.cumsum(counts) - counts
-    total = first_index + int(counts.sum())
-    if total > MAX_DESCRIPTORS:
-        raise UnsupportedTopology(
-            f"The plan needs {total} descriptors for one producer rank; indices end at {MAX_DESCRIPTORS}.",
-            code="too-many-descriptors",
-            context={"descriptors": total, "limit": MAX_DESCRIPTORS},
-        )
     rule = IndexRule(first, np.where(is_dense, units, 1), np.where(is_dense, 1, pages))
     owner = np.repeat(np.arange(len(length)), row_counts)
     unit = np.arange(len(owner)) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
@@ -89,6 +86,27 @@ def build_rows(
     rows[:, 3] = np.where(is_dense & (units > 1), step, stride)[owner]
     rows[:, 4] = np.where(is_dense, counts, pages)[owner]
     return rows, rule, total
+
+
+def _checked_total(first_index: int, counts: Ints, row_counts: Ints) -> int:
+    """Return the number of descriptors up to and with these, after checking that they and their rows are not too many."""
+    # A count beyond the limit is as bad as any other, and a sum of those would not fit.
+    total = first_index + int(np.minimum(counts, MAX_DESCRIPTORS + 1).sum())
+    if total > MAX_DESCRIPTORS:
+        raise UnsupportedTopology(
+            f"The plan needs at least {total} descriptors for one producer rank; indices end at {MAX_DESCRIPTORS}.",
+            code="too-many-descriptors",
+            context={"descriptors": total, "limit": MAX_DESCRIPTORS},
+        )
+    rows = int(row_counts.sum())
+    if rows > MAX_ROWS:
+        raise UnsupportedTopology(
+            f"The plan needs {rows} rows for one producer rank (limit {MAX_ROWS}): its pages hold many units that do not "
+            "follow each other; use block sizes that are closer to each other.",
+            code="plan-too-fine",
+            context={"rows": rows, "limit": MAX_ROWS},
+        )
+    return total
 
 
 def expand_rows(rows: Rows) -> Rows:
