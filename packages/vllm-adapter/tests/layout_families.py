@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Mam
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheSpec,
     KVQuantMode,
@@ -308,6 +309,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flashmla-sparse-split-blocks": {"backend": SPARSE, "mla": True, "specs": lambda _tp: same(fp8_latent(tokens=128))},
     "deepseek-v4": {
         "backend": SPARSE, "mla": True, "layout": "BLHNC", "specs": _v4, "indexer": "mla.indexer:DeepseekV4IndexerBackend",
+    },
+    "ring-beside-latent": {
+        "backend": FLASHMLA,
+        "mla": True,
+        "layout": "BLHNC",
+        "specs": lambda _tp: {
+            **same(latent()),
+            "layers.0.ring": CircularBufferSpec(
+                block_size=8, num_kv_heads=1, head_size=128, head_size_v=0, dtype=torch.float32
+            ),
+        },
     },
     "mla-with-dense-draft": {
         "backend": FLASHMLA,

@@ -25,9 +25,15 @@ def families() -> dict[str, dict[str, Any]]:
     return found
 
 
+def is_state(group: dict[str, Any]) -> bool:
+    """Whether a request has one block of the group, whatever its length."""
+    return group["class"] in {"MambaSpec", "CircularBufferSpec"}
+
+
 def _group(recorded: dict[str, Any]) -> CacheGroup:
     kinds: dict[str, GroupKind] = {
         "MambaSpec": "state",
+        "CircularBufferSpec": "state",
         "SlidingWindowSpec": "sliding-window",
         "SlidingWindowMLASpec": "sliding-window",
         "MLAAttentionSpec": "latent",
@@ -71,15 +77,19 @@ def layer_caches(name: str, tp: int, address: int) -> list[LayerCache]:
             memory_kind="DRAM",
             device=0,
             page_bytes=tensor["spec"]["page_bytes"],
-            **_spec_facts(tensor["spec"]),
+            **_spec_facts(tensor),
         )
         for layer, tensor in rank["tensors"].items()
         if tensor["spec"] is not None
     ]
 
 
-def _spec_facts(spec: dict[str, Any]) -> dict[str, Any]:
+def _spec_facts(tensor: dict[str, Any]) -> dict[str, Any]:
     """Return what the host seam reads off a layer's spec."""
+    spec = tensor["spec"]
+    if spec["class"] == "CircularBufferSpec":
+        shape = tuple(tensor["shape"][1:])
+        return {"state_shapes": (shape,), "state_element_bytes": (tensor["element_bytes"],), "state_kind": "RING"}
     if spec["class"] == "MambaSpec":
         return {
             "state_shapes": tuple(tuple(shape) for shape in spec["state_shapes"]),
@@ -103,10 +113,10 @@ def engine(name: str, tp: int, address: int) -> dict[Rank, dict[str, object]]:
 def request(consumer: str, producer: str) -> Request:
     """Return a request of two of the larger blocks per group; no two groups share a block, as in the host."""
     rows = [families()[name]["tp"]["1"]["groups"] for name in (consumer, producer)]
-    tokens = 2 * math.lcm(*(g["block_tokens"] for row in rows for g in row if g["class"] != "MambaSpec"))
+    tokens = 2 * math.lcm(*(g["block_tokens"] for row in rows for g in row if not is_state(g)))
     sides: list[list[list[int]]] = []
     for row, first in zip(rows, (1, 2), strict=True):
         free = iter(range(first, 1 << 20, 2))
-        counts = [1 if group["class"] == "MambaSpec" else tokens // group["block_tokens"] for group in row]
+        counts = [1 if is_state(group) else tokens // group["block_tokens"] for group in row]
         sides.append([[next(free) for _ in range(count)][::-1] for count in counts])
     return Request(sides[0], sides[1])

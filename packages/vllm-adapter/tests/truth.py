@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from recorded import families
+from recorded import families, is_state
 
 from kv_topology import (
     Axis,
@@ -34,11 +34,11 @@ def rank_geometry(name: str, tp: int, tp_rank: int, address: int) -> RankGeometr
     regions: list[Region] = []
     groups: list[Group] = []
     for number, group in enumerate(rank["groups"]):
-        is_state = group["class"] == "MambaSpec"
+        has_states = is_state(group)
         tensors = {layer: rank["tensors"][layer] for layer in group["layers"] if layer in rank["tensors"]}
-        pages = 1 if is_state else max(t["shape"][0] for t in tensors.values()) // rank["blocks"]
-        tokens = 0 if is_state else group["block_tokens"]
-        groups.append(Group("state" if is_state else "attention", tokens, pages, group.get("window_tokens", 0)))
+        pages = 1 if has_states else max(t["shape"][0] for t in tensors.values()) // rank["blocks"]
+        tokens = 0 if has_states else group["block_tokens"]
+        groups.append(Group("state" if has_states else "attention", tokens, pages, group.get("window_tokens", 0)))
         for layer, tensor in tensors.items():
             size = tensor["element_bytes"]
             stride = tensor["stride"][0] * size
@@ -62,8 +62,8 @@ def _places(
     if "MLA" in spec["class"] and tokens == page_tokens:
         axes = (Axis("token", tokens, 0, tokens, token_step), Axis("channel", content, 0, content, size))
         return [(0, Layout((FieldLayout("latent", size, 0, axes),)))]
-    if "MLA" in spec["class"]:
-        return [(0, _opaque(prod(tensor["shape"][1:]) * size, None))]
+    if "MLA" in spec["class"] or is_state(spec):
+        return [(0, _opaque(prod(tensor["shape"][1:]) * size, rank if is_state(spec) else None))]
     if spec["has_planes"]:
         part = tokens * content * size
         if is_apart:

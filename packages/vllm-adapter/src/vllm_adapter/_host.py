@@ -184,10 +184,23 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[
                 memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
                 device=max(tensor.get_device(), 0),
                 page_bytes=spec.page_size_bytes,
-                **(_state_facts(spec) if isinstance(spec, MambaSpec) else _attention_facts(spec)),
+                **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
             )
         )
     return found
+
+
+def _is_ring(spec: object) -> bool:
+    """Whether a request has one page, which goes round, for all its tokens: to a transfer that is a state."""
+    return any("CircularBuffer" in base.__name__ for base in type(spec).__mro__)
+
+
+def _spec_facts(spec: KVCacheSpec, page_shape: tuple[int, ...], element_bytes: int) -> dict[str, Any]:
+    if isinstance(spec, MambaSpec):
+        return _state_facts(spec)
+    if _is_ring(spec):
+        return {"state_shapes": (page_shape,), "state_element_bytes": (element_bytes,), "state_kind": "RING"}
+    return _attention_facts(spec)
 
 
 def _state_facts(spec: MambaSpec) -> dict[str, Any]:
@@ -265,6 +278,8 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     window_tokens, scratch_blocks = 0, 0
     if isinstance(first, MambaSpec):
         kind, scratch_blocks = "state", first.num_speculative_blocks
+    elif _is_ring(first):
+        kind = "state"
     elif isinstance(first, SlidingWindowSpec):
         kind, window_tokens = "sliding-window", first.sliding_window
     elif isinstance(first, MLAAttentionSpec):

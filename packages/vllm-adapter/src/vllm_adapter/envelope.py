@@ -97,7 +97,7 @@ def _pages(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
 def _state_bytes(caches: Sequence[LayerCache]) -> tuple[int, int]:
     """Return the bytes of the convolution's inputs and of the recurrent state of a state layer, zeros without one."""
     for cache in caches:
-        if cache.state_shapes:
+        if cache.state_shapes and cache.state_kind != "RING":
             sizes: list[int] = []
             for shape, element_bytes in zip(cache.state_shapes, cache.state_element_bytes, strict=True):
                 total = element_bytes
