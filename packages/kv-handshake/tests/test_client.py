@@ -249,6 +249,21 @@ def test_tcp_server_that_hangs_up_without_a_word(client):
         server.join()
 
 
+def test_sockets_are_made_and_closed_in_quiet_moments(listener):
+    hub = Hub()
+    assert hub.poll(30) == ([], []), "it waits no longer than until it can make the sockets of the next connection"
+    spare = hub._spare
+    connections = [hub.open("127.0.0.1", listener.port) for _ in range(40)]
+    assert connections[0] is spare
+    for connection in connections:
+        hub.discard(connection)
+    assert len(hub._retired) < 40, "not too many are kept open"
+    until(lambda: hub.poll(30) == ([], []) and hub._retired == [])
+    assert all(connection.socket.closed and connection.monitor.closed for connection in connections)
+    hub.close()
+    assert hub._spare.socket.closed
+
+
 def test_a_reply_before_the_end_of_the_connection_counts():
     """Also if the end is noticed first; and the reason of the end stays."""
     context = zmq.Context()

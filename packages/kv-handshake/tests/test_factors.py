@@ -183,6 +183,25 @@ def test_a_model_is_only_found_if_supposed():
     assert (found.name, found.peer) == ("model", "/other")
 
 
+def test_supposed_and_shown_values_cost_no_depth():
+    """Two factors that were supposed, one that the peer shows, and two that are found by trying."""
+    change = {"model": "/b", "num_hidden_layers": 200, "attn_backend_name": "NEW_ATTN"}
+    tried = {"dtype": "torch.float32", "num_kv_heads": 4}
+    supposed = {"model": ["/a", "/b"], "num_hidden_layers": [200]}
+    peer_hash = compatibility_hash({**FULL, **change, **tried})
+    shown = {"attn_backend_name": "NEW_ATTN"}
+    assert explain_hash(FULL, peer_hash, dialect_of(14), supposed=supposed, shown=shown) == ()
+    found = explain_hash(FULL, peer_hash, dialect_of(14), supposed=supposed, shown=shown, depth=2)
+    assert {each.name: each.peer for each in found} == {**change, **tried}
+
+
+@given(FACTOR_SETS, JSON)
+def test_explaining_hashes_as_everybody_does(factors, value):
+    local = {**factors, "dtype": "torch.float16", "\u00e9": value}
+    (found,) = explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))
+    assert (found.name, found.peer) == ("dtype", "torch.float32")
+
+
 def test_explaining_engines_that_are_not_vllm():
     local = {"dtype": "torch.float16", "vllm_version": 3}
     (found,) = explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))

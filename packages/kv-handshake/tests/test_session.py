@@ -5,7 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import TRANSITIONS, ClientSession, Codec, ConfigurationError, LocalOffer, ServerCore, WireError
+from kv_handshake import (
+    TRANSITIONS,
+    ClientSession,
+    Codec,
+    ConfigurationError,
+    Envelope,
+    LocalOffer,
+    Refusal,
+    ServerCore,
+    WireError,
+    compatibility_hash,
+    judge,
+)
+from kv_handshake._session import SessionMemory
 from kv_handshake._writing import encode_clock
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
@@ -176,3 +189,48 @@ def test_extension_keys_of_the_wrong_type_are_refused():
     envelope = msgspec.msgpack.decode(good()[0])
     envelope["kvh_rank"] = "first"
     fails((msgspec.msgpack.encode(envelope), encode_clock(1.0)), "malformed-envelope")
+
+
+def test_what_is_said_again_is_judged_once(monkeypatch):
+    judged = []
+    monkeypatch.setattr(
+        "kv_handshake._session.judge",
+        lambda offer, envelope, version: judged.append(version) or judge(offer, envelope, version),
+    )
+    memory = SessionMemory(LocalOffer(factors=FACTORS))
+
+    def run(version=14, **changes):
+        asker = ClientSession(ranks=RANKS, version=version, offer=LocalOffer(factors=FACTORS), memory=memory)
+        ask_all(asker, ServerCore(sample_envelopes(RANKS, dialect=version, **changes)), chunk=None, ahead=3)
+        return asker
+
+    assert run().error is None
+    assert run().error is None
+    assert judged == [14], "three ranks, two sessions, one judgement"
+    assert run(13).error is None
+    assert judged == [14, 13]
+    assert run(13, factors={**FACTORS, "dtype": "other"}).error.code == "hash-mismatch"
+    assert run(13).error is None
+    assert judged == [14, 13, 13, 13], "a verdict about another peer is no verdict about this one"
+
+
+def test_values_that_python_takes_for_equal_are_judged_apart():
+    memory = SessionMemory(LocalOffer(factors={"model": "m", "extra": 1}))
+    hashed = compatibility_hash({"model": "m", "extra": 1})
+    same, other = (
+        Envelope(compatibility_hash=hashed, agent_metadata_bytes=b"", factors={"model": "m", "extra": value})
+        for value in (1, True)
+    )
+    assert same == other
+    assert memory.judge(same, 14).is_accepted
+    assert memory.judge(other, 14).code == "factors-differ"
+
+
+def test_what_cannot_be_remembered_is_judged_each_time():
+    memory = SessionMemory(LocalOffer(policy="off"))
+    unwritable = Refusal(code="no", message=object())
+    for _ in range(2):
+        assert (
+            memory.judge(Envelope(compatibility_hash="", agent_metadata_bytes=b"", refusal=unwritable), 14).code
+            == "refused"
+        )

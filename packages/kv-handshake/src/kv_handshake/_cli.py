@@ -98,7 +98,8 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FACTOR=VALUE",
-        help="a value to try where an engine sends only its hash, such as model=NAME",
+        help="a value to try where an engine sends only its hash, such as model=NAME; repeat it for further factors "
+        "and values, all combinations are tried",
     )
     parser.add_argument("--save", metavar="FILE", help="write what was received as a recording")
     parser.add_argument(

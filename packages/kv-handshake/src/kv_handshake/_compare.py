@@ -112,7 +112,9 @@ def _compare_factors(
     if not known.factors:
         return (), ("any hashed factor",), "hash-unexplained"
     dialect = dialect_of(silent.dialect)
-    found = explain_hash(known.factors, silent.envelope.compatibility_hash, dialect, supposed=supposed, depth=2)
+    shown = {"attn_backend_name": silent.metadata.attn_backend_name, "nixl_connector_version": silent.dialect}
+    peer_hash = silent.envelope.compatibility_hash
+    found = explain_hash(known.factors, peer_hash, dialect, supposed=supposed, shown=shown, depth=2)
     if not found:
         return (), suspected_factors(known.factors, dialect), "hash-unexplained"
     if not is_left:

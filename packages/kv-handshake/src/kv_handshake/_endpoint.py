@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 from kv_handshake._errors import ConfigurationError
 
@@ -32,6 +33,7 @@ def check_endpoint(host: str, port: int, *, allows_any_port: bool = False) -> No
         raise ConfigurationError("invalid-endpoint", f"host {host!r} is neither an address nor a name", host=host)
 
 
+@lru_cache(maxsize=1024)
 def is_literal_address(host: str) -> bool:
     """Return whether the host is an IPv4 or IPv6 address (with or without a zone) instead of a name."""
     try:

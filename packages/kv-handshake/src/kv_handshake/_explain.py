@@ -8,6 +8,7 @@ settings) remains a suspicion.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from functools import lru_cache
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, Dialect, dialect_of_vllm
-from kv_handshake._factors import Difference, compatibility_hash, differing_factors, hashed_factors
+from kv_handshake._factors import Difference, differing_factors, hashed_factors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ def explain_hash(
     dialect: Dialect,
     *,
     supposed: Mapping[str, Sequence[object]] | None = None,
+    shown: Mapping[str, object] | None = None,
     depth: int = 1,
 ) -> tuple[Difference, ...]:
     """Return the differences that turn this engine's hash into the peer's; nothing if none is found.
@@ -82,33 +84,64 @@ def explain_hash(
         factors: This engine's factors.
         peer_hash: The hash that the peer sent.
         dialect: The dialect that names the hashed factors.
-        supposed: Further values to try, by factor name, such as other names of the model.
-        depth: How many factors may differ at once; 2 takes a few seconds.
+        supposed: Values that the peer may have, by factor name, such as other names of the model. All combinations are
+            tried.
+        shown: Values that the peer is known to have, by factor name.
+        depth: How many further factors may differ at once; 2 takes a second or so for each combination.
     """
     hashed = hashed_factors(factors, dialect)
-    if supposed is None and depth == 1:
+    if not supposed and not shown and depth == 1:
         return _explain_memoized(json.dumps(hashed, sort_keys=True), peer_hash)
-    return _explain(hashed, peer_hash, supposed or {}, depth)
+    return _explain(hashed, peer_hash, list(_bases(hashed, supposed or {}, shown or {})), depth)
 
 
 @lru_cache(maxsize=64)
 def _explain_memoized(hashed: str, peer_hash: str) -> tuple[Difference, ...]:
     """Every rank of a peer, and every retry, brings the same question."""
-    return _explain(json.loads(hashed), peer_hash, {}, 1)
+    factors = json.loads(hashed)
+    return _explain(factors, peer_hash, [factors], 1)
+
+
+def _bases(
+    hashed: Mapping[str, object], supposed: Mapping[str, Sequence[object]], shown: Mapping[str, object]
+) -> Iterator[Mapping[str, object]]:
+    """Yield what the peer's factors may be but for a few changes: each factor as this engine's, shown, or supposed."""
+    choices: list[list[object]] = []
+    for name, value in hashed.items():
+        others = [*supposed.get(name, ()), *([shown[name]] if name in shown else [])]
+        choices.append([value, *(other for other in others if other != value)])
+    for values in itertools.product(*choices):
+        yield dict(zip(hashed, values, strict=True))
 
 
 def _explain(
-    hashed: Mapping[str, object], peer_hash: str, supposed: Mapping[str, Sequence[object]], depth: int
+    hashed: Mapping[str, object], peer_hash: str, bases: Sequence[Mapping[str, object]], depth: int
 ) -> tuple[Difference, ...]:
-    changes = list(_changes(hashed, supposed))
-    for count in range(1, depth + 1):
-        for chosen in itertools.combinations(changes, count):
-            guess = {**hashed}
-            for change in chosen:
-                guess.update(change)
-            if compatibility_hash(guess) == peer_hash:
-                return differing_factors(hashed, guess)
+    for count in range(depth + 1):
+        for base in bases:
+            written = _written(base)
+            for changes in itertools.combinations(_changes(base), count):
+                for chosen in itertools.product(*changes):
+                    trial = {**written}
+                    for _, change_written in chosen:
+                        trial.update(change_written)
+                    if _hash_of(trial) == peer_hash:
+                        guess = {**base}
+                        for change, _ in chosen:
+                            guess.update(change)
+                        return differing_factors(hashed, guess)
     return ()
+
+
+def _written(factors: Mapping[str, object]) -> dict[str, str]:
+    """Return names and values as JSON, once for all trials, in order of the names."""
+    return {json.dumps(name): json.dumps(value, sort_keys=True) for name, value in sorted(factors.items())}
+
+
+def _hash_of(written: Mapping[str, str]) -> str:
+    """Return `compatibility_hash` of factors whose names and values are JSON already, in order of their names."""
+    text = ", ".join([f"{name}: {value}" for name, value in written.items()])
+    return hashlib.sha256(f"{{{text}}}".encode()).hexdigest()
 
 
 def suspected_factors(factors: Mapping[str, object], dialect: Dialect) -> tuple[str, ...]:
@@ -117,18 +150,24 @@ def suspected_factors(factors: Mapping[str, object], dialect: Dialect) -> tuple[
     return tuple(name for name in _HARD_TO_GUESS if name in hashed)
 
 
-def _changes(hashed: Mapping[str, object], supposed: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]]:
-    """Yield every single change to try; a change of the release may bring the connector version with it."""
-    for name, value in hashed.items():
-        for other in (*supposed.get(name, ()), *_VALUES.get(name, ())):
-            if other != value or type(other) is not type(value):
-                yield {name: other}
-    release = hashed.get("vllm_version")
+def _changes(base: Mapping[str, object]) -> list[list[tuple[Mapping[str, object], Mapping[str, str]]]]:
+    """Return the changes to try, as they are and as JSON, in groups of which a trial takes one change at most."""
+    groups: list[list[dict[str, object]]] = [
+        [{name: other} for other in _VALUES.get(name, ()) if other != value or type(other) is not type(value)]
+        for name, value in base.items()
+    ]
+    groups.append(list(_changes_of_release(base)))
+    return [[(change, _written(change)) for change in group] for group in groups]
+
+
+def _changes_of_release(base: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Yield other releases; one may bring its connector version with it."""
+    release = base.get("vllm_version")
     if not isinstance(release, str):
         return
     suffix = release[release.index("+") :] if "+" in release else ""
     for other in (*_RELEASES, *(f"{each}{suffix}" for each in _RELEASES if suffix)):
         if other != release:
             yield {"vllm_version": other}
-            if "nixl_connector_version" in hashed:
+            if "nixl_connector_version" in base:
                 yield {"vllm_version": other, "nixl_connector_version": dialect_of_vllm(other).version}

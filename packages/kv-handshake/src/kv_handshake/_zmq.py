@@ -157,7 +157,11 @@ class RouterSocket:
     def send(self, envelope: Sequence[bytes], frames: Iterable[bytes]) -> bool:
         """Send a reply; return False if the peer is gone or does not read."""
         try:
-            self._socket.send_multipart((*envelope, *frames), zmq.NOBLOCK)
+            # Not send_multipart, which looks at every part again.
+            *first, last = (*envelope, *frames)
+            for frame in first:
+                self._socket.send(frame, _NOBLOCK_AND_MORE)
+            self._socket.send(last, zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
