@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy_mirror import NumpyMirror
 from numpy_pages import NumpyPages
 
 from vllm_adapter.config import Settings
 from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker_side import WorkerSide
 
@@ -27,7 +29,7 @@ class Engine:
     """One simulated engine: a scheduler's machines, and one worker per tensor-parallel rank.
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
-    (block, head, token, content) either way.
+    (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Engine:
         blocks: int = 64,
         tokens: int = TOKENS,
         order: str = "HND",
+        has_mirror: bool = False,
         port_factory: Callable[..., Any] | None = None,
         settings: Settings | None = None,
         factors: Mapping[str, object] | None = None,
@@ -49,21 +52,27 @@ class Engine:
             [empty_cache(blocks, HEADS // tp, tokens, is_heads_outer=order == "HND") for _ in range(LAYERS)]
             for _ in range(tp)
         ]
-        self.converters = [NumpyPages(memory) for memory in self.memory]
+        self.mirrors = [NumpyMirror(memory) for memory in self.memory] if has_mirror else []
+        visible = [mirror.arrays for mirror in self.mirrors] or self.memory
+        self.converters = [NumpyPages(memory) for memory in visible]
         facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
             parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
             worker = WorkerSide(facts[rank], self.settings, parts)
-            worker.register(self._caches(rank), self.converters[rank])
+            mirror = self.mirrors[rank] if has_mirror else None
+            worker.register(layer_caches(visible[rank]), self.converters[rank], mirror)
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
         self.listener = SchedulerParts(facts[0], self.settings).make_listener()
         self.listener.replace(payloads)
         self.listener.start()
-        self.state = SchedulerParts(self._facts(0, {}, self.listener.port), self.settings).make_state()
+        facts_of_scheduler = self._facts(0, {}, self.listener.port)
+        parts_of_scheduler = SchedulerParts(facts_of_scheduler, self.settings, uses_host_buffer=has_mirror)
+        self.state = parts_of_scheduler.make_state()
+        self._chunks = PrefillChunks(facts_of_scheduler.groups, 1) if has_mirror else None
         self._free = list(range(1, blocks))
         self.held: dict[str, list[int]] = {}
         self.received: dict[str, bool] = {}
@@ -94,24 +103,22 @@ class Engine:
             factors=dict(factors),
         )
 
-    def _caches(self, rank: int) -> list[LayerCache]:
-        return [
-            LayerCache(
-                f"layers.{n}", 0, tensor.ctypes.data, tensor.shape, tensor.strides, 4, "DRAM", 0, tensor[0].nbytes
-            )
-            for n, tensor in enumerate(self.memory[rank])
-        ]
-
     # ------------------------------------------------------------------------------------------------ vLLM's hooks
 
-    def step(self) -> None:
-        """One engine step: orders to the workers, results back to the scheduler."""
+    def step(self, forward: Callable[[], None] | None = None, complete: Sequence[str] = ()) -> None:
+        """One engine step: orders to the workers, results back to the scheduler.
+
+        `complete` names the requests whose prompt is complete with this step's forward pass.
+        """
         plan = self.state.take_step_plan(now_s=time.monotonic())
         sent: list[str] = []
         received: list[str] = []
         failed: set[str] = set()
+        if forward is not None:
+            forward()
         for worker in self.workers:
             worker.start_step(plan)
+            worker.save(plan, complete)
         for worker in self.workers:
             results = worker.take_results()
             failed |= results.failed
@@ -127,21 +134,20 @@ class Engine:
         for request_id in sent:
             self._free += self.held.pop(request_id)
 
-    def prefill(self, tokens: int, *, reason: Any = "length") -> tuple[str, dict[str, object] | None]:
-        """Compute a prompt and finish it; return (request id, ticket)."""
+    def prefill(
+        self, tokens: int, *, reason: Any = "length", chunk_tokens: int | None = None
+    ) -> tuple[str, dict[str, object] | None]:
+        """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
         self.state.arrive(request_id, {"do_remote_decode": True}, prompt_tokens=tokens, now_s=time.monotonic())
         blocks = self.take_blocks(request_id, tokens)
         self.state.allocate(
             request_id, block_ids=[blocks], new_block_ids=[blocks], external_tokens=0, now_s=time.monotonic()
         )
-        self.step()
-        for rank in range(self.tp):
-            for layer in range(LAYERS):
-                share = HEADS // self.tp
-                for place, block in enumerate(blocks):
-                    page = page_of(request_id, layer, place, self.tokens)
-                    self.memory[rank][layer][block] = page[rank * share : (rank + 1) * share]
+        if self._chunks is not None:
+            self._chunks.watch(request_id, tokens)
+        for start in range(0, tokens, chunk_tokens or tokens):
+            self._prefill_chunk(request_id, blocks, start, min(start + (chunk_tokens or tokens), tokens), tokens)
         decision = self.state.finish(
             request_id, reason=reason, block_ids=[blocks], computed_tokens=tokens, now_s=time.monotonic()
         )
@@ -149,6 +155,27 @@ class Engine:
         if not decision.keep_blocks:
             self._free += self.held.pop(request_id)
         return request_id, dict(decision.params) if decision.params is not None else None
+
+    def _prefill_chunk(self, request_id: str, blocks: list[int], start: int, stop: int, tokens: int) -> None:
+        """One step that computes the tokens [start, stop); the engine adds blocks as it needs them."""
+        complete = [request_id] if stop == tokens else []
+        had = -(-start // self.tokens)
+        if self._chunks is not None:
+            new_blocks = [blocks[had : -(-stop // self.tokens)]]
+            chunk = self._chunks.scheduled(ScheduledTokens(request_id, new_blocks, start == 0, start, stop - start))
+            assert chunk is not None
+            assert chunk.is_prompt_complete is bool(complete)
+            self.state.scheduled(request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete)
+        end = len(blocks) * self.tokens if complete else stop
+        self.step(lambda: self._compute(request_id, blocks, start, end), complete)
+
+    def _compute(self, request_id: str, blocks: list[int], start: int, stop: int) -> None:
+        share = HEADS // self.tp
+        for rank, layer, place in itertools.product(range(self.tp), range(LAYERS), range(len(blocks))):
+            first, last = max(start - place * self.tokens, 0), min(stop - place * self.tokens, self.tokens)
+            if first < last:
+                page = page_of(request_id, layer, place, self.tokens)[rank * share : (rank + 1) * share]
+                self.memory[rank][layer][blocks[place]][:, first:last] = page[:, first:last]
 
     def start_decode(self, ticket: Mapping[str, object] | None, tokens: int, *, hit_blocks: int = 0) -> str:
         """Admit a request with a ticket and allocate its blocks; return its id."""
@@ -214,6 +241,14 @@ class Engine:
         for worker in self.workers:
             worker.close()
         self.listener.close()
+
+
+def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:
+    """What the host's seam says of such arrays."""
+    return [
+        LayerCache(f"layers.{n}", 0, cache.ctypes.data, cache.shape, cache.strides, 4, "DRAM", 0, cache[0].nbytes)
+        for n, cache in enumerate(arrays)
+    ]
 
 
 def empty_cache(blocks: int, heads: int, tokens: int, *, is_heads_outer: bool) -> np.ndarray[Any, Any]:

@@ -11,6 +11,7 @@ import torch
 from kv_topology import AttentionShape, Group, layer_regions, packed_layout, plan_transfer, rank_geometry
 from kv_topology.testing import MemoryOfRank, Request, execute, permute
 from vllm_adapter._torch_pages import TorchPages
+from vllm_adapter._torch_views import PageFinder
 from vllm_adapter.conversion import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -147,10 +148,10 @@ def test_random_permutations_of_random_regions(seed: int) -> None:
 
 def test_layers_of_one_allocation_are_one_view_and_shared_ones_are_permuted_once() -> None:
     cache = torch.zeros(4, 8, 16, dtype=torch.uint8)
-    pages = TorchPages(cache.unbind())
+    pages = PageFinder(cache.unbind())
     ranges = [PageRange(layer.data_ptr(), 16, 8) for layer in cache]
-    assert [family.size for family in pages._find(ranges)] == [4]
-    assert [family.size for family in pages._find([ranges[0], ranges[1], ranges[3]])] == [2, 1]
+    assert [family.size for family in pages.families(tuple(ranges))] == [4]
+    assert [family.size for family in pages.families((ranges[0], ranges[1], ranges[3]))] == [2, 1]
 
 
 def test_memory_that_the_engine_did_not_register_is_not_touched() -> None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
@@ -63,10 +64,13 @@ __all__ = [
     "layer_caches",
     "load_failure_policy",
     "select_groups",
+    "wants_host_buffer",
 ]
 
 _VECTOR_KERNELS = ("vec", "vec16")
 _SUPPORTED = ((0, 30), (0, 33))
+_BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
+"""Where the memory that peers read may be, by the engine's device. Source: vLLM's own connector."""
 CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
 """vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
 
@@ -122,6 +126,26 @@ def load_failure_policy(config: VllmConfig) -> str:
     """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
+
+
+def wants_host_buffer(config: VllmConfig) -> bool:
+    """Tell whether the cache is to be mirrored in host memory: `kv_buffer_device` is `"cpu"` and the device is another.
+
+    Raises:
+        UnsupportedHost: `unsupported-buffer-device`: NIXL cannot register that device's memory.
+    """
+    transfer, device = config.kv_transfer_config, current_platform.device_type
+    if transfer is None or device == "cpu":
+        return False
+    known = {**_BUFFER_DEVICES, **current_platform.get_nixl_supported_devices()}.get(device, ("cpu",))
+    if transfer.kv_buffer_device not in known:
+        raise UnsupportedHost(
+            f"kv_buffer_device is '{transfer.kv_buffer_device}', but on a {device} device it must be "
+            f"{' or '.join(known)}; 'cpu' mirrors the cache in host memory",
+            code="unsupported-buffer-device",
+            context={"device": device, "kv_buffer_device": transfer.kv_buffer_device},
+        )
+    return transfer.kv_buffer_device == "cpu"
 
 
 def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:

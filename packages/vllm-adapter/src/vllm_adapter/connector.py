@@ -15,19 +15,22 @@ from vllm_adapter._host import (
     init_logger,
     layer_caches,
     load_failure_policy,
+    wants_host_buffer,
 )
+from vllm_adapter._torch_mirror import TorchMirror
 from vllm_adapter._torch_pages import TorchPages
 from vllm_adapter.config import load_settings
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
 from vllm_adapter.scheduler_side import SchedulerSide
 from vllm_adapter.stats import PromMetrics, TransferStats
-from vllm_adapter.testing_switches import page_corrupter
+from vllm_adapter.testing_switches import is_host_buffer_forced, page_corrupter
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -60,12 +63,15 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
         self._corrupt = page_corrupter() if is_worker else None
+        self._has_mirror = wants_host_buffer(vllm_config) or is_host_buffer_forced()
+        self._mirror: TorchMirror | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
             self._worker = WorkerSide(facts, settings, WorkerParts(facts, settings), read_ended=self._corrupt)
         else:
-            self._scheduler = SchedulerSide(facts, SchedulerParts(facts, settings, load_failure_policy(vllm_config)))
+            policy = load_failure_policy(vllm_config)
+            self._scheduler = SchedulerSide(facts, SchedulerParts(facts, settings, policy, self._has_mirror))
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -167,7 +173,16 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache tensors and get ready for peers."""
         if self._corrupt is not None:
             self._corrupt.attach(kv_caches)
-        self._worker_side.register(layer_caches(kv_caches, self._cache_config), TorchPages(kv_caches.values()))
+        if self._has_mirror:
+            self._mirror = TorchMirror(kv_caches)
+            kv_caches = self._mirror.tensors
+        caches = layer_caches(kv_caches, self._cache_config)
+        self._worker_side.register(caches, TorchPages(kv_caches.values()), self._mirror)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """Take the platform's operation for copies between device and host."""
+        if self._mirror is not None:
+            self._mirror.use(copy_operation)
 
     def get_handshake_metadata(self) -> RankEnvelope | None:
         """Return what the side channel serves for this rank."""
@@ -193,7 +208,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: readers take the pages as they are."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: readers take the pages as they are."""
+        """Copy what this step computed to the mirror (host-buffer mode); else readers take the pages as they are."""
+        metadata = self._connector_metadata
+        if isinstance(metadata, StepMetadata):
+            self._worker_side.save(metadata.plan, metadata.complete)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return what ended since the last step."""

@@ -19,11 +19,13 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         plan: Orders for the workers.
         orphans: Requests that the host parked for a read that nobody will make; the workers report them as failed.
+        complete: Requests whose prompt is computed with this step and must then be in the mirror (host-buffer mode).
     """
 
-    def __init__(self, plan: StepPlan, orphans: tuple[str, ...] = ()) -> None:
+    def __init__(self, plan: StepPlan, orphans: tuple[str, ...] = (), complete: tuple[str, ...] = ()) -> None:
         self.plan = plan
         self.orphans = orphans
+        self.complete = complete
 
 
 @final

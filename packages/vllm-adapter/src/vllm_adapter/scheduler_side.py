@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
+from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.facts import EngineFacts
     from vllm_adapter.ports import FinishDecision, HandshakeListener
+    from vllm_adapter.prefill_chunks import PrefillChunk
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
@@ -46,6 +48,8 @@ class SchedulerSide:
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
+        self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
+        self._unsaved: set[str] = set()
         self._orphans: list[str] = []
         self._reported_orphans: set[str] = set()
 
@@ -75,6 +79,8 @@ class SchedulerSide:
             )
         if admission.truncate_tokens and not drop_prompt_tail(request, admission.truncate_tokens):
             _logger.warning("request %s: its prompt could not be shortened for the hand-off", request.request_id)
+        if self._chunks is not None and admission.role == "producer":
+            self._chunks.watch(request.request_id, request.num_prompt_tokens)
 
     def external_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """Answer `get_num_new_matched_tokens`: tokens to load beyond the local prefix hit, and that they load meanwhile."""
@@ -109,9 +115,32 @@ class SchedulerSide:
         now_s = self._now_s()
         for request_id in output.preempted_req_ids or ():
             _attempt("preemption", request_id, partial(self._state.preempt, request_id, now_s=now_s))
+        complete = self._order_saves(output)
         orphans, self._orphans = tuple(self._orphans), []
         self._reported_orphans.update(orphans)
-        return StepMetadata(self._state.take_step_plan(now_s=now_s), orphans)
+        return StepMetadata(self._state.take_step_plan(now_s=now_s), orphans, complete)
+
+    def _order_saves(self, output: SchedulerOutput) -> tuple[str, ...]:
+        """Order this step's copies to the mirror (host-buffer mode); return the requests whose prompt is then complete."""
+        if self._chunks is None:
+            return ()
+        complete: list[str] = []
+        for step in _scheduled(self._facts, output):
+            chunk = self._chunks.scheduled(step)
+            if chunk is None:
+                continue
+            note = partial(self._save, chunk)
+            if _attempt("copy to the mirror", step.request_id, note) is None:
+                self._unsaved.add(step.request_id)
+            elif chunk.is_prompt_complete:
+                complete.append(step.request_id)
+        return tuple(complete)
+
+    def _save(self, chunk: PrefillChunk) -> bool:
+        self._state.scheduled(
+            chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
+        )
+        return True
 
     def request_finished(self, request: Request, block_ids: object) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
@@ -121,9 +150,13 @@ class SchedulerSide:
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _finish(self, request: Request, block_ids: object) -> FinishDecision:
+        is_unsaved = request.request_id in self._unsaved
+        self._unsaved.discard(request.request_id)
+        if self._chunks is not None:
+            self._chunks.forget(request.request_id)
         return self._state.finish(
             request.request_id,
-            reason=end_reason(request),
+            reason="error" if is_unsaved else end_reason(request),
             block_ids=select_groups(self._facts, block_ids),
             computed_tokens=request.num_computed_tokens,
             now_s=self._now_s(),
@@ -161,6 +194,22 @@ class SchedulerSide:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+
+
+def _scheduled(facts: EngineFacts, output: SchedulerOutput) -> Iterator[ScheduledTokens]:
+    """Return what a step computes, request by request, with their blocks in the transferable groups."""
+    nothing = tuple[list[int], ...]([] for _ in facts.group_ids)
+    tokens = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        blocks = select_groups(facts, new.block_ids)
+        yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, tokens.get(new.req_id, 0))
+    running = output.scheduled_cached_reqs
+    for request_id, added, computed in zip(
+        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+    ):
+        blocks = select_groups(facts, added) if added is not None else nothing
+        is_fresh = request_id in running.resumed_req_ids
+        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0))
 
 
 def _attempt(hook: str, request_id: str, call: Callable[[], _T]) -> _T | None:

@@ -37,6 +37,16 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         (0.0001, *_SECONDS),
     ),
     "handshake_duration": ("vllm:kv_transfer_handshake_seconds", "Seconds per handshake with an engine.", _SECONDS),
+    "mirror_save_duration": (
+        "vllm:kv_transfer_mirror_save_seconds",
+        "Seconds of the engine thread, per step, to copy computed blocks to the mirror or wait for that (host-buffer mode).",
+        (0.0001, 0.001, *_SECONDS),
+    ),
+    "mirror_restore_duration": (
+        "vllm:kv_transfer_mirror_restore_seconds",
+        "Seconds of the engine thread to copy a read's blocks from the mirror (host-buffer mode).",
+        (0.0001, 0.001, *_SECONDS),
+    ),
     "conversion_duration": (
         "vllm:kv_transfer_conversion_seconds",
         "Seconds of the engine thread to put a read's pages in order (to queue that, on a device with streams).",
@@ -57,6 +67,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "num_failed_conversions": (
         "vllm:kv_transfer_num_failed_conversions",
         "Reads whose pages could not be put in order.",
+    ),
+    "num_failed_mirror_copies": (
+        "vllm:kv_transfer_num_failed_mirror_copies",
+        "Requests whose blocks could not be copied between the device and its mirror (host-buffer mode).",
     ),
     "num_fence_rejections": ("vllm:kv_transfer_num_fence_rejections", "Reads voided because the lease had ended."),
     "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),

@@ -12,15 +12,24 @@ from vllm_adapter._host import init_logger
 if TYPE_CHECKING:
     from vllm_adapter.reads import ReadEnd
 
-__all__ = ["CORRUPT_VARIABLE", "PageCorrupter", "page_corrupter"]
+__all__ = ["CORRUPT_VARIABLE", "HOST_BUFFER_VARIABLE", "PageCorrupter", "is_host_buffer_forced", "page_corrupter"]
 
 CORRUPT_VARIABLE = "KV_TRANSFER_TEST_CORRUPT_PAGE"
+HOST_BUFFER_VARIABLE = "KV_TRANSFER_TEST_HOST_BUFFER"
 _logger = init_logger("vllm.vllm_adapter")
 
 
 def page_corrupter() -> PageCorrupter | None:
     """Return a corrupter if the test switch is set, else None."""
     return PageCorrupter() if os.environ.get(CORRUPT_VARIABLE) == "1" else None
+
+
+def is_host_buffer_forced() -> bool:
+    """Tell whether the test switch asks for host-buffer mode on a device that does not need it."""
+    is_forced = os.environ.get(HOST_BUFFER_VARIABLE) == "1"
+    if is_forced:
+        _logger.warning("%s is set: the cache is mirrored in host memory. For tests only.", HOST_BUFFER_VARIABLE)
+    return is_forced
 
 
 @final

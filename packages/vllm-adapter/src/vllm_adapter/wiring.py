@@ -41,6 +41,7 @@ class SchedulerParts:
     facts: EngineFacts
     settings: Settings
     load_failure_policy: str = "fail"
+    uses_host_buffer: bool = False
 
     def make_state(self) -> ports.SchedulerState:
         """Return the request machines of this engine."""
@@ -56,6 +57,7 @@ class SchedulerParts:
             lease_s=settings.kv_lease_duration,
             fence_slots=settings.fence_slots,
             fence_seed=secrets.randbits(_SEED_BITS) + 1,
+            uses_host_buffer=self.uses_host_buffer,
             peer_networks=settings.remote_hosts,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,

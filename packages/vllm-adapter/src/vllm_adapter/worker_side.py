@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.geometry import local_document, registration_ranges
 from vllm_adapter.holds import HoldCoordinator, HoldObserver
+from vllm_adapter.host_mirror import HostMirror
 from vllm_adapter.observations import StatsBuffer
 from vllm_adapter.peers import PeerLimits
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_adapter.config import Settings
-    from vllm_adapter.conversion import PageConverter
+    from vllm_adapter.conversion import ConversionStep, PageConverter
     from vllm_adapter.facts import EngineFacts, LayerCache
+    from vllm_adapter.host_mirror import MirrorMemory
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
     from vllm_adapter.wiring import WorkerParts
 
@@ -33,6 +35,13 @@ __all__ = ["StepResults", "WorkerSide"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
+_VOID_GENERATION = 0
+"""A fence word that no ticket ever carries."""
+_COMPLETIONS = {
+    "conversion": ("conversion-failed", "num_failed_conversions"),
+    "mirror_restore": ("mirror-copy-failed", "num_failed_mirror_copies"),
+}
+"""What completes a read -> (code, statistic) of its failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +79,29 @@ class WorkerSide:
         self._holds: HoldCoordinator | None = None
         self._envelope: bytes | None = None
         self._converter: PageConverter | None = None
+        self._mirror: HostMirror | None = None
+        self._fence_slots: dict[str, int] = {}
         self._is_death_reported = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
 
-    def register(self, caches: Sequence[LayerCache], converter: PageConverter | None = None) -> None:
+    def register(
+        self,
+        caches: Sequence[LayerCache],
+        converter: PageConverter | None = None,
+        mirror: MirrorMemory | None = None,
+    ) -> None:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
         Args:
-            caches: This rank's layers.
+            caches: This rank's layers, as peers are to read and write them.
             converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
+            mirror: The device's memory, if `caches` are only its mirror.
         """
         facts, settings, parts = self._facts, self._settings, self._parts
         self._converter = converter
         document = local_document(facts, caches)
+        self._mirror = HostMirror(mirror, document) if mirror is not None else None
         self._reads = ReadCoordinator(
             document,
             parts.peer_geometry,
@@ -138,6 +156,8 @@ class WorkerSide:
             handshakes.close()
         if agent is not None:
             agent.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     @property
     def envelope(self) -> bytes | None:
@@ -152,6 +172,8 @@ class WorkerSide:
         agent = self._agent
         if agent is None or plan.is_empty:
             return
+        if self._mirror is not None:
+            self._prepare_mirror(self._mirror, plan)
         # At once, on this thread: the words must be there before the step's end can make the tickets known.
         for fence in plan.fences:
             agent.write_fence(fence.slot, fence.generation)
@@ -168,6 +190,45 @@ class WorkerSide:
             reads.cancel(request_id)
         for heartbeat in plan.heartbeats:
             reads.heartbeat(heartbeat)
+
+    def _prepare_mirror(self, mirror: HostMirror, plan: StepPlan) -> None:
+        self._fence_slots.update((fence.request_id, fence.slot) for fence in plan.fences)
+        for request_id in (*plan.releases, *(grant.request_id for grant in plan.grants)):
+            self._fence_slots.pop(request_id, None)
+        mirror.forget(plan.releases)
+        if plan.reads:
+            mirror.settle_all()
+
+    def save(self, plan: StepPlan, complete: Sequence[str]) -> None:
+        """Copy what the step computed to the mirror, if there is one, after the forward pass.
+
+        Args:
+            plan: The step's orders.
+            complete: Requests that can be handed over from now on: their blocks are there when this returns, or their
+                fence is void.
+        """
+        mirror, agent = self._mirror, self._agent
+        if mirror is None or agent is None or not (plan.saves or complete):
+            return
+        began_s = time.perf_counter()
+        mirror.save(plan.saves)
+        failed = mirror.settle(complete)
+        self._stats.observe("mirror_save_duration", time.perf_counter() - began_s)
+        for request_id in complete:
+            if request_id not in failed:
+                continue
+            slot = self._fence_slots.get(request_id)
+            self._stats.count("num_failed_mirror_copies")
+            _logger.error(
+                "request %s: its blocks could not be copied to host memory (%s)%s",
+                request_id,
+                failed[request_id],
+                "; whoever reads them will find its fence void"
+                if slot is not None
+                else ". It has no fence: whoever reads them GETS WRONG DATA",
+            )
+            if slot is not None:
+                agent.write_fence(slot, _VOID_GENERATION)
 
     def take_results(self) -> StepResults:
         """Return what ended since the last step: sent, received, and which of those failed."""
@@ -201,18 +262,29 @@ class WorkerSide:
         return results
 
     def _completed(self, end: ReadEnd) -> ReadEnd:
-        """Put the pages of a good read in order; the read ends badly if that fails."""
-        if not end.is_ok or not end.conversion:
-            return end
+        """Put the pages of a good read in order and where the device wants them; the read ends badly if that fails."""
+        if end.is_ok and end.conversion:
+            end = self._attempt(end, "conversion", lambda: self._convert(end.conversion))
+        mirror = self._mirror
+        if end.is_ok and mirror is not None and end.order.is_reported:
+            end = self._attempt(end, "mirror_restore", lambda: mirror.restore(end.order.local_block_ids))
+        return end
+
+    def _convert(self, steps: Sequence[ConversionStep]) -> None:
+        assert self._converter is not None, "staged plans are only made with a converter"  # noqa: S101
+        self._converter.convert(steps)
+
+    def _attempt(self, end: ReadEnd, what: str, action: Callable[[], None]) -> ReadEnd:
+        """Do what completes a read, timed; return its end, bad if that raised."""
+        code, counter = _COMPLETIONS[what]
         began_s = time.perf_counter()
         try:
-            assert self._converter is not None, "staged plans are only made with a converter"  # noqa: S101
-            self._converter.convert(end.conversion)
+            action()
         except Exception as error:
-            _logger.exception("request %s: its pages could not be put in order", end.order.request_id)
-            self._stats.count("num_failed_conversions")
-            return replace(end, code="conversion-failed", message=f"{type(error).__name__}: {error}")
-        self._stats.observe("conversion_duration", time.perf_counter() - began_s)
+            _logger.exception("request %s: what was read could not be made use of", end.order.request_id)
+            self._stats.count(counter)
+            return replace(end, code=code, message=f"{type(error).__name__}: {error}")
+        self._stats.observe(f"{what}_duration", time.perf_counter() - began_s)
         return end
 
     def _check_alive(self) -> None:

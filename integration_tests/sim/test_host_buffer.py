@@ -1,0 +1,125 @@
+"""Host-buffer mode: peers only ever see the mirror, which has what they need exactly when they may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from engines import TOKENS, Engine
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.config import Settings
+
+Make = Callable[..., Engine]
+QUICK = Settings(read_timeout_s=2.0)
+
+
+@pytest.fixture(params=["fake", "nixl"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    fabric = FakeFabric() if request.param == "fake" else None
+    made: list[Engine] = []
+
+    def build(name: str, **options: Any) -> Engine:
+        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def hand_over(producer: Engine, consumer: Engine, tokens: int, **options: Any) -> None:
+    source, ticket = producer.prefill(tokens, **options)
+    request = consumer.start_decode(ticket, tokens)
+    assert consumer.wait_received(request)
+    consumer.assert_has(request, source, tokens)
+    consumer.finish(request)
+
+
+@pytest.mark.parametrize(("there", "here"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("chunk_tokens", [None, TOKENS, 24, 5])
+def test_a_prompt_crosses_whole_and_in_chunks(make: Make, there: bool, here: bool, chunk_tokens: int | None) -> None:
+    """Chunks that end inside a block: the next one completes that block, which the engine does not name again."""
+    producer, consumer = make("P", has_mirror=there), make("D", has_mirror=here)
+    for tokens in (1, TOKENS, 3 * TOKENS + 5, 5 * TOKENS):
+        hand_over(producer, consumer, tokens, chunk_tokens=chunk_tokens)
+    producer.wait_idle()
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1)])
+def test_every_rank_has_its_own_mirror(make: Make, producers: int, consumers: int) -> None:
+    producer, consumer = make("P", tp=producers, has_mirror=True), make("D", tp=consumers, has_mirror=True)
+    hand_over(producer, consumer, 3 * TOKENS, chunk_tokens=20)
+    producer.wait_idle()
+
+
+def test_pages_of_another_order_are_put_in_order_in_the_mirror(make: Make) -> None:
+    producer, consumer = make("P", order="NHD", has_mirror=True), make("D", tokens=48, has_mirror=True)
+    hand_over(producer, consumer, 144, chunk_tokens=40)
+    assert consumer.converters[0].pages_converted
+    producer.wait_idle()
+
+
+def test_slow_copies_are_there_before_the_ticket_is(make: Make) -> None:
+    producer, consumer = make("P", has_mirror=True), make("D")
+    producer.mirrors[0].delay_s = 0.05
+    for chunk_tokens in (None, TOKENS):
+        hand_over(producer, consumer, 4 * TOKENS, chunk_tokens=chunk_tokens)
+    producer.wait_idle()
+
+
+def test_only_blocks_in_use_are_touched_in_the_mirror(make: Make) -> None:
+    producer, consumer = make("P", has_mirror=True), make("D", has_mirror=True)
+    hand_over(producer, consumer, 2 * TOKENS)
+    for engine in (producer, consumer):
+        used = [cache.any(axis=(1, 2, 3)).sum() for cache in engine.mirrors[0].arrays]
+        assert used == [2] * len(used)
+    producer.wait_idle()
+
+
+def test_a_prompt_that_could_not_be_copied_is_void_for_its_reader(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P", has_mirror=True), make("D", settings=QUICK)
+    hand_over(producer, consumer, TOKENS)
+    producer.mirrors[0].save_refusal = MemoryError("no room")
+    _, ticket = producer.prefill(2 * TOKENS)
+    producer.mirrors[0].save_refusal = None
+    assert consumer.wait_received(consumer.start_decode(ticket, 2 * TOKENS)) is False
+    assert "will find its fence void" in caplog.text
+    assert "fence-mismatch" in caplog.text
+    observed = producer.workers[0].take_stats()
+    assert observed is not None
+    assert len(observed["num_failed_mirror_copies"]) == 1
+    assert observed["mirror_save_duration"]
+    hand_over(producer, consumer, 2 * TOKENS)
+    producer.wait_idle()
+
+
+def test_a_failed_copy_to_the_device_is_that_requests_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P"), make("D", has_mirror=True)
+    _, ticket = producer.prefill(TOKENS)
+    consumer.mirrors[0].restore_refusal = MemoryError("no room")
+    assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
+    assert "mirror-copy-failed" in caplog.text
+    consumer.mirrors[0].restore_refusal = None
+    hand_over(producer, consumer, TOKENS)
+    producer.wait_idle()
+
+
+def test_a_late_copy_of_an_aborted_prompt_never_lands_on_a_read(make: Make) -> None:
+    """An engine of both roles: the aborted prompt's only blocks are those that the next request reads into."""
+    producer, both = make("P"), make("B", has_mirror=True, blocks=3)
+    source, ticket = producer.prefill(2 * TOKENS)
+    both.mirrors[0].delay_s = 0.3
+    both.state.arrive("gone", {"do_remote_decode": True}, prompt_tokens=3 * TOKENS, now_s=0)
+    both._chunks.watch("gone", 3 * TOKENS)
+    blocks = both.take_blocks("gone", 2 * TOKENS)
+    both.state.allocate("gone", block_ids=[blocks], new_block_ids=[blocks], external_tokens=0, now_s=0)
+    both._prefill_chunk("gone", blocks, 0, 2 * TOKENS, 3 * TOKENS)
+    both.state.finish("gone", reason="abort", block_ids=[blocks], computed_tokens=0, now_s=0)
+    both._free += both.held.pop("gone")
+    request = both.start_decode(ticket, 2 * TOKENS)
+    assert both.held[request] == blocks
+    assert both.wait_received(request)
+    both.assert_has(request, source, 2 * TOKENS)
+    producer.wait_idle()

@@ -1,0 +1,162 @@
+"""Host-buffer mode: peers read and write a mirror of the cache in host memory, because NIXL cannot register the device's.
+
+Theory of operation. The mirror has the cache's own layout at other addresses, so geometry, plans and registration are the same;
+what differs is when blocks cross between the two.
+
+- Producer: after the forward pass of a step, the blocks that the step computed for prompts that will be handed over are copied to
+  the mirror. Where the device has streams that happens on a thread of its own, in order, behind an event. A prompt that is
+  complete with this step may have its ticket out before the next one, so its copies are waited for within the step.
+- Consumer: received blocks are copied to the device on the engine thread before the read is reported.
+
+A block may get a new owner while an old copy of it still waits. Another prompt's copy comes later in the same order; a read
+into the mirror would not, so all copies are waited for before reads are handed to the transfer thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
+
+import numpy as np
+
+from vllm_adapter.conversion import PageRange, page_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vllm_adapter.ports import BlockIds, PageNumbers
+
+__all__ = ["HostMirror", "MirrorMemory", "PageCopy"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The same pages of several regions.
+
+    Attributes:
+        ranges: Where the mirror has them, ascending.
+        page_bytes: Bytes of a page.
+        pages: Their numbers, ascending, each once.
+    """
+
+    ranges: tuple[PageRange, ...]
+    page_bytes: int
+    pages: PageNumbers
+
+
+class MirrorMemory(Protocol):
+    """The two memories."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `save` may run on another thread while the device computes."""
+        ...
+
+    def mark(self) -> object:
+        """Return what stands for "all that this thread has given the device so far"."""
+        ...
+
+    def save(self, copies: Sequence[PageCopy], after: object) -> None:
+        """Copy pages to the mirror once `after` has happened; they are there when this returns."""
+        ...
+
+    def restore(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages from the mirror, in order before whatever the calling thread gives the device next."""
+        ...
+
+
+@final
+class HostMirror:
+    """When blocks cross between the device and its mirror. Engine thread only.
+
+    Args:
+        memory: The two memories.
+        document: This rank's geometry document, whose addresses are the mirror's.
+    """
+
+    def __init__(self, memory: MirrorMemory, document: Mapping[str, object]) -> None:
+        self._memory = memory
+        self._null_block = document.get("null_block")
+        groups = cast("Sequence[Mapping[str, Any]]", document["groups"])
+        self._pages_per_block = [int(group["pages_per_block"]) for group in groups]
+        self._regions = _regions_by_group(document, len(groups))
+        self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
+        self._waiting: dict[str, list[Future[None]]] = {}
+        self._last: Future[None] | None = None
+
+    def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
+        """Begin to copy (request, blocks per group) to the mirror, in this order."""
+        after = self._memory.mark()
+        for request_id, blocks in saves:
+            copies = self._copies(blocks)
+            if self._thread is not None:
+                future = self._thread.submit(self._memory.save, copies, after)
+            else:
+                future = _done_now(self._memory, copies, after)
+            self._waiting.setdefault(request_id, []).append(future)
+            self._last = future
+
+    def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
+        """Wait until all copies of these requests are there; return why, for those of which one failed."""
+        failed: dict[str, str] = {}
+        for request_id in request_ids:
+            for future in self._waiting.pop(request_id, ()):
+                error = future.exception()
+                if error is not None:
+                    failed[request_id] = f"{type(error).__name__}: {error}"
+        return failed
+
+    def settle_all(self) -> None:
+        """Wait until no copy is under way, of forgotten requests either; failures stay for `settle`."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that will not be handed over."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def restore(self, blocks: BlockIds) -> None:
+        """Copy received blocks to the device; raises whatever the device does."""
+        self._memory.restore(self._copies(blocks))
+
+    def close(self) -> None:
+        """End the thread, if there is one, when its copies are done; idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _copies(self, blocks: BlockIds) -> list[PageCopy]:
+        copies: list[PageCopy] = []
+        for ids, per_block, regions in zip(blocks, self._pages_per_block, self._regions, strict=True):
+            held = sorted({block for block in ids if block != self._null_block})
+            pages = np.array([n for block in held for n in range(block * per_block, (block + 1) * per_block)], np.int64)
+            if held:
+                copies += [PageCopy(ranges, page_bytes, pages) for page_bytes, ranges in regions.items()]
+        return copies
+
+
+def _regions_by_group(document: Mapping[str, object], groups: int) -> list[dict[int, tuple[PageRange, ...]]]:
+    """Return the pages of each group's regions by their size; what layers share once."""
+    found: list[dict[int, set[PageRange]]] = [{} for _ in range(groups)]
+    regions = cast("Sequence[Mapping[str, Any]]", document["regions"])
+    for region, pages in zip(regions, page_ranges(document), strict=True):
+        page_bytes = int(region["page_bytes"])
+        for group in {int(member[2]) for member in region["members"]}:
+            found[group].setdefault(page_bytes, set()).add(pages)
+    return [
+        {page_bytes: tuple(sorted(ranges, key=lambda r: r.address)) for page_bytes, ranges in by_size.items()}
+        for by_size in found
+    ]
+
+
+def _done_now(memory: MirrorMemory, copies: Sequence[PageCopy], after: object) -> Future[None]:
+    future: Future[None] = Future()
+    try:
+        memory.save(copies, after)
+    except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future

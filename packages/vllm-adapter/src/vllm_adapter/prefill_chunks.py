@@ -1,0 +1,103 @@
+"""Which blocks a step computes for the prompts that will be handed over; only host-buffer mode needs to know.
+
+A chunk touches the blocks of the tokens that it computes: also the block that the chunk before left half full, which is not among
+the blocks that the engine adds in this step. A request's first chunk stands for all tokens before it, too: blocks of a prefix
+hit may have been computed for requests that were not handed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_adapter.facts import CacheGroup
+
+__all__ = ["PrefillChunk", "PrefillChunks", "ScheduledTokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """What a step computes for one request.
+
+    Attributes:
+        request_id: The request.
+        block_ids: Blocks per transferable group: all of them if `is_fresh`, else those that are new.
+        is_fresh: Whether the request starts, or starts again after a preemption.
+        computed_tokens: Tokens that need not be computed any more.
+        new_tokens: Tokens that this step computes.
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    is_fresh: bool
+    computed_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Blocks per group that hold what the step computed, and whether the prompt is complete with it."""
+
+    request_id: str
+    block_ids: tuple[tuple[int, ...], ...]
+    is_prompt_complete: bool
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    blocks: list[list[int]] = field(default_factory=list[list[int]])
+    is_complete: bool = False
+
+
+@final
+class PrefillChunks:
+    """Follows the block lists of prompts that will be handed over.
+
+    Args:
+        groups: The transferable groups.
+        dcp: Decode-context-parallel size: a block stands for so many times its tokens.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], dcp: int) -> None:
+        self._span_tokens = [0 if group.kind == "state" else group.block_tokens * dcp for group in groups]
+        self._prompts: dict[str, _Prompt] = {}
+
+    def watch(self, request_id: str, prompt_tokens: int) -> None:
+        """Follow a prompt from its arrival."""
+        self._prompts[request_id] = _Prompt(prompt_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Follow a request no longer."""
+        self._prompts.pop(request_id, None)
+
+    def scheduled(self, step: ScheduledTokens) -> PrefillChunk | None:
+        """Return the request's chunk in this step, None for a request that is not followed or whose prompt is complete."""
+        prompt = self._prompts.get(step.request_id)
+        if prompt is None:
+            return None
+        if step.is_fresh:
+            prompt.blocks, prompt.is_complete = [list(ids) for ids in step.block_ids], False
+        else:
+            for known, added in zip(prompt.blocks, step.block_ids, strict=False):
+                known.extend(added)
+        if prompt.is_complete:
+            return None
+        stop = step.computed_tokens + step.new_tokens
+        prompt.is_complete = stop >= prompt.tokens
+        start = 0 if step.is_fresh else step.computed_tokens
+        blocks = tuple(
+            _touched(ids, span, start, stop, is_complete=prompt.is_complete)
+            for ids, span in zip(prompt.blocks, self._span_tokens, strict=True)
+        )
+        return PrefillChunk(step.request_id, blocks, prompt.is_complete)
+
+
+def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int, *, is_complete: bool) -> tuple[int, ...]:
+    """Return the blocks of tokens [start, stop); a state is written until the prompt is complete, so it waits for that."""
+    if not span_tokens:
+        return tuple(ids) if is_complete else ()
+    return tuple(ids[start // span_tokens : -(-stop // span_tokens)])
