@@ -14,13 +14,14 @@ from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._log import GatedLog
 from kv_handshake._pacing import TokenBuckets
 from kv_handshake._server import ServerCore
-from kv_handshake._zmq import Incoming, RouterSocket
+from kv_handshake._zmq import RouterSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kv_handshake._keys import ServerSecurity
     from kv_handshake._queries import Rank
+    from kv_handshake._transport import Incoming
 
 __all__ = ["Listener", "QueryLimits"]
 

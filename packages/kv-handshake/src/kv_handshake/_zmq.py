@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import socket
 import sys
 import threading
 import uuid
-from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, final
 
 import zmq
 import zmq.utils.z85
@@ -23,13 +22,14 @@ import zmq.utils.z85
 from kv_handshake._endpoint import tcp_url
 from kv_handshake._errors import HandshakeError, TransportError
 from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._transport import Doorbell, GuestList, Incoming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kv_handshake._keys import ClientSecurity, ServerSecurity
 
-__all__ = ["Connection", "Hub", "Incoming", "RouterSocket", "generate_keypair"]
+__all__ = ["Connection", "Hub", "RouterSocket", "generate_keypair"]
 
 _MAX_INCOMING_BYTES = 1024 * 1024
 """A longer frame closes its connection before it is in memory; shorter ones are refused with a code."""
@@ -43,11 +43,9 @@ text as frames, and may deliver one as a reply. With one it hangs up on everythi
 for the domain in a client's context, so nothing else changes."""
 
 _NOBLOCK_AND_MORE = zmq.NOBLOCK | zmq.SNDMORE
-
 _QUIET_MS = 2
 _MOST_RETIRED = 32
 """Sockets are closed, and those of the next connection made, when nothing has happened for so long, or so many wait."""
-
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_ADDRESSES = 4096
 _MAX_FRAMES = 2
@@ -68,20 +66,6 @@ def generate_keypair() -> tuple[str, str]:
     return public.decode("ascii"), secret.decode("ascii")
 
 
-class Incoming(NamedTuple):
-    """One message from a peer.
-
-    Attributes:
-        envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
-        query: The query, or None if the message is not shaped like one.
-        address: The sender's IP address.
-    """
-
-    envelope: tuple[bytes, ...]
-    query: bytes | None
-    address: str
-
-
 @final
 class RouterSocket:
     """A bound listening socket, used by one thread; only `wake` may be called from others.
@@ -95,6 +79,7 @@ class RouterSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._doorbell = f"inproc://wake-{uuid.uuid4().hex}"
         self._addresses: OrderedDict[bytes, str] = OrderedDict()
+        self._guests = GuestList(security.authorized if security is not None else {})
         self._gatekeeper: _Gatekeeper | None = None
         try:
             _set_options(
@@ -114,7 +99,7 @@ class RouterSocket:
                 self._socket.curve_secretkey = security.secret_key.encode("ascii")
                 if security.authorized:
                     self._socket.zap_domain = b"kv-handshake"
-                    self._gatekeeper = _Gatekeeper(self._context, security.authorized)
+                    self._gatekeeper = _Gatekeeper(self._context, self._guests)
             self._socket.bind(tcp_url(host, port))
             self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
             self._socket.bind(self._doorbell)
@@ -162,10 +147,8 @@ class RouterSocket:
             for frame in first:
                 self._socket.send(frame, _NOBLOCK_AND_MORE)
             self._socket.send(last, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
         except zmq.ZMQError as error:
-            if error.errno == errno.EHOSTUNREACH:
+            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
             raise
         return True
@@ -179,7 +162,7 @@ class RouterSocket:
 
     def denied(self) -> Mapping[str, int]:
         """Return how often each client without an authorised key was turned away, by address and key."""
-        return self._gatekeeper.denied() if self._gatekeeper is not None else {}
+        return self._guests.denied()
 
     def close(self) -> None:
         """Close the socket and everything that belongs to it."""
@@ -202,20 +185,14 @@ class RouterSocket:
 class _Gatekeeper:
     """Answers ZeroMQ's question whether a client key may connect (ZAP 1.0), on a thread of its own."""
 
-    _MAX_NAMES = 256
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], authorized: Mapping[str, str]) -> None:
-        self._authorized = dict(authorized)
-        self._denied: Counter[str] = Counter()
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], guests: GuestList) -> None:
+        self._guests = guests
         self._closing = threading.Event()
         self._socket = context.socket(zmq.REP)
         _set_options(self._socket, (zmq.LINGER, 0), (zmq.RCVTIMEO, 100))
         self._socket.bind("inproc://zeromq.zap.01")
         self._thread = threading.Thread(target=self._run, name="kv-handshake-gatekeeper", daemon=True)
         self._thread.start()
-
-    def denied(self) -> Mapping[str, int]:
-        return dict(self._denied)
 
     def close(self) -> None:
         self._closing.set()
@@ -228,10 +205,7 @@ class _Gatekeeper:
             except zmq.Again:
                 continue
             key = zmq.utils.z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" else ""
-            name = self._authorized.get(key)
-            if name is None:
-                who = f"{address.decode('ascii', 'replace')} {key}"
-                self._denied[who if who in self._denied or len(self._denied) < self._MAX_NAMES else "others"] += 1
+            name = self._guests.name_of(key, address.decode("ascii", "replace"))
             verdict = (b"400", b"key not authorized", b"") if name is None else (b"200", b"", name.encode())
             self._socket.send_multipart((version, request, *verdict, b""))
         self._socket.close(0)
@@ -305,9 +279,9 @@ class Connection:
         return frames[1:] if not frames[0] else frames
 
     def fault(self) -> str:
-        """Return why the connection ended, as a code, or nothing as far as is known; replies before that stay readable.
+        """Return why the connection ended, as a code, or nothing; takes one event, the hub's poll tells if there are more.
 
-        Looks at one event: the hub's poll returns at once while there are more.
+        Replies that came before the end stay readable.
         """
         if self._fault:
             return self._fault
@@ -344,10 +318,8 @@ class Hub:
         self._by_socket: dict[Any, Connection] = {}
         self._spare: Connection | None = None
         self._retired: list[Connection] = []
-        self._ear, self._bell = socket.socketpair()
-        self._ear.setblocking(False)
-        self._bell.setblocking(False)
-        self._poller.register(self._ear.fileno(), zmq.POLLIN)
+        self._doorbell = Doorbell()
+        self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
 
     def open(self, address: str, port: int) -> Connection:
         """Return a new connection, on its way.
@@ -393,8 +365,7 @@ class Hub:
         for each, _ in found:
             connection = self._by_socket.get(each)
             if connection is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._ear.recv(4096)
+                self._doorbell.hear()
             elif each is connection.socket:
                 readable.append(connection)
             else:
@@ -404,7 +375,7 @@ class Hub:
         return readable, faulty
 
     def _tidy(self) -> None:
-        """Do what nobody waits for: it takes as long as a few replies, and holds up every thread that hears of one."""
+        """Do what takes as long as a few replies and can wait."""
         while self._retired:
             self._retired.pop().close()
         if self._spare is None:
@@ -413,15 +384,13 @@ class Hub:
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
-        with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+        self._doorbell.ring()
 
     def close(self) -> None:
         """Close all connections and the doorbell."""
         for connection in {*self._by_socket.values(), *self._retired}:
             connection.close()
-        self._ear.close()
-        self._bell.close()
+        self._doorbell.close()
         self._context.destroy(linger=0)
 
 
