@@ -153,6 +153,7 @@ class Check:
         self.items: dict[str, pytest.Item] = {}
         self.seconds: dict[str, float] = {}
         self.reached: dict[str, dict[int, list[str]]] = {}
+        self.breadth: Counter[str] = Counter()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.child = Child(session)
@@ -163,6 +164,7 @@ class Check:
             return True
         self.seconds, reached = json.loads(baseline)
         self.reached = {module: {int(k): v for k, v in lines.items()} for module, lines in reached.items()}
+        self.breadth = Counter(name for lines in self.reached.values() for names in lines.values() for name in names)
         print(f"{len(self.items)} tests pass unchanged in {sum(self.seconds.values()):.0f} s of CPU", flush=True)
         chosen = [m for module in self.options.modules for m in mutants(module, self._text(module))]
         chosen = chosen[:: self.options.every]
@@ -195,7 +197,7 @@ class Check:
         return json.dumps([seconds, reached]).encode()
 
     def tests_for(self, mutant: Mutant) -> list[pytest.Item]:
-        """Return the tests that reach a mutant: quick ones first, and every test function early.
+        """Return the tests that reach a mutant: quick ones that do little else first, and every test function early.
 
         Lines that run on import (defaults, constants) have none of their own, so all must do.
         """
@@ -206,7 +208,7 @@ class Check:
         order = []
         for name in sorted(names, key=lambda name: self.seconds[name]):
             function = name.split("[")[0]
-            order.append((turns[function] + 50 * self.seconds[name], name))
+            order.append((turns[function] + self.seconds[name] * self.breadth[name] / 5, name))
             turns[function] += 1
         return [self.items[name] for _, name in sorted(order)]
 

@@ -529,7 +529,12 @@ def test_indices_end_at_int32():
     room = MAX_DESCRIPTORS - (1 << 20)
     assert rows_of(region, 1, 1, room)[2] == MAX_DESCRIPTORS
     # The last one's number of descriptors is 2**63, which as an int64 is negative.
-    for pages, slices, units, before in ((1 << 20, 1, 1, room + 1), (1 << 30, 2, 1, 0), (1 << 31, 2, 1 << 31, 0)):
+    for pages, slices, units, before in (
+        (1 << 20, 1, 1, room + 1),
+        (1 << 30, 2, 1, 0),
+        (1 << 31, 1, 1, 0),
+        (1 << 31, 2, 1 << 31, 0),
+    ):
         with pytest.raises(UnsupportedTopology) as caught:
             rows_of(replace(region, page_count=pages), slices, units, before)
         assert caught.value.code == "too-many-descriptors"

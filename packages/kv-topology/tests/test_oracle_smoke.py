@@ -46,6 +46,7 @@ def test_planner_speaks_documents():
     local = to_document(consumers[0, 1])
     ranks = planner.target_ranks(local, peer_tp=4, peer_pp=1, peer_dcp=1)
     assert list(ranks) == [(0, 2), (0, 3)]
+    assert list(planner.target_ranks(local, peer_tp=4)) == [(0, 2), (0, 3)]
     plan = planner.plan(local, {rank: to_document(producers[rank]) for rank in ranks}, peer_tp=4)
     assert plan.producer_ranks == ((0, 2), (0, 3))
     assert plan.reader_count((0, 2)) == 1
