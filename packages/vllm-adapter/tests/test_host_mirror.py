@@ -1,0 +1,105 @@
+"""When blocks cross between the device and its mirror, and what happens to copies that are late or fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from vllm_adapter.conversion import PageRange
+from vllm_adapter.host_mirror import HostMirror, PageCopy
+
+DOCUMENT: dict[str, object] = {
+    "null_block": 0,
+    "groups": [{"pages_per_block": 2}, {"pages_per_block": 1}],
+    "regions": [
+        {
+            "base_address": at,
+            "page_bytes": size,
+            "page_stride_bytes": 64,
+            "page_count": 20,
+            "members": [["l", 0, group, 0]],
+        }
+        for at, size, group in ((3000, 64, 0), (1000, 64, 0), (1000, 64, 0), (1000, 64, 1), (5000, 48, 0))
+    ],
+}
+
+
+class Memory:
+    def __init__(self, *, is_asynchronous: bool) -> None:
+        self.is_asynchronous = is_asynchronous
+        self.go = threading.Event()
+        self.go.set()
+        self.saved: list[list[PageCopy]] = []
+        self.restored: list[list[PageCopy]] = []
+        self.refuse_page = -1
+
+    def mark(self) -> object:
+        return "mark"
+
+    def save(self, copies: Sequence[PageCopy], after: object) -> None:
+        assert after == "mark"
+        assert self.go.wait(10)
+        if any(self.refuse_page in copy.pages for copy in copies):
+            raise MemoryError("no room")
+        self.saved.append(list(copies))
+
+    def restore(self, copies: Sequence[PageCopy]) -> None:
+        self.restored.append(list(copies))
+
+
+@pytest.fixture(params=[True, False], ids=["asynchronous", "at once"])
+def memory(request: pytest.FixtureRequest) -> Memory:
+    return Memory(is_asynchronous=request.param)
+
+
+@pytest.fixture
+def mirror(memory: Memory) -> Iterator[HostMirror]:
+    mirror = HostMirror(memory, DOCUMENT)
+    yield mirror
+    memory.go.set()
+    mirror.close()
+    mirror.close()
+
+
+def test_blocks_become_the_pages_of_their_groups_regions(mirror: HostMirror, memory: Memory) -> None:
+    mirror.restore([[3, 0, 1, 3], [7]])
+    (copies,) = memory.restored
+    assert [(copy.page_bytes, copy.pages.tolist()) for copy in copies] == [
+        (64, [2, 3, 6, 7]),
+        (48, [2, 3, 6, 7]),
+        (64, [7]),
+    ]
+    assert copies[0].ranges == (PageRange(1000, 64, 20), PageRange(3000, 64, 20))
+    mirror.restore([[0], []])
+    assert memory.restored[-1] == []
+
+
+def test_copies_keep_their_order_and_are_there_once_settled(mirror: HostMirror, memory: Memory) -> None:
+    mirror.save([("a", [[1], []]), ("b", [[2], []])])
+    mirror.save([("a", [[3], []])])
+    assert mirror.settle(["a"]) == {}
+    assert [saved[0].pages.tolist() for saved in memory.saved] == [[2, 3], [4, 5], [6, 7]]
+    assert mirror.settle(["a", "unknown"]) == {}
+
+
+def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, memory: Memory) -> None:
+    memory.refuse_page = 4
+    mirror.save([("a", [[1], []]), ("b", [[2], []])])
+    assert mirror.settle(["a", "b"]) == {"b": "MemoryError: no room"}
+    assert mirror.settle(["b"]) == {}
+
+
+def test_forgotten_copies_are_waited_for_like_others() -> None:
+    memory = Memory(is_asynchronous=True)
+    mirror = HostMirror(memory, DOCUMENT)
+    memory.go.clear()
+    mirror.save([("gone", [[1], []])])
+    mirror.forget(["gone", "never known"])
+    assert memory.saved == []
+    threading.Timer(0.05, memory.go.set).start()
+    mirror.settle_all()
+    assert len(memory.saved) == 1
+    mirror.settle_all()
+    mirror.close()

@@ -1,0 +1,80 @@
+"""Which blocks a chunk touches: whatever the chunks, every block is copied after its last token was computed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_adapter.facts import CacheGroup
+from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
+
+FULL = CacheGroup("attention", 16, 0, 0, ("a",))
+WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
+STATE = CacheGroup("state", 64, 0, 1, ("c",))
+
+
+def step(blocks: list[list[int]], start: int, stop: int, *, fresh: bool = False, name: str = "r") -> ScheduledTokens:
+    return ScheduledTokens(name, blocks, fresh, start, stop - start)
+
+
+@given(
+    st.integers(1, 200),
+    st.lists(st.integers(1, 199), max_size=6),
+    st.integers(0, 3),
+    st.integers(1, 2),
+)
+def test_every_block_is_copied_after_its_last_token_was_computed(
+    tokens: int, cuts: list[int], hit_blocks: int, dcp: int
+) -> None:
+    span = 16 * dcp
+    hit = min(hit_blocks * span, (tokens - 1) // span * span)
+    ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
+    chunks = PrefillChunks([FULL], dcp)
+    chunks.watch("r", tokens)
+    written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
+    copied: dict[int, int] = {}
+    had = 0
+    for number, (start, stop) in enumerate(pairwise([hit, *ends])):
+        needed = -(-stop // span)
+        chunk = chunks.scheduled(step([list(range(had, needed))], start, stop, fresh=number == 0))
+        had = needed
+        written.update(dict.fromkeys(range(start // span, needed), number))
+        assert chunk is not None
+        assert chunk.is_prompt_complete is (stop == tokens)
+        copied.update(dict.fromkeys(chunk.block_ids[0], number))
+    assert copied.keys() == written.keys()
+    assert all(copied[block] >= written[block] for block in written)
+
+
+def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
+    chunks = PrefillChunks([FULL, WINDOW, STATE], 1)
+    chunks.watch("r", 40)
+    first = chunks.scheduled(step([[1, 2], [3, 4, 5], [6, 7]], 0, 20, fresh=True))
+    last = chunks.scheduled(step([[8], [9, 10], []], 20, 40))
+    assert first is not None
+    assert last is not None
+    assert first.block_ids == ((1, 2), (3, 4, 5), ())
+    assert last.block_ids == ((2, 8), (5, 9, 10), (6, 7))
+
+
+def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
+    chunks = PrefillChunks([FULL], 1)
+    chunks.watch("r", 32)
+    chunks.scheduled(step([[1, 2]], 0, 32, fresh=True))
+    assert chunks.scheduled(step([[3]], 32, 33)) is None  # steps of its answer
+    again = chunks.scheduled(step([[5, 6]], 0, 20, fresh=True))
+    assert again is not None
+    assert (again.block_ids, again.is_prompt_complete) == (((5, 6),), False)
+
+
+@pytest.mark.parametrize("forget", [True, False])
+def test_only_prompts_that_will_be_handed_over_are_followed(forget: bool) -> None:
+    chunks = PrefillChunks([FULL], 1)
+    chunks.watch("r", 32)
+    if forget:
+        chunks.forget("r")
+        chunks.forget("never known")
+    assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="r" if forget else "other")) is None
