@@ -33,7 +33,7 @@ from kv_handshake._queries import ADVERTISEMENT_QUERY, Query, Rank, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
 from kv_handshake._recording import Recording, read_recording
 from kv_handshake._server import ServerCore
-from kv_handshake._session import ClientSession
+from kv_handshake._session import ClientSession, SessionMemory
 from kv_handshake._states import TRANSITIONS, Event, State, state_diagram
 from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._vectors import Vector, load_vectors
@@ -94,6 +94,7 @@ __all__ = [
     # the protocol without input and output
     "ServerCore",
     "ClientSession",
+    "SessionMemory",
     "State",
     "Event",
     "TRANSITIONS",

@@ -80,7 +80,10 @@ def comparison_text(comparison: Comparison, first: str, second: str) -> str:
     lines += [_difference_line(each) for each in comparison.differences]
     if comparison.suspects:
         names = ", ".join(comparison.suspects)
-        lines.append(f"  the hashes differ and no value that could be tried explains it; suspect: {names}")
+        lines.append(
+            f"  the hashes differ and no value that could be tried explains it; suspect: {names} "
+            "(--suppose FACTOR=VALUE gives further values to try)"
+        )
     return "\n".join(lines)
 
 
