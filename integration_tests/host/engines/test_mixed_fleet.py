@@ -1,21 +1,26 @@
-"""Our connector and vLLM's own, in one fleet: each reads what the other computed, hash checks on."""
+"""Model families in fleets of our connector and vLLM's own: each reads what the other computed, hash checks on."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from fleets import Fleet, hosts_own, ours, started_fleet
-from pairs import prompt
+from pairs import VLLM, prompt
 
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
 LEASE_S = 4
-DIRECTIONS = [("ours", "hosts"), ("hosts", "ours")]
+MIXED = [("ours", "hosts"), ("hosts", "ours")]
 
 
 def assert_handed_over(fleet: Fleet, prefill: str, decode: str, texts: list[str], expected: list[str]) -> None:
@@ -31,24 +36,61 @@ def assert_handed_over(fleet: Fleet, prefill: str, decode: str, texts: list[str]
 
 
 @pytest.mark.parametrize("family", ["sliding-window", "mamba"])
-def test_both_connectors_read_from_one_another(family: str) -> None:
-    with started_fleet(family, {"ours": ours(), "hosts": hosts_own()}) as fleet:
-        for number, (prefill, decode) in enumerate(DIRECTIONS):
-            texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
+def test_a_family_crosses_between_all_pairings(family: str) -> None:
+    with started_fleet(family, {"ours": ours(), "ours-too": ours(), "hosts": hosts_own()}) as fleet:
+        for number, (prefill, decode) in enumerate([("ours-too", "ours"), *MIXED]):
+            texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(4)]
             assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
 
 
-def test_both_connectors_read_from_one_another_and_renew_each_others_leases() -> None:
+def test_both_connectors_explain_themselves_read_from_one_another_and_renew_each_others_leases() -> None:
     """A hand-over that queues for longer than its lease arrives, because the reader's heartbeats renew the lease."""
     configs = {"ours": ours(kv_lease_duration=LEASE_S), "hosts": hosts_own(kv_lease_duration=LEASE_S)}
     arguments = {name: ["--max-num-seqs", "1"] for name in configs}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
-        for number, (prefill, decode) in enumerate(DIRECTIONS):
+        assert_probes_explain(fleet)
+        for number, (prefill, decode) in enumerate(MIXED):
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
             assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
             assert_a_queued_hand_over_arrives(fleet, prefill, decode, prompt(100 + number, 60))
         says = "vLLM's own connector"
         assert fleet.log("ours").count(says) == 1, "what is lost with this peer is said once"
+
+
+def probe(fleet: Fleet, engine: str, against: Fleet, other: str) -> tuple[int, dict[str, Any]]:
+    """Return exit code and JSON of `kv-handshake probe ENGINE --against OTHER`."""
+    command = Path(sys.executable).with_name("kv-handshake")
+    ports = (fleet.engines[engine].side_channel_port, against.engines[other].side_channel_port)
+    words = [f"127.0.0.1:{ports[0]}", "--against", f"127.0.0.1:{ports[1]}", "--vllm", VLLM, "--json"]
+    words += ["--suppose", f"model={fleet.engines[engine].spec.model}"]
+    done = subprocess.run([command, "probe", *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def assert_probes_explain(fleet: Fleet) -> None:
+    """Equal engines show no difference; of engines that differ in one thing, that thing is named."""
+    code, report = probe(fleet, "hosts", fleet, "ours")
+    assert (code, report["against"]["equal"], report["against"]["differences"]) == (0, True, [])
+    assert report["ranks"][0]["metadata"]["num_blocks"] > 0
+    renamed = fleet.engines["ours"].spec.model.with_name("dense-by-another-name")
+    if not renamed.exists():
+        renamed.symlink_to(fleet.engines["ours"].spec.model, target_is_directory=True)
+    changes = {
+        "dtype": ["--dtype", "bfloat16"],
+        "block_size": ["--block-size", "64"],
+        "model": ["--model", str(renamed)],
+    }
+    with started_fleet("dense", dict.fromkeys(changes, ours()), arguments=changes) as changed:
+        for name in changes:
+            code, report = probe(fleet, "hosts", changed, name)
+            # Pages of another size follow from other elements and other blocks, and are named as well.
+            named = {difference["name"] for difference in report["against"]["differences"]}
+            assert name in named, report["against"]
+            assert named <= {name, "block_lens", "block_strides", "num_blocks", "region_num_blocks"}, named
+            # Hashes say nothing about block sizes: such engines are compatible.
+            assert code == (0 if name == "block_size" else 1)
+            assert report["against"]["same_hash"] is (name == "block_size")
 
 
 def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, text: str) -> None:
@@ -82,13 +124,18 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
     fleet.assert_all_blocks_free()
 
 
-def test_both_connectors_read_from_one_another_with_latent_attention() -> None:
-    """vLLM's own connector on both ends is the reference: on CPU one engine alone is none for this family."""
-    with started_fleet("mla", {"hosts": hosts_own(), "hosts-too": hosts_own(), "ours": ours()}) as fleet:
+def test_latent_attention_crosses_between_all_pairings() -> None:
+    """vLLM's own connector on both ends is the reference: one engine alone is none for this family.
+
+    On CPU its decode and prefill kernels for latent attention disagree without any connector: to generate n tokens at
+    once and to ask n times for one token gives different texts.
+    """
+    configs = {"hosts": hosts_own(), "hosts-too": hosts_own(), "ours": ours(), "ours-too": ours()}
+    with started_fleet("mla", configs) as fleet:
         texts = [prompt(n, 20 + 60 * n) for n in range(4)]
         # One at a time: the batch that a prompt is computed in changes its text here.
         expected = [fleet.answers([text], prefill="hosts", decode="hosts-too")[0] for text in texts]
-        for prefill, decode in [("ours", "hosts-too"), ("hosts", "ours")]:
+        for prefill, decode in [("ours-too", "ours"), ("ours", "hosts-too"), ("hosts", "ours")]:
             for text, answer in zip(texts, expected, strict=True):
                 assert_handed_over(fleet, prefill, decode, [text], [answer])
 
@@ -97,7 +144,7 @@ def test_both_connectors_read_from_one_another_with_latent_attention() -> None:
     (os.cpu_count() or 1) < 4 and "KVDEV_ANYWAY" not in os.environ,
     reason="three ranks of real engines on fewer than 4 cores stall past a 30 s lease (set KVDEV_ANYWAY=1 to try)",
 )
-@pytest.mark.parametrize(("prefill", "decode"), DIRECTIONS)
+@pytest.mark.parametrize(("prefill", "decode"), MIXED)
 def test_one_rank_is_read_by_two(prefill: str, decode: str) -> None:
     configs = {"ours": ours(), "hosts": hosts_own()}
     arguments = {decode: ["--tensor-parallel-size", "2"]}
