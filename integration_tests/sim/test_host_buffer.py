@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_a_late_copy_of_an_aborted_prompt_never_lands_on_a_read(make: Make) -> N
     both._free += both.held.pop("gone")
     request = both.start_decode(ticket, 2 * TOKENS)
     assert both.held[request] == blocks
+    time.sleep(0.6)  # the read is done, a late copy would have landed on it, and nothing was copied to the device yet
     assert both.wait_received(request)
     both.assert_has(request, source, 2 * TOKENS)
     producer.wait_idle()
