@@ -1,9 +1,17 @@
-"""Hand-overs under scheduling pressure: chunked prefill, unequal block sizes, caches too small for all requests."""
+"""Hand-overs under scheduling pressure: chunked prefill, unequal block sizes, caches too small for all requests.
+
+The engines trace, so that all of it also runs with tracing on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
 import pytest
 from fleets import Fleet, ours, started_fleet
 from pairs import prompt
@@ -20,9 +28,53 @@ ARGUMENTS = {
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with started_fleet("dense", {name: ours() for name in ARGUMENTS}, arguments=ARGUMENTS) as running:
+def exported() -> Iterator[tuple[str, list[bytes]]]:
+    """A collector of OpenTelemetry exports: its address and the bodies that it was sent."""
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # (the base class's name)
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", bodies
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(exported: tuple[str, list[bytes]]) -> Iterator[Fleet]:
+    arguments = {name: [*more, "--otlp-traces-endpoint", exported[0]] for name, more in ARGUMENTS.items()}
+    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    configs = {name: ours() for name in ARGUMENTS}
+    with started_fleet("dense", configs, arguments=arguments, environment=environment) as running:
         yield running
+
+
+def test_spans_of_a_hand_over_join_the_requests_trace(fleet: Fleet, exported: tuple[str, list[bytes]]) -> None:
+    trace, text = "0af7651916cd43dd8448eb211c80319c", prompt(400, 60)
+
+    async def hand_over() -> None:
+        headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            ticket = await fleet.ticket(session, text, "chunked", {})
+            await fleet.post(session, "tight", {"prompt": text, "max_tokens": 4, "kv_transfer_params": ticket})
+
+    asyncio.run(hand_over())
+    names = ["read", "queue", "handshake", "wire", "fence", "lease"]
+    until = time.monotonic() + 30
+    while True:
+        found = b"".join(body for body in exported[1] if bytes.fromhex(trace) in body)
+        missing = [name for name in names if f"kv_transfer.{name}".encode() not in found]
+        if not missing:
+            return
+        assert time.monotonic() < until, f"no span kv_transfer.{missing} of trace {trace}"
+        fleet.assert_all_blocks_free()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("chunked", "tight"), ("tight", "chunked")])

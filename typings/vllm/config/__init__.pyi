@@ -37,6 +37,9 @@ class SpeculativeConfig:
     parallel_drafting: bool
     def use_eagle(self) -> bool: ...
 
+class ObservabilityConfig:
+    otlp_traces_endpoint: str | None
+
 class VllmConfig:
     instance_id: str
     model_config: ModelConfig
@@ -44,4 +47,5 @@ class VllmConfig:
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     kv_transfer_config: KVTransferConfig | None
+    observability_config: ObservabilityConfig
     speculative_config: SpeculativeConfig | None

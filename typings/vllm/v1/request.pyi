@@ -1,4 +1,5 @@
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ class Request:
     request_id: str
     status: RequestStatus
     kv_transfer_params: Any
+    trace_headers: Mapping[str, str] | None
     prompt_token_ids: list[int] | None
     prompt_embeds: torch.Tensor | None
     _all_token_ids: list[int]

@@ -61,6 +61,7 @@ __all__ = [
     "engine_facts",
     "extra_config",
     "init_logger",
+    "is_tracing",
     "layer_caches",
     "load_failure_policy",
     "select_groups",
@@ -126,6 +127,11 @@ def load_failure_policy(config: VllmConfig) -> str:
     """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
+
+
+def is_tracing(config: VllmConfig) -> bool:
+    """Tell whether the engine exports OpenTelemetry spans."""
+    return config.observability_config.otlp_traces_endpoint is not None
 
 
 def wants_host_buffer(config: VllmConfig) -> bool:

@@ -13,6 +13,7 @@ from vllm_adapter._host import (
     engine_facts,
     extra_config,
     init_logger,
+    is_tracing,
     layer_caches,
     load_failure_policy,
     wants_host_buffer,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
+    from vllm_adapter._spans import SpanWriter
+    from vllm_adapter.facts import EngineFacts
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -68,10 +71,18 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
-            self._worker = WorkerSide(facts, settings, WorkerParts(facts, settings), read_ended=self._corrupt)
+            spans = _span_writer(vllm_config, facts, (facts.pp_rank, facts.tp_rank))
+            trace = spans.read_ended if spans is not None else None
+            parts = WorkerParts(facts, settings)
+            self._worker = WorkerSide(facts, settings, parts, read_ended=self._corrupt, trace=trace)
         else:
+            spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
-            self._scheduler = SchedulerSide(facts, SchedulerParts(facts, settings, policy, self._has_mirror))
+            self._scheduler = SchedulerSide(
+                facts,
+                SchedulerParts(facts, settings, policy, self._has_mirror),
+                lease_ended=spans.lease_ended if spans is not None else None,
+            )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -193,7 +204,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the transfer thread."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._worker_side.start_step(metadata.plan, metadata.orphans)
+            self._worker_side.start_step(metadata.plan, metadata.orphans, metadata.links)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request's forward only runs once all its layers are there."""
@@ -226,3 +237,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
 class NixlConnector(KVTransferConnector):
     """The same connector under the name that vLLM's own checks look for."""
+
+
+def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
+    """Return what writes spans, None where the engine does not trace; OpenTelemetry is only imported where it does."""
+    if not is_tracing(config):
+        return None
+    from vllm_adapter._spans import SpanWriter
+
+    return SpanWriter(facts.engine_id, rank)

@@ -29,11 +29,25 @@ if TYPE_CHECKING:
         WireCodec,
     )
 
-__all__ = ["ReadCoordinator", "ReadEnd", "ReadLimits", "ReadObserver"]
+__all__ = ["ReadCoordinator", "ReadEnd", "ReadLimits", "ReadObserver", "ReadTimes"]
 
 _FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _RENEWED_PART = 2 / 3
 """A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
+
+
+@dataclass(slots=True)
+class ReadTimes:
+    """When a read's stages were reached (seconds, the coordinator's clock); None where one never was."""
+
+    ordered_s: float
+    posted_s: float | None = None
+    """Its engine was met and the transfers posted."""
+    data_s: float | None = None
+    """The last byte had arrived."""
+    fence_s: float = 0.0
+    """Seconds that the verification of the slowest fence took after that."""
+    bytes_moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +58,16 @@ class ReadEnd:
         order: What was to be read.
         code: Why it failed; empty if it did not.
         message: The same as a sentence.
+        times: When its stages were reached.
+        ended_s: When it ended.
         conversion: What is left to do to the pages of a good read.
     """
 
     order: ReadOrder
     code: str
     message: str
+    times: ReadTimes
+    ended_s: float
     conversion: tuple[ConversionStep, ...] = ()
 
     @property
@@ -115,6 +133,7 @@ class ReadCoordinator:
         self._limits = limits
         self._now_s = now_s
         self._reads: dict[str, _Read] = {}
+        self._times: dict[str, ReadTimes] = {}
         self._agent: TransferThread | None = None
         self._peers = PeerDirectory(
             geometry,
@@ -142,6 +161,7 @@ class ReadCoordinator:
 
     def read(self, order: ReadOrder) -> None:
         """Start a request's read, or let it wait for its engine."""
+        self._times[order.request_id] = ReadTimes(self._now_s())
         self._peers.submit(order)
 
     def cancel(self, request_id: str) -> None:
@@ -193,7 +213,9 @@ class ReadCoordinator:
             self._end(order, code_of(error), str(error))
             return
         transfers = {f"{order.request_id}/{rank[0]}.{rank[1]}": rank for rank in plan.producer_ranks}
-        trusted_until_s = self._now_s() + (order.lease_s or self._limits.lease_s)
+        now_s = self._now_s()
+        self._times[order.request_id].posted_s = now_s
+        trusted_until_s = now_s + (order.lease_s or self._limits.lease_s)
         read = _Read(order, engine, set(transfers), set(), trusted_until_s, conversion)
         for transfer_id in transfers:
             self._reads[transfer_id] = read
@@ -236,6 +258,10 @@ class ReadCoordinator:
         if read is None:
             return
         if result.outcome == "done":
+            times = self._times[read.order.request_id]
+            times.data_s = self._now_s() - result.fence_s
+            times.fence_s = max(times.fence_s, result.fence_s)
+            times.bytes_moved += result.bytes_moved
             self._observer.transferred(result)
         else:
             self._note_failure(read, result.code, result.message)
@@ -288,5 +314,7 @@ class ReadCoordinator:
             self._peers.notify(engine, rank, payload)
 
     def _end(self, order: ReadOrder, code: str, message: str, conversion: tuple[ConversionStep, ...] = ()) -> None:
+        now_s = self._now_s()
+        times = self._times.pop(order.request_id, None) or ReadTimes(now_s)
         if order.is_reported or code:
-            self._observer.ended(ReadEnd(order, code, message, conversion))
+            self._observer.ended(ReadEnd(order, code, message, times, now_s, conversion))

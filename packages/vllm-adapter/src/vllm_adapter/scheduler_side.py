@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
 from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.trace_links import TraceLinks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_adapter.facts import EngineFacts
     from vllm_adapter.ports import FinishDecision, HandshakeListener
     from vllm_adapter.prefill_chunks import PrefillChunk
+    from vllm_adapter.trace_links import TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
@@ -42,6 +44,8 @@ class SchedulerSide:
         facts: EngineFacts,
         parts: SchedulerParts,
         now_s: Callable[[], float] = time.monotonic,
+        *,
+        lease_ended: Callable[[TraceLink, str, int], None] | None = None,
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
@@ -49,6 +53,7 @@ class SchedulerSide:
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
         self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
+        self._links = TraceLinks(lease_ended)
         self._unsaved: set[str] = set()
         self._orphans: list[str] = []
         self._reported_orphans: set[str] = set()
@@ -70,6 +75,7 @@ class SchedulerSide:
         admission = _attempt("arrival", request.request_id, arrive)
         if admission is None:
             return
+        self._links.arrived(request.request_id, request.trace_headers)
         if admission.rejected_code:
             _logger.warning(
                 "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
@@ -118,7 +124,8 @@ class SchedulerSide:
         complete = self._order_saves(output)
         orphans, self._orphans = tuple(self._orphans), []
         self._reported_orphans.update(orphans)
-        return StepMetadata(self._state.take_step_plan(now_s=now_s), orphans, complete)
+        plan = self._state.take_step_plan(now_s=now_s)
+        return StepMetadata(plan, orphans, complete, self._links.of_reads(plan))
 
     def _order_saves(self, output: SchedulerOutput) -> tuple[str, ...]:
         """Order this step's copies to the mirror (host-buffer mode); return the requests whose prompt is then complete."""
@@ -145,6 +152,7 @@ class SchedulerSide:
     def request_finished(self, request: Request, block_ids: object) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         decision = _attempt("end", request.request_id, partial(self._finish, request, block_ids))
+        self._links.finished(request.request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             return False, None
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
@@ -174,6 +182,7 @@ class SchedulerSide:
             failed=sorted(failed & received),
         )
         _attempt("report of the workers", "(several)", note)
+        self._links.sent(output.finished_sending or ())
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""

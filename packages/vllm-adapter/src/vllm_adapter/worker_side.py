@@ -20,13 +20,14 @@ from vllm_adapter.peers import PeerLimits
 from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.config import Settings
     from vllm_adapter.conversion import ConversionStep, PageConverter
     from vllm_adapter.facts import EngineFacts, LayerCache
     from vllm_adapter.host_mirror import MirrorMemory
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
+    from vllm_adapter.trace_links import TraceLink
     from vllm_adapter.wiring import WorkerParts
 
 __all__ = ["StepResults", "WorkerSide"]
@@ -64,11 +65,14 @@ class WorkerSide:
         parts: WorkerParts,
         *,
         read_ended: Callable[[ReadEnd], None] | None = None,
+        trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
         self._facts = facts
         self._settings = settings
         self._parts = parts
         self._read_ended = read_ended
+        self._trace = trace
+        self._links: dict[str, TraceLink] = {}
         self._stats = StatsBuffer()
         self._ends: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
@@ -166,9 +170,19 @@ class WorkerSide:
 
     # ---------------------------------------------------------------------------------------------- every step
 
-    def start_step(self, plan: StepPlan, orphans: Sequence[str] = ()) -> None:
-        """Hand a step's orders to the transfer thread and return at once; `orphans` are reported as failed reads."""
+    def start_step(
+        self, plan: StepPlan, orphans: Sequence[str] = (), links: Mapping[str, TraceLink] | None = None
+    ) -> None:
+        """Hand a step's orders to the transfer thread and return at once.
+
+        Args:
+            plan: The orders.
+            orphans: Requests to report as failed reads.
+            links: Traces that the step's reads belong to, by request.
+        """
         self._orphans += orphans
+        if links and self._trace is not None:
+            self._links.update(links)
         agent = self._agent
         if agent is None or plan.is_empty:
             return
@@ -249,6 +263,9 @@ class WorkerSide:
                     end.code,
                     "; kv_load_failure_policy decides what becomes of it" if end.order.is_reported else "",
                 )
+            link = self._links.pop(end.order.request_id, None)
+            if link is not None and self._trace is not None:
+                self._trace(link, end)
             if end.order.is_reported:
                 if end.is_ok and self._read_ended is not None:
                     self._read_ended(end)

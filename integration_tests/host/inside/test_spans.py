@@ -1,0 +1,76 @@
+"""Spans as an OpenTelemetry SDK sees them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from vllm_adapter._spans import SpanWriter
+from vllm_adapter.reads import ReadEnd, ReadTimes
+from vllm_adapter.trace_links import TraceLink
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+LINK = TraceLink({"traceparent": f"00-{TRACE}-{PARENT}-01"}, time.time_ns() - 10**9)
+ORDER: Any = SimpleNamespace(
+    request_id="r", peer_engine_id="prefill-0", peer_request_id="p", peer_host="127.0.0.1", peer_port=5600
+)
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+
+
+def written(end: ReadEnd | None = None) -> dict[str, Any]:
+    exporter.clear()
+    writer = SpanWriter("decode-0", (0, 1))
+    if end is not None:
+        writer.read_ended(LINK, end)
+    else:
+        writer.lease_ended(LINK, "r", LINK.arrived_ns)
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def times(**stages: float) -> ReadTimes:
+    return ReadTimes(**cast("Any", {"ordered_s": time.monotonic() - 0.5, **stages}))
+
+
+def test_a_good_read_has_a_span_per_stage_inside_one_that_joins_the_requests_trace() -> None:
+    now = time.monotonic()
+    stages = times(posted_s=now - 0.4, data_s=now - 0.1, fence_s=0.05, bytes_moved=4096)
+    spans = written(ReadEnd(ORDER, "", "", stages, now))
+    assert list(spans) == [f"kv_transfer.{name}" for name in ("queue", "handshake", "wire", "fence", "read")]
+    whole = spans["kv_transfer.read"]
+    assert whole.context.trace_id == int(TRACE, 16)
+    assert whole.parent.span_id == int(PARENT, 16)
+    assert whole.attributes["kv_transfer.bytes"] == 4096
+    assert whole.attributes["kv_transfer.tp_rank"] == 1
+    assert whole.status.is_ok
+    last = LINK.arrived_ns
+    for name, seconds in (("queue", 0.5), ("handshake", 0.1), ("wire", 0.3), ("fence", 0.05)):
+        span = spans[f"kv_transfer.{name}"]
+        assert span.parent.span_id == whole.context.span_id
+        assert span.start_time == last
+        assert abs((span.end_time - span.start_time) / 1e9 - seconds) < 0.05
+        last = span.end_time
+
+
+def test_a_read_that_failed_says_why_and_ends_with_the_stage_that_it_reached() -> None:
+    spans = written(ReadEnd(ORDER, "timed-out", "no answer within 5 s", times(), time.monotonic()))
+    assert list(spans) == ["kv_transfer.queue", "kv_transfer.read"]
+    whole = spans["kv_transfer.read"]
+    assert not whole.status.is_ok
+    assert whole.status.description == "no answer within 5 s"
+    assert whole.attributes["kv_transfer.code"] == "timed-out"
+
+
+def test_a_lease_is_one_span() -> None:
+    (span,) = written().values()
+    assert span.name == "kv_transfer.lease"
+    assert span.context.trace_id == int(TRACE, 16)
+    assert span.start_time == LINK.arrived_ns

@@ -1,0 +1,96 @@
+"""OpenTelemetry spans of hand-overs, joined to the trace that the request came with. Imported only where tracing is on.
+
+A decode engine's ranks each emit one span per read with its stages as children; a prefill engine's scheduler emits one per
+lease. vLLM sets the tracer provider of each of its processes up; this module only uses it.
+
+| span | from | to |
+|---|---|---|
+| `kv_transfer.read` | the request's arrival at the scheduler | its pages are usable, or the reason why not |
+| ... `kv_transfer.queue` | its arrival | this rank is told to read |
+| ... `kv_transfer.handshake` | told to read | the peer is known and the transfers are posted |
+| ... `kv_transfer.wire` | posted | the last byte is here |
+| ... `kv_transfer.fence` | the last byte | the lease is known to have held |
+| `kv_transfer.lease` | a finished prompt's blocks are kept | they are given back |
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, final
+
+from opentelemetry import trace
+from opentelemetry.trace import StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from vllm_adapter.reads import ReadEnd
+    from vllm_adapter.trace_links import TraceLink
+
+__all__ = ["SpanWriter"]
+
+
+@final
+class SpanWriter:
+    """Writes spans after the fact, from times that were taken anyway.
+
+    Args:
+        engine_id: This engine.
+        rank: (pp, tp) rank; None in the scheduler's process.
+    """
+
+    def __init__(self, engine_id: str, rank: tuple[int, int] | None = None) -> None:
+        self._tracer = trace.get_tracer("vllm_adapter")
+        self._attributes: dict[str, str | int] = {"kv_transfer.engine_id": engine_id}
+        if rank is not None:
+            self._attributes |= {"kv_transfer.pp_rank": rank[0], "kv_transfer.tp_rank": rank[1]}
+        # Stages are timed by the monotonic clock, spans by Unix time.
+        self._unix_ns = time.time_ns() - round(1e9 * time.monotonic())
+
+    def read_ended(self, link: TraceLink, end: ReadEnd) -> None:
+        """Write the span of a read and those of the stages that it reached."""
+        order, times = end.order, end.times
+        span = self._tracer.start_span(
+            "kv_transfer.read",
+            context=_context(link),
+            start_time=link.arrived_ns,
+            attributes={
+                **self._attributes,
+                "gen_ai.request.id": order.request_id,
+                "kv_transfer.peer_engine_id": order.peer_engine_id,
+                "kv_transfer.peer_request_id": order.peer_request_id,
+                "kv_transfer.peer": f"{order.peer_host}:{order.peer_port}",
+                "kv_transfer.bytes": times.bytes_moved,
+                **({"kv_transfer.code": end.code} if end.code else {}),
+            },
+        )
+        if end.code:
+            span.set_status(StatusCode.ERROR, end.message)
+        inside = trace.set_span_in_context(span)
+        reached = [link.arrived_ns, self._at(times.ordered_s)]
+        reached += [self._at(moment) for moment in (times.posted_s, times.data_s) if moment is not None]
+        if times.data_s is not None and times.fence_s:
+            reached.append(self._at(times.data_s + times.fence_s))
+        stages = ("queue", "handshake", "wire", "fence")
+        for stage, start, stop in zip(stages, reached, reached[1:], strict=False):
+            self._tracer.start_span(f"kv_transfer.{stage}", context=inside, start_time=start).end(max(start, stop))
+        span.end(self._at(end.ended_s))
+
+    def lease_ended(self, link: TraceLink, request_id: str, granted_ns: int) -> None:
+        """Write the span of a lease that is over now."""
+        span = self._tracer.start_span(
+            "kv_transfer.lease",
+            context=_context(link),
+            start_time=granted_ns,
+            attributes={**self._attributes, "gen_ai.request.id": request_id},
+        )
+        span.end()
+
+    def _at(self, moment_s: float) -> int:
+        return self._unix_ns + round(1e9 * moment_s)
+
+
+def _context(link: TraceLink) -> Context:
+    """Return the span that the request came with."""
+    return TraceContextTextMapPropagator().extract(link.headers)
