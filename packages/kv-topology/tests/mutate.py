@@ -114,8 +114,12 @@ class Child:
             finally:
                 os._exit(code)
         os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            answer = pipe.read()
+        try:
+            with os.fdopen(reading, "rb") as pipe:
+                answer = pipe.read()
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
         return answer if os.waitpid(child, 0)[1] == 0 else None
 
     def first_failure(self, items: list[pytest.Item]) -> str:
