@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing, TransportError
+from kv_handshake._task import Task
 from kv_handshake._zmq import Connection, Hub
 from kv_handshake.testing import check_client, sample_envelopes
 
@@ -53,7 +54,7 @@ def puppet(script):
         made.close()
 
 
-def until(is_so, *, seconds=10):
+def until(is_so, *, seconds=60):
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it does not happen"
@@ -154,6 +155,23 @@ def test_dead_port_is_refused_remembered_and_forgotten(hasty, free_port, monkeyp
     assert fetch(hasty, free_port).is_ok
     assert hasty.statistics()["remembered_failures"] == 0
     listener.close()
+
+
+def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hasty, free_port, monkeypatch):
+    """As on a busy machine, where the thread wakes when both are past."""
+    clock = MovedClock()
+    monkeypatch.setattr("kv_handshake._client.time", clock)
+    real = Task.plan_retry
+
+    def plan_retry(task, now_s, chance):
+        assert real(task, now_s, chance)
+        task.next_attempt_s = task.deadline_s
+        clock.ahead_s = 2.0
+        return True
+
+    monkeypatch.setattr(Task, "plan_retry", plan_retry)
+    assert fetch(hasty, free_port).code == "connection-refused"
+    assert fetch(hasty, free_port).code == "recently-failed"
 
 
 def test_a_peer_that_starts_late_is_found_within_the_deadline(client, free_port):

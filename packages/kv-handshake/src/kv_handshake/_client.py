@@ -183,7 +183,9 @@ class Client:
                 self._is_closing = True
                 leftover = list(self._inbox)
             for task in (*leftover, *self._waiting, *self._lookups, *self._running.values()):
-                self._end_early(task, "closed", "the client was closed while waiting for metadata")
+                problem = "the client was closed while waiting for metadata"
+                task.session.fail(task.transport_error("closed", problem, time.monotonic()))
+                self._finish(task, remembers=False)
             self._hub.close()
 
     def _turn(self) -> None:
@@ -327,7 +329,8 @@ class Client:
                 self._end_attempt(task)
         for task in [task for task in self._waiting if now_s >= task.deadline_s]:
             self._waiting.remove(task)
-            self._end_early(task, "timed-out", "no place for a connection")
+            task.session.fail(task.transport_error("timed-out", "no place for a connection", now_s))
+            self._finish(task, remembers=task.attempts > 0)  # one that waited for its next attempt has failed
 
     def _next_deadline_s(self) -> float:
         times = [task.patience_s for task in (*self._running.values(), *self._lookups)]
@@ -342,10 +345,6 @@ class Client:
             self._waiting.append(task)
         else:
             self._finish(task, remembers=True)
-
-    def _end_early(self, task: Task, code: str, problem: str) -> None:
-        task.session.fail(task.transport_error(code, problem, time.monotonic()))
-        self._finish(task, remembers=False)
 
     def _finish(self, task: Task, *, remembers: bool) -> None:
         now_s = time.monotonic()

@@ -49,7 +49,6 @@ _MOST_RETIRED = 32
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_ADDRESSES = 4096
 _MAX_FRAMES = 2
-
 _MONITORED = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -318,6 +317,7 @@ class Hub:
         self._by_socket: dict[Any, Connection] = {}
         self._spare: Connection | None = None
         self._retired: list[Connection] = []
+        self._has_chores = True
         self._doorbell = Doorbell()
         self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
 
@@ -329,7 +329,7 @@ class Hub:
         """
         try:
             connection = self._spare or Connection(self._context, self._security)
-            self._spare = None
+            self._spare, self._has_chores = None, True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         try:
@@ -348,6 +348,7 @@ class Hub:
             self._poller.unregister(each)
             del self._by_socket[each]
         self._retired.append(connection)
+        self._has_chores = True
         if len(self._retired) >= _MOST_RETIRED:
             self._tidy()
 
@@ -357,8 +358,7 @@ class Hub:
         Returns:
             The connections with replies to read, and those with a fault to look at.
         """
-        has_chores = self._spare is None or self._retired
-        timeout_ms = _QUIET_MS if has_chores and timeout_s * 1000 > _QUIET_MS else int(timeout_s * 1000) + 1
+        timeout_ms = _QUIET_MS if self._has_chores and timeout_s * 1000 > _QUIET_MS else int(timeout_s * 1000) + 1
         readable: list[Connection] = []
         faulty: list[Connection] = []
         found = self._poller.poll(max(0, min(60_000, timeout_ms)))
@@ -370,12 +370,13 @@ class Hub:
                 readable.append(connection)
             else:
                 faulty.append(connection)
-        if has_chores and not found:
+        if self._has_chores and not found:
             self._tidy()
         return readable, faulty
 
     def _tidy(self) -> None:
-        """Do what takes as long as a few replies and can wait."""
+        """Do what takes as long as a few replies and can wait; once, also if it fails."""
+        self._has_chores = False
         while self._retired:
             self._retired.pop().close()
         if self._spare is None:
