@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -36,13 +36,9 @@ def written(end: ReadEnd | None = None) -> dict[str, Any]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def times(**stages: float) -> ReadTimes:
-    return ReadTimes(**cast("Any", {"ordered_s": time.monotonic() - 0.5, **stages}))
-
-
 def test_a_good_read_has_a_span_per_stage_inside_one_that_joins_the_requests_trace() -> None:
     now = time.monotonic()
-    stages = times(posted_s=now - 0.4, data_s=now - 0.1, fence_s=0.05, bytes_moved=4096)
+    stages = ReadTimes(now - 0.5, now - 0.4, now - 0.1, 0.05, 4096)
     spans = written(ReadEnd(ORDER, "", "", stages, now))
     assert list(spans) == [f"kv_transfer.{name}" for name in ("queue", "handshake", "wire", "fence", "read")]
     whole = spans["kv_transfer.read"]
@@ -52,16 +48,19 @@ def test_a_good_read_has_a_span_per_stage_inside_one_that_joins_the_requests_tra
     assert whole.attributes["kv_transfer.tp_rank"] == 1
     assert whole.status.is_ok
     last = LINK.arrived_ns
-    for name, seconds in (("queue", 0.5), ("handshake", 0.1), ("wire", 0.3), ("fence", 0.05)):
+    for name, seconds in (("queue", None), ("handshake", 0.1), ("wire", 0.3), ("fence", 0.05)):
         span = spans[f"kv_transfer.{name}"]
         assert span.parent.span_id == whole.context.span_id
         assert span.start_time == last
-        assert abs((span.end_time - span.start_time) / 1e9 - seconds) < 0.05
+        # The queue began by another clock: only its order is certain.
+        assert span.end_time > span.start_time
+        if seconds is not None:
+            assert abs((span.end_time - span.start_time) / 1e9 - seconds) < 1e-6
         last = span.end_time
 
 
 def test_a_read_that_failed_says_why_and_ends_with_the_stage_that_it_reached() -> None:
-    spans = written(ReadEnd(ORDER, "timed-out", "no answer within 5 s", times(), time.monotonic()))
+    spans = written(ReadEnd(ORDER, "timed-out", "no answer within 5 s", ReadTimes(time.monotonic()), time.monotonic()))
     assert list(spans) == ["kv_transfer.queue", "kv_transfer.read"]
     whole = spans["kv_transfer.read"]
     assert not whole.status.is_ok
