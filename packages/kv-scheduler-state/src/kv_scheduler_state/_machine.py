@@ -58,7 +58,7 @@ class Table:
         InvalidConfig: `invalid-config`, if two rows share a state and an event, or a row leaves the end.
     """
 
-    __slots__ = ("_by_event", "by_state", "name", "rows")
+    __slots__ = ("_by_event", "by_state", "name", "rows", "states")
 
     def __init__(self, name: str, rows: tuple[Transition, ...]) -> None:
         self.name = name
@@ -71,11 +71,8 @@ class Table:
                 raise InvalidConfig(f"{name}: '{row.state}' x '{row.event}' is listed twice or leaves the end")
             events[row.event] = row
             self._by_event.setdefault(row.event, {})[row.state] = row
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Every state, in order of first mention."""
-        return tuple(dict.fromkeys(state for row in self.rows for state in (row.state, row.target)))
+        # Every state, in order of first mention.
+        self.states = tuple(dict.fromkeys(state for row in rows for state in (row.state, row.target)))
 
     @property
     def events(self) -> tuple[str, ...]:

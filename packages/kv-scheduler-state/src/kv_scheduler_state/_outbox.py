@@ -96,7 +96,8 @@ class Outbox:
         if not (self.has_orders or self.heartbeats):
             return EMPTY_PLAN
         self.has_orders = False
-        reads, fences = tuple(self.reads.values()), tuple(self.fences.values())
+        reads = tuple(self.reads.values()) if self.reads else ()
+        fences = tuple(self.fences.values()) if self.fences else ()
         plan = new_tuple(StepPlan, (reads, fences, *map(tuple, self._lists)))
         for part in filter(None, self._parts):
             part.clear()

@@ -167,15 +167,18 @@ class SchedulerState:
             live = self._live[request_id]
         except (KeyError, TypeError):
             raise UnknownRequest(request_id, "allocate") from None
+        consumer, producer = live.consumer, live.producer
+        if consumer is None and producer is None:
+            return
         if type(external_tokens) is not int or external_tokens < 0:
             refuse_count("external_tokens", external_tokens)
         at_s = self._clock.observe(now_s)
-        producers, producer, producer_row = self._producers, live.producer, None
+        producers, producer_row = self._producers, None
         if producer is not None:
             producer_row = producers.on_allocate.get(producer.state)
             producer_row = producer_row or producers.table.refuse(request_id, producer.state, "allocate")
-        if live.consumer is not None:
-            self._consumers.allocate(request_id, live.consumer, block_ids, new_block_ids, external_tokens, at_s)
+        if consumer is not None:
+            self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
         if producer is not None and producer_row is not None:
             producers.allocate(request_id, producer, producer_row, at_s)
 

@@ -341,19 +341,19 @@ class DecodeSide:
             "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
         }
 
-    def request_key(self, request_id: str, now_s: float) -> tuple[object, ...]:
-        """Return everything that tells this request's future, with times relative to now."""
+    def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
+        """Return everything that tells this request's future, with times relative to now and, perhaps, ranks unnamed."""
         answer = self.answers[request_id]
         live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
         order = outbox.reads.get(request_id)
+        ranks = [(doing, rank in answer.in_flight) for rank, doing in enumerate(answer.ranks)]
         return (
             answer.status,
             answer.preemptions,
             answer.orders,
             answer.is_notified,
-            tuple(answer.ranks),
-            tuple(sorted(answer.in_flight)),
+            ranks if is_named else sorted(ranks),
             None if answer.beaten_s is None else min(now_s - answer.beaten_s, HEARTBEAT_S),
             live and live.consumer and live.consumer.state,
             order and (order.is_notify_only, order.is_reported),

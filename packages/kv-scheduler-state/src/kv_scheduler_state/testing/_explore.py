@@ -5,20 +5,22 @@ are visited once. From every state the world is then *healed*: nothing fails any
 to do. A world that does not settle then has a request that never ends, a lease nobody ends, or a slot nobody returns.
 """
 
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
 from collections import deque
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state._blocks import BlockClipper
 from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state._machine import Table
+from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._peer import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
 from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
@@ -29,10 +31,15 @@ from kv_scheduler_state.testing._prompt import Tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kv_scheduler_state._scheduler import SchedulerState
+
 __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
 
 _HEAL_STEPS: Final = 400
 _MAX_TICKS: Final = 12
+_CONSTANT_TYPES: Final = frozenset(
+    (Table, Transition, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType, PeerAddress)
+)
 
 
 @final
@@ -120,19 +127,32 @@ class World:
             if side is not None:
                 side.probe(self.now_s)
 
-    def key(self) -> object:
-        """Return a value that is equal for states with equal futures; requests are interchangeable."""
-        now_s = self.now_s
-        prefill, decode = self.prefill, self.decode
+    def key(self) -> bytes:
+        """Return a digest that is equal for states with equal futures; requests are interchangeable."""
+        shared = self.decode.shared_key(self.now_s) if self.decode is not None else ()
+        # 16 bytes instead of kilobytes; that two of a million states share them has a chance below one in 10**26.
+        return blake2b(repr((sorted(self._request_keys()), shared)).encode(), digest_size=16).digest()
+
+    def _request_keys(self) -> list[str]:
+        now_s, prefill, decode = self.now_s, self.prefill, self.decode
+        # Readers that one side alone knows are interchangeable, too; between two sides a name means something.
+        is_named = prefill is not None and decode is not None
         count = len(prefill.prompts) if prefill is not None else len(cast("DecodeSide", decode).answers)
-        parts = [
-            (
-                prefill.request_key(f"p{index}", now_s) if prefill is not None else None,
-                decode.request_key(f"d{index}", now_s) if decode is not None else None,
+        return [
+            repr(
+                (
+                    prefill and prefill.request_key(f"p{index}", now_s, is_named=is_named),
+                    decode and decode.request_key(f"d{index}", now_s, is_named=is_named),
+                )
             )
             for index in range(count)
         ]
-        return tuple(sorted(map(repr, parts))), decode.shared_key(now_s) if decode is not None else ()
+
+    def different_steps(self) -> list[Step]:
+        """Return one of `steps` for each kind of future: what happens to one of two equal requests is enough."""
+        keys = self._request_keys()
+        kinds = {(step[0], keys[int(step[1][1:])], *step[2:]) if len(step) > 1 else step: step for step in self.steps()}
+        return list(kinds.values())
 
     def heal(self) -> tuple[Step, ...]:
         """Do everything that is left to do, without faults, until nothing is left.
@@ -200,21 +220,19 @@ def explore(
     Args:
         make_world: Returns the first state.
         max_states: Most states to visit; None for all of them.
-        max_depth: Most steps from the first state; None for any number.
+        max_depth: Most steps from the first state, at least 1; None for any number.
     """
     first = make_world()
     codec = _Codec(first)
     seen = {first.key()}
     paths: dict[int, tuple[int, Step]] = {}
-    queue = deque([(0, 0, codec.save(first))])
-    transitions = depth = 0
+    queue = deque([(0, 0, codec.save(first), first.different_steps())])
+    transitions = deepest = 0
     is_complete = True
     while queue:
-        number, depth, saved = queue.popleft()
-        if max_depth is not None and depth >= max_depth:
-            is_complete = False
-            continue
-        for step in codec.load(saved).steps():
+        number, depth, saved, steps = queue.popleft()
+        is_last = max_depth is not None and depth + 1 >= max_depth
+        for step in steps:
             world = codec.load(saved)
             transitions += 1
             try:
@@ -226,15 +244,19 @@ def explore(
                     is_complete = False
                     continue
                 seen.add(key)
-                following = codec.save(world)
+                following = None if is_last else (codec.save(world), world.different_steps())
                 world.probe()
                 world.heal()
             except ModelViolation as error:
                 path = (*_path(paths, number), step)
                 return Exploration(len(seen), transitions, depth + 1, is_complete, str(error), path)
             paths[len(seen)] = (number, step)
-            queue.append((len(seen), depth + 1, following))
-    return Exploration(len(seen), transitions, depth, is_complete)
+            deepest = depth + 1
+            if following is None:
+                is_complete = False
+            else:
+                queue.append((len(seen), deepest, *following))
+    return Exploration(len(seen), transitions, deepest, is_complete)
 
 
 def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
@@ -250,40 +272,57 @@ class _Codec:
     """Copies worlds by pickling; what never changes is shared and not copied."""
 
     def __init__(self, first: World) -> None:
-        self._shared: list[object] = []
-        self._numbers: dict[int, int] = {}
-        self._table: dict[type, Any] = {
-            **copyreg.dispatch_table,
-            **dict.fromkeys(
-                (Table, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType, PeerAddress), self._reduce
-            ),
-        }
-        self.save(first)
-
-    def _reduce(self, value: object) -> tuple[object, tuple[int]]:
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self._shared)
-            self._shared.append(value)
-        return _recall, (number,)
+        self._constants = _Constants()
+        for side in (first.prefill, first.decode):
+            for value in _constants(side.state) if side is not None else ():
+                self._constants.add(value)
 
     def save(self, world: World) -> bytes:
         buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = self._table
-        pickler.dump(world)
+        _Saver(buffer, self._constants).dump(world)
         return buffer.getvalue()
 
     def load(self, saved: bytes) -> World:
-        _RECALL.append(self._shared)
-        try:
-            return cast("World", pickle.loads(saved))  # noqa: S301 -- bytes that this process wrote a moment ago
-        finally:
-            _RECALL.pop()
+        return cast("World", _Loader(io.BytesIO(saved), self._constants).load())
 
 
-_RECALL: Final[list[list[object]]] = []
+@final
+class _Constants:
+    """Values with numbers, kept alive so that their identities stay theirs."""
+
+    def __init__(self) -> None:
+        self.values: list[object] = []
+        self.numbers: dict[int, int] = {}
+
+    def add(self, value: object) -> int:
+        number = self.numbers[id(value)] = len(self.values)
+        self.values.append(value)
+        return number
 
 
-def _recall(number: int) -> object:
-    return _RECALL[-1][number]
+@final
+class _Saver(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, constants: _Constants) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._constants = constants
+
+    def persistent_id(self, obj: object) -> int | None:
+        number = self._constants.numbers.get(id(obj))
+        return self._constants.add(obj) if number is None and type(obj) in _CONSTANT_TYPES else number
+
+
+@final
+class _Loader(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, constants: _Constants) -> None:
+        super().__init__(buffer)
+        self._values = constants.values
+
+    def persistent_load(self, pid: int) -> object:
+        return self._values[pid]
+
+
+def _constants(state: SchedulerState) -> list[object]:
+    """Return what a scheduler state holds and never changes besides whole objects: rows by event, ticket templates."""
+    producers, consumers = state._producers, state._consumers  # noqa: SLF001 -- a proof looks inside on purpose
+    rows = [table.on(event) for table in (producers.table, consumers.table) for event in table.events]
+    return [*rows, producers._handoff, producers._readback]  # noqa: SLF001

@@ -22,6 +22,8 @@ from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LAWFUL, LEASE_S, REN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_scheduler_state._lease import Lease
+
 __all__ = ["PrefillSide"]
 
 
@@ -351,11 +353,19 @@ class PrefillSide:
             "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
         }
 
-    def request_key(self, request_id: str, now_s: float) -> tuple[object, ...]:
-        """Return everything that tells this request's future, with times relative to now."""
+    def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
+        """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
         prompt = self.prompts[request_id]
         live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
+        leases = [table._leases.get(request_id) for table in self.tables]  # noqa: SLF001
+        readers = [
+            [
+                (reader in told, lease is not None and reader in lease.readers)
+                for told, lease in zip(prompt.delivered, leases, strict=True)
+            ]
+            for reader in self.readers
+        ]
         return (
             prompt.status,
             prompt.is_stepped,
@@ -364,12 +374,12 @@ class PrefillSide:
             (prompt.is_revoked, prompt.is_revocation_told),
             prompt.is_forged,
             tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
-            tuple(tuple(sorted(readers)) for readers in prompt.delivered),
+            readers if is_named else sorted(readers),
             tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
             tuple(sorted(prompt.reported)),
             (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
             live and live.producer and live.producer.state,
-            tuple(_lease_key(table, request_id, now_s) for table in self.tables),
+            [_lease_key(lease, now_s) for lease in leases],
             prompt.ticket is not None and self.is_fence_intact(request_id),
             request_id in outbox.expects,
             any(grant.request_id == request_id for grant in outbox.grants),
@@ -383,9 +393,8 @@ class PrefillSide:
         return [first, first + 1]
 
 
-def _lease_key(table: LeaseTable, request_id: str, now_s: float) -> tuple[object, ...] | None:
-    lease = table._leases.get(request_id)  # noqa: SLF001
+def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
     if lease is None:
         return None
     left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
-    return lease.state, left_s, tuple(sorted(lease.readers)), lease.readers_needed
+    return lease.state, left_s, len(lease.readers), lease.readers_needed
