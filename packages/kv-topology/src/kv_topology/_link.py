@@ -234,5 +234,7 @@ def _fill(out: Indices, rule: IndexRule, page: Ints, unit: Ints) -> None:
 
 
 def _place(step: Ints, page: Ints, unit: Ints) -> Indices:
-    place: Ints = page * step[0] + unit * step[1]
+    place: Ints = page * step[0]
+    if unit.any():
+        place += unit * step[1]
     return place.astype(np.int32)
