@@ -54,7 +54,7 @@ class Fleet:
             return answer
 
     async def ticket(
-        self, session: aiohttp.ClientSession, text: str, prefill: str, more: dict[str, Any]
+        self, session: aiohttp.ClientSession, text: str | list[int], prefill: str, more: dict[str, Any]
     ) -> dict[str, Any]:
         """Let an engine compute a prompt and return the ticket to it."""
         short = {**more, "prompt": text, "max_tokens": 1, "kv_transfer_params": ASK_TICKET}
@@ -63,13 +63,13 @@ class Fleet:
         return ticket
 
     async def _one(
-        self, session: aiohttp.ClientSession, text: str, prefill: str, decode: str, more: dict[str, Any]
+        self, session: aiohttp.ClientSession, text: str | list[int], prefill: str, decode: str, more: dict[str, Any]
     ) -> str:
         ticket = await self.ticket(session, text, prefill, more) if prefill else None
         body = {"prompt": text, "max_tokens": 24, **more, **({"kv_transfer_params": ticket} if ticket else {})}
         return str((await self.post(session, decode, body))["choices"][0]["text"])
 
-    def answers(self, texts: Sequence[str], *, prefill: str = "", decode: str, **more: Any) -> list[str]:
+    def answers(self, texts: Sequence[str | list[int]], *, prefill: str = "", decode: str, **more: Any) -> list[str]:
         """Return greedy answers to prompts sent at the same time; without `prefill` by one engine alone."""
 
         async def run() -> list[str]:
