@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter._host import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
@@ -11,7 +12,7 @@ from vllm_adapter.observations import FAILURE_KEYS, SERIES_KEYS, empty_observati
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prometheus_client import Counter, Histogram
+    from prometheus_client import Counter, Gauge, Histogram
     from vllm.config import VllmConfig
 
 __all__ = ["PromMetrics", "TransferStats"]
@@ -79,7 +80,16 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 }
 
 
+_BY_CODE: dict[str, tuple[str, str]] = {
+    "read_failure_codes": ("vllm:kv_transfer_num_failed_reads", "Requests whose KV was not taken over, by reason."),
+    "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
+}
+_QUARANTINED = ("vllm:kv_transfer_quarantined_bytes", "Bytes of pages that a failed read might still write into.")
+_LIVE = ("vllm:kv_transfer_live_requests", "Requests with a hand-over, by its state.")
+
+
 @final
+@dataclass
 class TransferStats(KVConnectorStats):
     """Observations of one interval: lists of numbers by key; counters are lists of ones, as vLLM's are."""
 
@@ -146,6 +156,16 @@ class PromMetrics(KVConnectorPromMetrics):
         for key, (name, doc) in _COUNTERS.items():
             metric = self._counter_cls(name=name, documentation=doc, labelnames=labelnames)
             self._counters[key] = create_metric_per_engine(metric, per_engine_labelvalues)
+        self._engine_labels = per_engine_labelvalues
+        self._by_code: dict[str, Counter] = {
+            key: self._counter_cls(name=name, documentation=doc, labelnames=[*labelnames, "code"])
+            for key, (name, doc) in _BY_CODE.items()
+        }
+        name, doc = _QUARANTINED
+        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames)
+        self._quarantined: dict[int, Gauge] = create_metric_per_engine(gauge, per_engine_labelvalues)
+        name, doc = _LIVE
+        self._live: Gauge = self._gauge_cls(name=name, documentation=doc, labelnames=[*labelnames, "state"])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
@@ -156,6 +176,15 @@ class PromMetrics(KVConnectorPromMetrics):
             values = transfer_stats_data.get(key, ())
             if values:
                 counter[engine_idx].inc(sum(values))
+        labels = self._engine_labels[engine_idx]
+        for key, counter in self._by_code.items():
+            for code in transfer_stats_data.get(key, ()):
+                counter.labels(*labels, code).inc()
+        for change in transfer_stats_data.get("quarantined_bytes", ()):
+            self._quarantined[engine_idx].inc(change)
+        for changes in transfer_stats_data.get("live_requests", ()):
+            for state, change in changes.items():
+                self._live.labels(*labels, state).inc(change)
 
 
 def _percentile_90(values: list[float]) -> float:
