@@ -78,11 +78,22 @@ def _model_folder(folder: Path) -> str:
     return str(folder)
 
 
+def _transfer_config(
+    engine_id: str, policy: str, extra: dict[str, object], beside: tuple[dict[str, Any], ...]
+) -> KVTransferConfig:
+    """Return the configuration of our connector, alone or in front of others."""
+    ours = {"kv_connector": CONNECTOR_NAME, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if beside:
+        ours = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, *beside]}}
+    return KVTransferConfig(engine_id=engine_id, kv_load_failure_policy=policy, **ours)
+
+
 class Engine:
     """One engine's scheduler.
 
     Attributes:
         scheduler: vLLM's.
+        config: The engine's configuration.
         plans: What the connector told the workers, step by step.
         outputs: All outputs of a request, by its id.
     """
@@ -96,6 +107,7 @@ class Engine:
         batch_tokens: int = 256,
         policy: str = "fail",
         prefix_caching: bool = True,
+        beside: tuple[dict[str, Any], ...] = (),
         **extra: object,
     ) -> None:
         register()
@@ -114,14 +126,9 @@ class Engine:
                 async_scheduling=False,
                 watermark=0.0,
             ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=CONNECTOR_NAME,
-                kv_role="kv_both",
-                engine_id=folder.name,
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=dict(extra),
-            ),
+            kv_transfer_config=_transfer_config(folder.name, policy, dict(extra), beside),
         )
+        self.config = config
         groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
@@ -173,7 +180,8 @@ class Engine:
         """Run one step and report ends of transfers with it; returns tokens scheduled by request."""
         scheduler = self.scheduler
         output = scheduler.schedule()
-        self.plans.append(output.kv_connector_metadata)
+        told: Any = output.kv_connector_metadata
+        self.plans.append(told.metadata[0] if hasattr(told, "metadata") else told)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:
@@ -226,7 +234,12 @@ class Engine:
     @property
     def state(self) -> Any:
         """The connector's request machines."""
-        return self.scheduler.connector._scheduler_side._state
+        return self.connector._scheduler_side._state
+
+    @property
+    def connector(self) -> Any:
+        """Our connector, whether it is alone or not."""
+        return getattr(self.scheduler.connector, "_connectors", [self.scheduler.connector])[0]
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         """Return a request's blocks by group."""

@@ -1,0 +1,208 @@
+"""What vLLM asks of a connector besides scheduling: metadata over its side channel, hashes, statistics, several ranks."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engine import BLOCK, FULL, STATE, hand_over, prompt
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kv_handshake import compatibility_hash
+from vllm_adapter import KVTransferConnector
+from vllm_adapter._host import engine_facts
+from vllm_adapter.metadata import RankEnvelope
+from vllm_adapter.stats import TransferStats
+
+
+@pytest.fixture
+def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    return port
+
+
+def _ask(port: int, *query: object) -> list[bytes]:
+    """Ask as vLLM's own workers do."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as link:
+        link.setsockopt(zmq.RCVTIMEO, 5000)
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://127.0.0.1:{port}")
+        link.send(msgspec.msgpack.encode((host_metadata.GET_META_MSG, *query)))
+        return link.recv_multipart()
+
+
+def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: int) -> None:
+    connector = make_engine("P").scheduler.connector
+    envelopes = {
+        (pp, tp): msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": bytes([pp, tp])})
+        for pp in range(2)
+        for tp in range(2)
+    }
+    try:
+        connector.set_xfer_handshake_metadata_pp_aware({rank: RankEnvelope(e) for rank, e in envelopes.items()})
+        for rank, envelope in envelopes.items():
+            assert _ask(free_port, *rank)[0] == envelope
+        connector.set_xfer_handshake_metadata({0: RankEnvelope(envelopes[1, 1])})
+        assert _ask(free_port, 0, 0)[0] == envelopes[1, 1]
+    finally:
+        connector.shutdown()
+        connector.shutdown()
+    make_engine("Q").scheduler.connector.set_xfer_handshake_metadata({})  # the port is free again
+
+
+@pytest.mark.parametrize("change", ["none", "dtype", "cache_dtype", "model", "hybrid"])
+def test_the_hash_is_the_hosts_own_and_changes_with_what_matters(make_engine, change: str) -> None:
+    engine = make_engine("P")
+    config, cache = engine.config, engine.scheduler.kv_cache_config
+    before = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+    if change == "dtype":
+        config.model_config.dtype = "bfloat16"
+    elif change == "cache_dtype":
+        config.cache_config.cache_dtype = "fp8"
+    elif change == "model":
+        config.model_config.model = "another"
+    elif change == "hybrid":
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    after = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+    assert after == host_metadata.compute_nixl_compatibility_hash(config, "")
+    assert (after == before) == (change == "none")
+
+
+def test_pages_are_asked_for_head_by_head_and_latent_ones_as_they_are(make_engine) -> None:
+    config = make_engine("P").config
+    assert KVTransferConnector.get_required_kvcache_layout(config) == "LBHNC"
+    latent = type("Latent", (), {"model_config": type("Model", (), {"use_mla": True})})
+    assert KVTransferConnector.get_required_kvcache_layout(latent) is None
+
+
+def _ran(**reported: Any) -> ModelRunnerOutput:
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**reported))
+
+
+def test_a_request_is_done_when_all_ranks_are_and_failed_when_one_is(make_engine) -> None:
+    connector = make_engine("D").scheduler.connector
+    aggregator = KVOutputAggregator.from_connector(connector, world_size=2)
+    first = aggregator.aggregate([_ran(finished_recving={"a"}, failed_recving={"a"}), _ran(finished_sending={"s"})])
+    assert not first.kv_connector_output.finished_recving
+    assert not first.kv_connector_output.failed_recving
+    second = aggregator.aggregate([_ran(finished_sending={"s"}), _ran(finished_recving={"a"})]).kv_connector_output
+    assert (second.finished_recving, second.failed_recving, second.finished_sending) == ({"a"}, {"a"}, {"s"})
+
+
+def _stats(count: int = 1, **more: list[Any]) -> TransferStats:
+    series = {"transfer_duration": 1.5, "post_duration": 0.5, "bytes_transferred": 2**20, "num_descriptors": 2}
+    stats = KVTransferConnector.build_kv_connector_stats()
+    assert isinstance(stats, TransferStats)
+    for key, value in series.items():
+        stats.data[key] += [value] * count
+    for key, values in more.items():
+        stats.data[key] += values
+    return stats
+
+
+def test_statistics_of_ranks_add_up_and_are_forgotten_once_read() -> None:
+    assert KVTransferConnector.build_kv_connector_stats().is_empty()
+    total = _stats(2).aggregate(_stats(3)).aggregate(_stats(1, num_failed_transfers=[1], num_kv_expired_reqs=[1, 1]))
+    figures = total.reduce()
+    assert figures["Num successful transfers"] == 6
+    assert figures["Avg xfer time (ms)"] == 1500
+    assert figures["Avg number of descriptors"] == 2
+    assert figures["Avg MB per transfer"] == 1
+    assert (figures["Num failed transfers"], figures["Num KV expired requests"]) == (1, 2)
+    total.reset()
+    assert total.is_empty()
+    assert total.reduce()["Num successful transfers"] == 0
+
+
+def test_statistics_survive_the_way_to_the_scheduler_and_beside_others() -> None:
+    rebuilt = KVTransferConnector.build_kv_connector_stats(data=_stats(2).to_dict())
+    one, two = MultiKVConnectorStats(), MultiKVConnectorStats()
+    one["ours"], two["ours"] = rebuilt, _stats(1)
+    assert one.aggregate(two).reduce()["ours"]["Num successful transfers"] == 3
+    one.reset()
+    assert one.is_empty()
+
+
+def test_the_schedulers_statistics_carry_those_of_the_workers(make_engine) -> None:
+    engine = make_engine("D")
+    engine.add("local", prompt(20))
+    output = engine.scheduler.schedule()
+    ran = _ran(kv_connector_stats=_stats(2))
+    ran.req_ids, ran.req_id_to_index, ran.sampled_token_ids = ["local"], {"local": 0}, [[1]]
+    outputs = engine.scheduler.update_from_output(output, ran)
+    (stats,) = [out.scheduler_stats for out in outputs.values() if out.scheduler_stats is not None]
+    assert len(stats.kv_connector_stats["transfer_duration"]) == 2
+
+
+def test_it_works_behind_the_hosts_connector_of_connectors(make_engine) -> None:
+    store = {
+        "kv_connector": "DecodeBenchConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"fill_mean": 0.0},
+    }
+    producer, consumer = make_engine("P", beside=(store,)), make_engine("D", beside=(store,))
+    producer.add("p", prompt(40), max_tokens=1, params={"do_remote_decode": True})
+    producer.step()
+    ticket = producer.ticket("p")
+    assert ticket["remote_request_id"] == "p"
+    consumer.add("d", prompt(40), params=ticket)
+    consumer.step()
+    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]
+    consumer.run(received=["d"])
+    producer.step(sent=["p"])
+    consumer.assert_nothing_left()
+    producer.assert_nothing_left()
+
+
+def test_a_decode_engine_hands_its_blocks_back_for_the_next_turn(make_engine) -> None:
+    options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
+    prefill, decode = make_engine("P", **options), make_engine("D", **options)
+    turn = prompt(4 * BLOCK)
+    decode.add("d1", turn, params=hand_over(prefill, "p1", turn), max_tokens=3 * BLOCK)
+    decode.step()
+    decode.step(received=["d1"])
+    while decode.outputs.get("d1", [None])[-1] is None or decode.outputs["d1"][-1].finish_reason is None:
+        decode.step()
+    back = decode.ticket("d1")
+    assert back["do_remote_decode"] is True
+    answer = [token for output in decode.outputs["d1"] for token in output.new_token_ids]
+    prefill.step(sent=["p1"])
+    prefill.add("p2", turn + answer + prompt(20, seed=3), max_tokens=1, params=back)
+    prefill.step()
+    (read,) = prefill.orders("reads")
+    assert read.peer_request_id == "d1"
+    assert read.external_tokens >= 2 * BLOCK
+    prefill.step(received=["p2"])
+    prefill.step()
+    assert prefill.ticket("p2")["do_remote_prefill"] is True
+    prefill.step(sent=["p2"])
+    decode.step(sent=["d1"])
+    prefill.assert_nothing_left()
+    decode.assert_nothing_left()
+
+
+def test_a_preempted_state_prompt_is_shortened_only_once(make_engine) -> None:
+    engine = make_engine("P", specs=(STATE, FULL), prefix_caching=False, blocks=1 + 10, batch_tokens=BLOCK + 1)
+    engine.add("first", prompt(3 * BLOCK - 3, seed=1), max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    request = engine.add("p", prompt(5 * BLOCK), max_tokens=1, params={"do_remote_decode": True})
+    for _ in range(120):
+        engine.step(sent=[order.request_id for order in engine.plans[-1].plan.grants])
+        if not engine.scheduler.requests:
+            break
+    assert request.num_preemptions >= 1
+    assert engine.ticket("p")["remote_num_tokens"] == 5 * BLOCK - 1
+    assert engine.outputs["p"][-1].finish_reason == FinishReason.LENGTH
+    engine.assert_nothing_left()
