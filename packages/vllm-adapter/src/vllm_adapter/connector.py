@@ -230,8 +230,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the interval's statistics (worker side only)."""
-        observed = self._worker.take_stats() if self._worker is not None else None
+        """Return the interval's statistics."""
+        side = self._worker or self._scheduler
+        observed = side.take_stats() if side is not None else None
         return TransferStats(data=observed) if observed is not None else None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     from vllm_adapter.ports import TransferResult
 
-__all__ = ["FAILURE_KEYS", "SERIES_KEYS", "StatsBuffer", "empty_observations"]
+__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "SERIES_KEYS", "StatsBuffer", "empty_observations"]
 
 SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
 """Series of every read that was done (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
@@ -30,11 +30,15 @@ _OTHER_KEYS = (
     "num_refused_notifications",
     "num_lease_renewals",
 )
+CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes")
+"""Reasons by code, one per request."""
+CHANGE_KEYS = ("quarantined_bytes", "live_requests")
+"""How much a level has changed: bytes, and requests by state (mappings). Changes of ranks and intervals add up."""
 
 
 def empty_observations() -> dict[str, list[Any]]:
     """Return an empty list for every key; a counter is a list of ones."""
-    return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS)}
+    return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS)}
 
 
 @final
@@ -62,8 +66,8 @@ class StatsBuffer:
         with self._lock:
             self._data[key].extend([1] * times)
 
-    def observe(self, key: str, value: float) -> None:
-        """Note one value of a series."""
+    def observe(self, key: str, value: object) -> None:
+        """Note one value of a series, a code, or the change of a level."""
         with self._lock:
             self._data[key].append(value)
 

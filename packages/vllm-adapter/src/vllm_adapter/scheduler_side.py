@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
 from vllm_adapter.metadata import RankEnvelope, StepMetadata
+from vllm_adapter.observations import StatsBuffer
 from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
 from vllm_adapter.trace_links import TraceLinks
 
@@ -29,6 +30,8 @@ __all__ = ["SchedulerSide"]
 
 _logger = init_logger("vllm.vllm_adapter")
 _T = TypeVar("_T")
+_COUNT_EVERY_S = 1.0
+"""Live requests are counted by a scan, so not every step."""
 
 
 @final
@@ -54,6 +57,9 @@ class SchedulerSide:
         self._now_s = now_s
         self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
         self._links = TraceLinks(lease_ended)
+        self._stats = StatsBuffer()
+        self._counted: Mapping[str, int] = {}
+        self._counted_s = -_COUNT_EVERY_S
         self._unsaved: set[str] = set()
         self._orphans: list[str] = []
         self._reported_orphans: set[str] = set()
@@ -77,6 +83,7 @@ class SchedulerSide:
             return
         self._links.arrived(request.request_id, request.trace_headers)
         if admission.rejected_code:
+            self._stats.observe("ticket_refusal_codes", admission.rejected_code)
             _logger.warning(
                 "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
                 request.request_id,
@@ -183,6 +190,17 @@ class SchedulerSide:
         )
         _attempt("report of the workers", "(several)", note)
         self._links.sent(output.finished_sending or ())
+
+    def take_stats(self) -> dict[str, list[Any]] | None:
+        """Return what was observed since the last call by key, None for nothing."""
+        now_s = self._now_s()
+        if now_s - self._counted_s >= _COUNT_EVERY_S:
+            self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
+            self._counted = counts
+            changes = {state: counts.get(state, 0) - before.get(state, 0) for state in {*before, *counts}}
+            if any(changes.values()):
+                self._stats.observe("live_requests", changes)
+        return self._stats.take()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""

@@ -162,10 +162,13 @@ class PromMetrics(KVConnectorPromMetrics):
             for key, (name, doc) in _BY_CODE.items()
         }
         name, doc = _QUARANTINED
-        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames)
+        # Changes are added up wherever they arrive, so the processes of one server add up, too.
+        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames, multiprocess_mode="sum")
         self._quarantined: dict[int, Gauge] = create_metric_per_engine(gauge, per_engine_labelvalues)
         name, doc = _LIVE
-        self._live: Gauge = self._gauge_cls(name=name, documentation=doc, labelnames=[*labelnames, "state"])
+        self._live: Gauge = self._gauge_cls(
+            name=name, documentation=doc, labelnames=[*labelnames, "state"], multiprocess_mode="sum"
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
@@ -177,9 +180,9 @@ class PromMetrics(KVConnectorPromMetrics):
             if values:
                 counter[engine_idx].inc(sum(values))
         labels = self._engine_labels[engine_idx]
-        for key, counter in self._by_code.items():
+        for key, by_code in self._by_code.items():
             for code in transfer_stats_data.get(key, ()):
-                counter.labels(*labels, code).inc()
+                by_code.labels(*labels, code).inc()
         for change in transfer_stats_data.get("quarantined_bytes", ()):
             self._quarantined[engine_idx].inc(change)
         for changes in transfer_stats_data.get("live_requests", ()):

@@ -85,6 +85,7 @@ class WorkerSide:
         self._converter: PageConverter | None = None
         self._mirror: HostMirror | None = None
         self._fence_slots: dict[str, int] = {}
+        self._quarantined_bytes = 0
         self._is_death_reported = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
@@ -252,6 +253,7 @@ class WorkerSide:
         while self._ends:
             end = self._completed(self._ends.popleft())
             if not end.is_ok:
+                self._stats.observe("read_failure_codes", end.code)
                 _logger.error(
                     "request %s: its KV was not taken over from request %s of engine %s at %s:%d: %s (%s)%s",
                     end.order.request_id,
@@ -312,4 +314,8 @@ class WorkerSide:
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations of the last interval by key, None for none."""
+        quarantined = sum(entry.bytes_at_risk for entry in self._agent.quarantine()) if self._agent is not None else 0
+        if quarantined != self._quarantined_bytes:
+            self._stats.observe("quarantined_bytes", quarantined - self._quarantined_bytes)
+            self._quarantined_bytes = quarantined
         return self._stats.take()

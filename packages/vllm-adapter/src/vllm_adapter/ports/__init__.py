@@ -10,7 +10,7 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import TransferResult, TransferThread
+from vllm_adapter.ports.agent import QuarantineEntry, TransferResult, TransferThread
 from vllm_adapter.ports.handshake import (
     HandshakeClient,
     HandshakeListener,
@@ -58,6 +58,7 @@ __all__ = [
     "PeerPlan",
     "PeerSizes",
     "Planner",
+    "QuarantineEntry",
     "ReadOrder",
     "Rows",
     "SchedulerState",

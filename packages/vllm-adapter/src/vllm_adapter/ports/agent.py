@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.ports.values import Indices, MemoryKind, Rows
 
-__all__ = ["TransferResult", "TransferThread"]
+__all__ = ["QuarantineEntry", "TransferResult", "TransferThread"]
 
 
 class TransferResult(Protocol):
@@ -42,6 +42,13 @@ class TransferResult(Protocol):
     def fence_s(self) -> float: ...
 
 
+class QuarantineEntry(Protocol):
+    """Pages that a transfer which ended early might still write into."""
+
+    @property
+    def bytes_at_risk(self) -> int: ...
+
+
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""
 
@@ -52,6 +59,10 @@ class TransferThread(Protocol):
         ...
 
     def start(self) -> None: ...
+    def quarantine(self) -> Sequence[QuarantineEntry]:
+        """What is quarantined, perhaps a moment ago; any thread."""
+        ...
+
     def call_soon(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner thread soon; wakes it; never blocks; any thread."""
         ...

@@ -1,0 +1,56 @@
+"""What a scrape shows of statistics that crossed from workers and scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from vllm_adapter.stats import PromMetrics, TransferStats
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    classes = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    names, values = ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    metrics = PromMetrics(config, {kind: kind for kind in classes}, names, values)
+
+    def observe(engine: int = 0, **data: list[Any]) -> None:
+        total = TransferStats()
+        for key, items in data.items():
+            # One interval after the other, and rank after rank, as vLLM adds them up.
+            for item in items:
+                total.aggregate(TransferStats(data={key: [item]}))
+        metrics.observe(total.data, engine)
+
+    return observe
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return prometheus_client.REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+
+def test_failures_are_counted_by_code(page: Any) -> None:
+    page(read_failure_codes=["timed-out", "fence-mismatch", "timed-out"], ticket_refusal_codes=["ticket-type"])
+    page(engine=1, read_failure_codes=["timed-out"])
+    assert sample("vllm:kv_transfer_num_failed_reads_total", code="timed-out") == 2
+    assert sample("vllm:kv_transfer_num_failed_reads_total", code="fence-mismatch") == 1
+    assert sample("vllm:kv_transfer_num_refused_tickets_total", code="ticket-type") == 1
+
+
+def test_levels_follow_their_changes_over_ranks_and_intervals(page: Any) -> None:
+    page(quarantined_bytes=[4096, 100], live_requests=[{"consumer-reading": 3, "consumer-queued": 1}])
+    page(quarantined_bytes=[-4096], live_requests=[{"consumer-reading": -2}])
+    assert sample("vllm:kv_transfer_quarantined_bytes") == 100
+    assert sample("vllm:kv_transfer_live_requests", state="consumer-reading") == 1
+    assert sample("vllm:kv_transfer_live_requests", state="consumer-queued") == 1
+
+
+def test_series_and_counters_keep_the_hosts_names(page: Any) -> None:
+    page(transfer_duration=[0.02, 0.04], bytes_transferred=[2**20, 2**20], num_failed_transfers=[1])
+    assert sample("vllm:nixl_xfer_time_seconds_count") == 2
+    assert sample("vllm:nixl_bytes_transferred_sum") == 2**21
+    assert sample("vllm:nixl_num_failed_transfers_total") == 1
