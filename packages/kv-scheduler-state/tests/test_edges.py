@@ -169,8 +169,11 @@ def test_a_snapshot_says_why_a_request_waits():
         {"at_s": 1.0, "event": "arrive", "state": "queued"},
         {"at_s": 3.0, "event": "load", "state": "reading"},
     ]
+    assert state.state_counts() == {"consumer-reading": 1}
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=4.0)
     state.transfer_results(sent=[], received=["d1"], failed=[])
     assert len(state.explain("d1", now_s=4.0)["consumer"]["trace"]) == 2
+    assert state.state_counts() == {"consumer-local": 1, "producer-waiting": 1}
 
 
 def test_a_broken_state_says_so():

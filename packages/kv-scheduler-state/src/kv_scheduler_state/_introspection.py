@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kv_scheduler_state._machine import GONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kv_scheduler_state._consumer import ConsumerDesk, ConsumerHalf
     from kv_scheduler_state._live import Live
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._producer import ProducerDesk, ProducerHalf
 
-__all__ = ["describe", "violations", "youngest_leases"]
+__all__ = ["count_states", "describe", "violations", "youngest_leases"]
 
 _WAITS_FOR: Final = {
     ("producer", "waiting"): "the engine, to allocate its prompt",
@@ -30,6 +30,17 @@ _WAITS_FOR: Final = {
     ("consumer", "local"): "the engine, to finish it",
     ("consumer", "failed"): "the engine, to fail it",
 }
+
+
+def count_states(requests: Iterable[Live]) -> dict[str, int]:
+    """Return how many halves of requests are in each state, by role and state; an ordinary request has none."""
+    counts: dict[str, int] = {}
+    for live in requests:
+        for role, half in (("consumer", live.consumer), ("producer", live.producer)):
+            if half is not None:
+                name = f"{role}-{half.state}"
+                counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def describe(request_id: str, live: Live, now_s: float) -> dict[str, object]:

@@ -28,7 +28,7 @@ from kv_scheduler_state._errors import (
     UnknownRequest,
     quote,
 )
-from kv_scheduler_state._introspection import describe, violations, youngest_leases
+from kv_scheduler_state._introspection import count_states, describe, violations, youngest_leases
 from kv_scheduler_state._live import Live, forget_if_ended
 from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
@@ -347,6 +347,10 @@ class SchedulerState:
         """Return every live request with its age, its states, its traces and what it waits for, oldest first."""
         at_s = self._clock.observe(now_s)
         return tuple([describe(request_id, live, at_s) for request_id, live in self._live.items()])
+
+    def state_counts(self) -> dict[str, int]:
+        """Return how many live requests are in each state, such as `producer-leased`. Costs a scan."""
+        return count_states(self._live.values())
 
     def explain(self, request_id: str, *, now_s: float) -> dict[str, object]:
         """Return one live request as `snapshot` does.
