@@ -1,0 +1,71 @@
+"""The engine thread's half of a worker: it hands over, takes away, and says once what went wrong."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from factories import facts
+from fakes import Order
+
+from vllm_adapter.config import Settings
+from vllm_adapter.reads import ReadEnd
+from vllm_adapter.worker_side import WorkerSide
+
+
+def _worker() -> WorkerSide:
+    return WorkerSide(facts(), Settings(), parts=None)  # type: ignore[arg-type]
+
+
+def _end(code: str = "", **order: Any) -> ReadEnd:
+    times: Any = SimpleNamespace()
+    return ReadEnd(Order(**order), code, code and "the peer said nothing", times, 1.0)  # type: ignore[arg-type]
+
+
+def test_a_failed_read_is_reported_and_logged_once_with_who_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    worker = _worker()
+    worker._ends.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
+    with caplog.at_level(logging.ERROR):
+        results = worker.take_results()
+    assert (results.received, results.failed) == ({"r1", "r2"}, {"r1"})
+    (record,) = caplog.records
+    for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
+        assert part in record.getMessage()
+    assert worker.take_results().received == set()
+
+
+def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    worker = _worker()
+    worker._ends.append(_end("peer-lost", is_reported=False))
+    results = worker.take_results()
+    assert (results.received, results.failed) == (set(), set())
+    assert "peer-lost" in caplog.text
+
+
+def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
+    worker = _worker()
+    worker.start_step(SimpleNamespace(is_empty=True), ("o1",))  # type: ignore[arg-type]
+    results = worker.take_results()
+    assert (results.received, results.failed) == ({"o1"}, {"o1"})
+
+
+def test_handing_a_step_over_waits_for_no_peer() -> None:
+    """The transfer thread may be busy: only the fence words are written at once, so that no ticket is ahead of them."""
+    worker, queued, fences = _worker(), [], []
+    worker._agent = SimpleNamespace(  # type: ignore[assignment]
+        call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
+    )
+    worker._reads = SimpleNamespace(read=lambda _order: threading.Event().wait(60))  # type: ignore[assignment]
+    fence = SimpleNamespace(request_id="p1", slot=3, generation=9)
+    plan: Any = SimpleNamespace(
+        is_empty=False, fences=(fence,), reads=(Order(),), grants=(), releases=(), cancels=(), heartbeats=()
+    )
+    began_s = time.monotonic()
+    worker.start_step(plan)
+    assert time.monotonic() - began_s < 5  # not 60
+    assert fences == [(3, 9)]
+    assert len(queued) == 1
