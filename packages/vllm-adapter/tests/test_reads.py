@@ -261,9 +261,20 @@ def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
 def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.reads.cancel("r1")
+    bench.reads.cancel("r1")
     assert bench.codes() == {"r1": "cancelled"}
     bench.handshakes.answer(Outcome())
     assert bench.agent.posts == {}
+    assert len(bench.ends) == 1
+    assert len(bench.agent.notified) == 1, "the producer hears that its blocks are not needed"
+
+
+def test_an_abort_while_waiting_for_an_engine_that_cannot_be_met_ends_the_request_once(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.reads.cancel("r1")
+    bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
+    assert bench.codes() == {"r1": "cancelled"}
+    assert len(bench.ends) == 1
 
 
 def test_an_abort_in_flight_cancels_and_ends_when_the_pages_are_quiet(bench: Bench) -> None:

@@ -149,14 +149,9 @@ class PeerDirectory:
         else:
             engine.waiting.append(order)
 
-    def withdraw(self, request_id: str) -> list[ReadOrder]:
-        """Take back a request's orders that still wait; they will not be passed on."""
-        taken: list[ReadOrder] = []
-        for engine in self._engines.values():
-            for order in [order for order in engine.waiting if order.request_id == request_id]:
-                engine.waiting.remove(order)
-                taken.append(order)
-        return taken
+    def waiting(self, request_id: str) -> list[ReadOrder]:
+        """Return a request's orders whose engine is not ready yet."""
+        return [o for engine in self._engines.values() for o in engine.waiting if o.request_id == request_id]
 
     def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
         """Return the engine if it is ready; one that is not known yet is met meanwhile."""

@@ -134,12 +134,13 @@ class ReadCoordinator:
         self._now_s = now_s
         self._reads: dict[str, _Read] = {}
         self._times: dict[str, ReadTimes] = {}
+        self._withdrawn: dict[int, ReadOrder] = {}
         self._agent: TransferThread | None = None
         self._peers = PeerDirectory(
             geometry,
             peer_geometry,
             planner,
-            PeerObserver(self._post, self._end, observer.count, observer.observe, observer.log),
+            PeerObserver(self._post, self._not_met, observer.count, observer.observe, observer.log),
             limits.peers,
             now_s=now_s,
         )
@@ -170,7 +171,11 @@ class ReadCoordinator:
         for transfer_id, read in list(self._reads.items()):
             if read.order.request_id == request_id:
                 self._agent.cancel(transfer_id)
-        for order in self._peers.withdraw(request_id):
+        for order in self._peers.waiting(request_id):
+            if id(order) in self._withdrawn:
+                continue
+            # The order goes on waiting, now only to tell its producer that the blocks are not needed.
+            self._withdrawn[id(order)] = order
             self._end(order, "cancelled", "the request was aborted before its read began")
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
@@ -192,6 +197,9 @@ class ReadCoordinator:
     def _post(self, order: ReadOrder, engine: PeerEngine) -> None:
         plan = engine.plan
         assert plan is not None  # noqa: S101
+        if self._withdrawn.pop(id(order), None) is not None:
+            self._release_at_peer(order, engine, engine.ranks)
+            return
         if not any(len(group) for group in order.local_block_ids):
             self._release_at_peer(order, engine, engine.ranks)
             self._end(order, "", "")
@@ -305,6 +313,11 @@ class ReadCoordinator:
             self._release_at_peer(order, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
         self._end(order, read.code, read.message, read.conversion)
         self._peers.read_ended(engine)
+
+    def _not_met(self, order: ReadOrder, code: str, message: str) -> None:
+        """End an order whose engine cannot be read from, unless it has been withdrawn meanwhile."""
+        if self._withdrawn.pop(id(order), None) is None:
+            self._end(order, code, message)
 
     def _release_at_peer(self, order: ReadOrder, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Tell ranks that this request needs nothing of them any more."""
