@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -345,4 +346,27 @@ def test_only_the_flag_of_a_ticket_means_local_prefill(make_engine) -> None:
     consumer.add("d", prompt(40), params={"do_remote_prefill": True})
     assert consumer.step() == {"d": 40}
     consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_only_requests_that_wait_for_a_peer_renew_a_lease(make_engine, producer) -> None:
+    consumer = make_engine("D", kv_lease_duration=1.0)
+    consumer.add("local", prompt(20), max_tokens=20)
+    consumer.add("handed-over", prompt(20, seed=1), max_tokens=1, params={"do_remote_decode": True})
+    for _ in range(2):
+        consumer.step()
+        time.sleep(0.3)
+    assert consumer.orders("heartbeats") == []
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    for _ in range(2):
+        consumer.step()
+        time.sleep(0.3)
+    consumer.step(sent=["handed-over"])
+    renewed = consumer.orders("heartbeats")
+    assert {beat.peer_request_ids for beat in renewed} == {("p",)}
+    consumer.step(received=["d"])
+    count = len(consumer.orders("heartbeats"))
+    time.sleep(0.3)
+    consumer.run()
+    assert len(consumer.orders("heartbeats")) == count
     consumer.assert_nothing_left()
