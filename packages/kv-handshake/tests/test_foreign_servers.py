@@ -1,0 +1,81 @@
+"""The real client against TCP servers that do not speak ZeroMQ 4."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+RANKS = [(0, rank) for rank in range(8)]
+
+
+def fetch(client, port, **changes):
+    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
+    return client.fetch(**{**arguments, **changes})
+
+
+def test_tcp_server_that_says_nothing(hasty):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert fetch(hasty, mute.getsockname()[1]).code == "timed-out"
+
+
+WEB = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
+
+
+def close_at_once(accepted, words):
+    accepted.sendall(words)
+
+
+def close_after_the_greeting(accepted, words):
+    accepted.recv(64)
+    accepted.sendall(words)
+
+
+def close_when_the_client_does(accepted, words):
+    accepted.sendall(words)
+    accepted.shutdown(socket.SHUT_WR)
+    while accepted.recv(4096):
+        pass
+
+
+def stay(accepted, words):
+    accepted.sendall(words)
+    while accepted.recv(4096):
+        pass
+
+
+@pytest.mark.parametrize("behaviour", [close_at_once, close_after_the_greeting, close_when_the_client_does, stay])
+@pytest.mark.parametrize("words", [WEB, WEB * 20, b"SSH-2.0-OpenSSH_9.2\r\n", b"\x01\x00\x05\x00hello" * 20])
+def test_tcp_server_that_speaks_something_else(client, behaviour, words):
+    """Some of these are frames of the ZeroMQ of before 2011; none may be taken for a reply, however the server ends."""
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+
+        def serve():
+            while True:
+                try:
+                    accepted, _ = foreign.accept()
+                except OSError:
+                    return
+                with accepted, contextlib.suppress(OSError):
+                    behaviour(accepted, words)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        outcome = fetch(client, foreign.getsockname()[1])
+        foreign.shutdown(socket.SHUT_RDWR)
+        server.join()
+    assert (outcome.code, outcome.attempts) == ("authentication-refused", 1), outcome.message
+    assert "no ZeroMQ" in outcome.message
+
+
+def test_tcp_server_that_hangs_up_without_a_word(client):
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+
+        def hang_up():
+            accepted, _ = foreign.accept()
+            accepted.close()
+
+        server = threading.Thread(target=hang_up)
+        server.start()
+        assert fetch(client, foreign.getsockname()[1]).code == "authentication-refused"
+        server.join()
