@@ -27,6 +27,13 @@ def ours(**keys: object) -> dict[str, object]:
     return _config(connector_config("kv_both"), keys)
 
 
+def own_name(**keys: object) -> dict[str, object]:
+    """Return the same under the name that vLLM's plugin entry point makes known, without a module path."""
+    config = {**ours(**keys), "kv_connector": "KVTransferConnector"}
+    del config["kv_connector_module_path"]
+    return config
+
+
 def hosts_own(**keys: object) -> dict[str, object]:
     """Return the configuration of vLLM's own connector in both roles, hash checks on (its default)."""
     return _config({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, keys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleets import Fleet, hosts_own, ours, started_fleet
+from fleets import Fleet, hosts_own, ours, own_name, started_fleet
 from pairs import VLLM, prompt
 
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
@@ -140,14 +139,23 @@ def test_latent_attention_crosses_between_all_pairings() -> None:
                 assert_handed_over(fleet, prefill, decode, [text], [answer])
 
 
-@pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4 and "KVDEV_ANYWAY" not in os.environ,
-    reason="three ranks of real engines on fewer than 4 cores stall past a 30 s lease (set KVDEV_ANYWAY=1 to try)",
-)
-@pytest.mark.parametrize(("prefill", "decode"), MIXED)
-def test_one_rank_is_read_by_two(prefill: str, decode: str) -> None:
-    configs = {"ours": ours(), "hosts": hosts_own()}
-    arguments = {decode: ["--tensor-parallel-size", "2"]}
-    with started_fleet("dense", configs, arguments=arguments, cores={decode: "0|1"}) as fleet:
-        texts = [prompt(n, 20 + 60 * n) for n in range(2)]
-        assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+def test_unequal_tensor_parallel_sizes_cross_between_all_pairings() -> None:
+    """Long leases: ranks that wait for one another spin, and on few cores that delays the first hand-over."""
+    patient = {"kv_lease_duration": 300}
+    configs = {
+        "ours": ours(**patient, handshake_timeout_s=60.0),
+        "hosts": hosts_own(**patient),
+        "ours-two": own_name(**patient, handshake_timeout_s=60.0),
+        "hosts-two": hosts_own(**patient),
+    }
+    two = ["--tensor-parallel-size", "2"]
+    with started_fleet(
+        "dense",
+        configs,
+        arguments={"ours-two": two, "hosts-two": two},
+        cores={"ours": "0", "hosts": "1", "ours-two": "0|1", "hosts-two": "0|1"},
+    ) as fleet:
+        pairings = [("ours", "ours-two"), ("ours-two", "ours"), ("ours", "hosts-two"), ("hosts", "ours-two")]
+        for number, (prefill, decode) in enumerate(pairings):
+            texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(2)]
+            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
