@@ -1,12 +1,14 @@
 """Consumers of the transfer benchmark, each in a process of its own that is stopped while another one is measured.
 
 NIXL's progress thread polls without a pause: two agents in one process, or two running processes on two cores, would
-measure each other.
+measure each other. All read into the same pages of shared memory: otherwise one process may get huge pages and the
+next one not, for as long as both live, and that is worth more than what is to be measured.
 """
 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_nixl_agent import AgentOptions, BackendOptions, TransferOrder, TransferResult, TransferThread, find_nixl
+from kv_nixl_agent.testing import PeerProcess
 
 Indices = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint64]
@@ -32,7 +35,7 @@ class Ours:
 
     def __init__(self, metadata: bytes, rows: Rows, fence: tuple[int, int, int], options: dict[str, Any]) -> None:
         _, self._page_bytes, _, _, count = rows[0].tolist()
-        self._memory = np.ones((count, self._page_bytes), dtype=np.uint8)
+        self._memory = _shared_pages(options.pop("memory_fd"), count, self._page_bytes)
         self._results: list[TransferResult] = []
         self._ends_s: list[float] = []
         self._expected = 0
@@ -132,11 +135,10 @@ class Bare:
     def __init__(self, metadata: bytes, rows: Rows, _: tuple[int, int, int], options: dict[str, Any]) -> None:
         address, page_bytes, _, _, count = rows[0].tolist()
         is_per_block = options.pop("per_block", False)
+        self._memory = _shared_pages(options.pop("memory_fd"), count, page_bytes)
         module = find_nixl()
-        self._nixl = module.nixl_agent(
-            "bare", module.nixl_agent_config(**{"capture_telemetry": True, "num_threads": 4, **options})
-        )
-        self._memory = np.ones((count, page_bytes), dtype=np.uint8)
+        self._nixl = module.nixl_agent("bare", module.nixl_agent_config(capture_telemetry=True, backends=[]))
+        self._nixl.create_backend("UCX", {"num_threads": "4", **options})
         here = self._memory.ctypes.data
         self._nixl.register_memory(np.array([[here, self._memory.nbytes, 0]], dtype=np.uint64), "DRAM")
         name = self._nixl.add_remote_agent(metadata).decode()
@@ -186,6 +188,13 @@ class Bare:
         self._nixl.release_xfer_handle(handle)
 
 
+def _shared_pages(file_descriptor: int, count: int, page_bytes: int) -> npt.NDArray[np.uint8]:
+    """Map the memory that all consumers read into; every page is touched once."""
+    pages = np.frombuffer(mmap.mmap(file_descriptor, count * page_bytes), dtype=np.uint8).reshape(count, page_bytes)
+    pages[:] = 1
+    return pages
+
+
 def _halves(address: int, page_bytes: int, count: int) -> Rows:
     """Return one line per block, all K halves before all V halves."""
     half = page_bytes // 2
@@ -199,16 +208,17 @@ def _halves(address: int, page_bytes: int, count: int) -> Rows:
 class ConsumerProcess:
     """Parent's side: the child runs only while a call is answered."""
 
-    def __init__(self, kind: str, metadata: bytes, rows: Rows, fence: tuple[int, int, int], **options: object) -> None:
+    def __init__(self, kind: str, peer: PeerProcess, memory_fd: int, **options: object) -> None:
         ours, theirs = socket.socketpair()
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         folder = str(Path(__file__).parent)
         code = f"import sys; sys.path.insert(0, {folder!r}); from _consumers import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno(), memory_fd], stdout=subprocess.DEVNULL
         )
         theirs.close()
-        self._connection.send((kind, metadata, rows, fence, options))
+        described = (peer.agent_metadata, peer.rows, peer.fence)
+        self._connection.send((kind, *described, {**options, "memory_fd": memory_fd}))
         self._reply()
         os.kill(self._process.pid, signal.SIGSTOP)
 

@@ -1,28 +1,39 @@
 """Speed of kv-nixl-agent between two real processes, interleaved with a bare NIXL loop and with per-block descriptors.
 
-`raw` is a loop over NIXL itself with the same rows, the same ordered indices and the same backend. `seed` is how a
-connector without strided rows does it: one descriptor per block, K and V apart, ids as they come, four worker threads.
-A sample is a few reads ordered at once; it lasts from the first order until the caller knows that all have ended.
+`raw` is a loop over NIXL itself with the same rows, the same ordered indices and the same backend parameters. `seed` is
+how a connector without strided rows does it: one descriptor per block, K and V apart, ids as they come, four worker
+threads and otherwise the default backend. A sample is a few reads ordered at once; it lasts from the first order until
+the caller knows that all have ended. Rounds take the sides in random order.
+
+Two rows per case say what the others can mean. `control` is one bare loop against another, so what it differs from 1 by
+is the resolution of this run. `ceiling of ratio_seed` is what one thread's memcpy of the same bytes would make of
+`ratio_seed`: where it lies below the target, copying the bytes once is too slow for it already.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _consumers import ConsumerProcess
 
+from kv_nixl_agent import BackendOptions
 from kv_nixl_agent.testing import PeerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from _consumers import Indices
+
+    Call = tuple[str, str, tuple[Any, ...]]
 
 PAGES = {4096: 4096, 16384: 2048, 65536: 384, 1 << 20: 48}
 READS = 6
-ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "9"))
 
 
 def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal: tuple[str, bool]) -> dict[str, object]:
@@ -39,19 +50,25 @@ def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal:
     }
 
 
-def _consumers(peer: PeerProcess, **ours: object) -> dict[str, ConsumerProcess]:
-    described = (peer.agent_metadata, peer.rows, peer.fence)
-    return {
-        "ours": ConsumerProcess("ours", *described, **ours),
-        "raw": ConsumerProcess("bare", *described),
-        "seed": ConsumerProcess("bare", *described, per_block=True),
+@contextmanager
+def _consumers(peer: PeerProcess) -> Iterator[dict[str, ConsumerProcess]]:
+    memory_fd = os.memfd_create("pages")
+    os.truncate(memory_fd, peer.page_bytes * peer.page_count)
+    same = BackendOptions().for_host_memory().as_parameters()
+    consumers = {
+        "ours": ConsumerProcess("ours", peer, memory_fd),
+        "raw": ConsumerProcess("bare", peer, memory_fd, **same),
+        "control": ConsumerProcess("bare", peer, memory_fd, **same),
+        "seed": ConsumerProcess("bare", peer, memory_fd, per_block=True),
     }
+    os.close(memory_fd)
+    yield consumers
+    for consumer in consumers.values():
+        consumer.close()
 
 
 def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str, object]]:
     count = PAGES[page_bytes]
-    peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
-    consumers = _consumers(peer)
     random = np.random.default_rng(1)
     ascending = np.arange(count, dtype=np.int32)
     patterns = {
@@ -60,37 +77,33 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
         "random": (random.permutation(count).astype(np.int32), random.permutation(count).astype(np.int32)),
     }
     results: list[dict[str, object]] = []
-    for pattern, (local, theirs) in patterns.items():
-        by_peer = np.argsort(theirs)
-        calls: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-            "ours": ("ours", "read", (local, theirs, READS)),
-            "raw": ("raw", "read", (local[by_peer], theirs[by_peer], READS)),
-            "seed": (
-                "seed",
-                "read",
-                (
-                    np.concatenate([local, local + count]).astype(np.int32),
-                    np.concatenate([theirs, theirs + count]).astype(np.int32),
-                    READS,
-                ),
-            ),
-            "memcpy": ("raw", "memcpy", (READS,)),
-        }
-        times = _interleaved(consumers, calls)
-        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", times, READS * count * page_bytes)
-    for consumer in consumers.values():
-        consumer.close()
+    peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
+    with _consumers(peer) as consumers:
+        for pattern, (local, theirs) in patterns.items():
+            times = _interleaved(consumers, _calls(local, theirs))
+            results += _judge(report, f"{page_bytes // 1024} KB {pattern}", times, READS * count * page_bytes)
     peer.close()
     return results
 
 
-def _interleaved(
-    consumers: dict[str, ConsumerProcess], calls: dict[str, tuple[str, str, tuple[Any, ...]]]
-) -> dict[str, list[float]]:
+def _calls(local: Indices, theirs: Indices) -> dict[str, Call]:
+    by_peer = np.argsort(theirs)
+    bare = (local[by_peer], theirs[by_peer], READS)
+    halves = tuple(np.concatenate([ids, ids + len(ids)]).astype(np.int32) for ids in (local, theirs))
+    return {
+        "ours": ("ours", "read", (local, theirs, READS)),
+        "raw": ("raw", "read", bare),
+        "control": ("control", "read", bare),
+        "seed": ("seed", "read", (*halves, READS)),
+        "memcpy": ("raw", "memcpy", (READS,)),
+    }
+
+
+def _interleaved(consumers: dict[str, ConsumerProcess], calls: dict[str, Call]) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(ROUNDS + 1):
-        names = list(calls) if number % 2 else list(reversed(calls))
-        for name in names:
+    order = np.random.default_rng(4)
+    for _ in range(ROUNDS + 1):
+        for name in order.permutation(list(calls)).tolist():
             consumer, command, arguments = calls[name]
             samples[name].append(consumers[consumer].call(command, *arguments))
     return {name: taken[1:] for name, taken in samples.items()}  # the first round warms up
@@ -101,10 +114,11 @@ def _judge(
 ) -> list[dict[str, object]]:
     """Return the ratios: medians over rounds of the two neighbouring samples' ratio, for load that comes and goes."""
     gb_s = {name: total_bytes / median(taken) / 1e9 for name, taken in times.items()}
-    ratios = {
-        name: median(other / ours for ours, other in zip(times["ours"], taken, strict=True))
-        for name, taken in times.items()
-    }
+
+    def ratio(ours: str, baseline: str) -> float:
+        return median(other / one for one, other in zip(times[ours], times[baseline], strict=True))
+
+    ratios = {name: ratio("ours", name) for name in times}
     report(f"{label}: " + ", ".join(f"{name} {value:.2f} ({ratios[name]:.2f})" for name, value in gb_s.items()))
     is_small = label.startswith(("4 KB", "16 KB"))
     floor = (1.3 if "random" in label else 2.5 if "descending" in label else 0.0) if is_small else 0.0
@@ -113,25 +127,27 @@ def _judge(
         "seed": (f">= {floor}" if floor else "context", ratios["seed"] >= floor),
         "memcpy": ("context", True),
     }
+    context = {"control": ("raw", "control"), "ceiling of ratio_seed": ("memcpy", "seed")}
     return [
         _row(f"ratio_{name} {label}", "GB/s", (gb_s["ours"], gb_s[name]), ratios[name], goal)
         for name, goal in goals.items()
+    ] + [
+        _row(f"{name} {label}", "GB/s", (gb_s[one], gb_s[other]), ratio(one, other), ("context", True))
+        for name, (one, other) in context.items()
     ]
 
 
 def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
     peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000)
-    consumers = _consumers(peer)
-    results = [
-        _post_cost(consumers),
-        _fence_cost(consumers["ours"], peer, 1000),
-        _fence_cost(consumers["ours"], peer, 10_000),
-        _notification(consumers["ours"], peer),
-    ]
+    with _consumers(peer) as consumers:
+        results = [
+            _post_cost(consumers),
+            _fence_cost(consumers["ours"], peer, 1000),
+            _fence_cost(consumers["ours"], peer, 10_000),
+            _notification(consumers["ours"], peer),
+        ]
     for one in results:
         report(f"{one['name']}: {one['ours']} against {one['baseline']} {one['unit']}")
-    for consumer in consumers.values():
-        consumer.close()
     peer.close()
     return results
 

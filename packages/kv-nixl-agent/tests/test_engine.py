@@ -208,6 +208,76 @@ def test_every_scratch_word_in_use_only_delays():
     assert pair.run()["r"].outcome == "done"
 
 
+def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
+    pair = make_pair(latency_polls=4)
+    pair.connect()
+    pair.run(10)
+    pair.producer.write_fence(0, 3)
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    pair.run(1)
+    assert pair.ports[1].open_handles()["transfer"] == 2, "data and fence"
+    pair.producer.write_fence(0, 4)  # whoever had posted the fence along with the data would not see it
+    assert pair.run()["r"].outcome == "fence-rejected"
+    assert pair.ports[1].open_handles()["transfer"] == 0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed-out", "peer-removed", "failed"])
+def test_a_fence_read_that_never_began_is_released_with_its_word(how):
+    pair = make_pair(latency_polls=4)
+    pair.connect()
+    pair.run(10)
+    free = len(pair.consumer._memory.fences._free)
+    if how == "failed":
+        pair.fabric.fail_next("check", "nixl-backend")
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3), deadline_s=1.0))
+    pair.run(1)
+    if how == "cancelled":
+        pair.consumer.cancel("r")
+    elif how == "timed-out":
+        pair.clock[0] += 2.0
+    elif how == "peer-removed":
+        pair.consumer.remove_peer("p")
+    pair.run(step_s=0.01)
+    assert how in (pair.results["r"].outcome, pair.results["r"].code)
+    assert len(pair.consumer._memory.fences._free) == free
+    assert pair.ports[1].open_handles()["transfer"] == 0
+
+
+def test_stalled_fenced_reads_leave_scratch_words_to_other_peers():
+    pair = make_pair(options=AgentOptions(max_queued=2000))
+    other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
+    pair.connect("p")
+    pair.consumer.add_peer(
+        "q", other.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows, fence=other.fence
+    )
+    pair.run(5)
+    other.write_fence(0, 3)
+    pair.fabric.agent("producer").stop()
+    for number in range(600):
+        pair.consumer.post(order(f"p{number}", [0], [0], peer="p", fence=(0, 1)))
+    pair.run(3)
+    pair.consumer.post(order("q0", [1], [1], peer="q", fence=(0, 3)))
+    assert pair.run()["q0"].outcome == "done"
+
+
+def test_a_fence_read_that_cannot_be_made_early_is_made_late():
+    pair = make_pair(latency_polls=0)
+    pair.connect()
+    pair.producer.write_fence(0, 3)
+    make, calls = pair.ports[1].make, []
+
+    def refuse_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise AgentError("nixl-unknown", "not now")
+        return make(*arguments)
+
+    pair.ports[1].make = refuse_second
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    assert pair.run()["r"].outcome == "done"
+    assert len(calls) == 3
+
+
 def test_trace_tells_the_whole_life():
     events = []
     pair = make_pair(options=AgentOptions(trace=events.append))

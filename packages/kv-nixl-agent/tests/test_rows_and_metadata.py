@@ -15,7 +15,7 @@ from kv_nixl_agent import (
     seal_metadata,
 )
 from kv_nixl_agent._metadata import peek_agent_name
-from kv_nixl_agent._rows import RowTable, check_rows, expand_rows, order_for_merging
+from kv_nixl_agent._rows import RowTable, check_rows, expand_rows, order_for_merging, spread_runs
 
 row = st.tuples(
     st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)
@@ -140,6 +140,39 @@ def test_backend_parameters_in_nixl_spelling():
         "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k",
         "ucx_error_handling_mode": "none",
     }
+
+
+def test_host_memory_alone_has_a_threshold_of_its_own():
+    host, device = (4096, 64, 0, "DRAM"), (8192, 64, 0, "VRAM")
+    options = AgentOptions(backends=(BackendOptions(), BackendOptions("GDS")))
+    resolved = options.for_regions([host])
+    assert [backend.split_batch_size for backend in resolved.backends] == [128, None]
+    assert (resolved.shared_from, options.shared_from) == (128, 0)
+    assert options.for_regions([host, device]) == options
+    chosen = AgentOptions(backends=(BackendOptions(split_batch_size=16),))
+    assert chosen.for_regions([host]).shared_from == 16
+    assert AgentOptions(backends=(BackendOptions(num_threads=0),)).for_regions([host]).shared_from == 0
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 400)), min_size=1, max_size=6),
+    pieces=st.integers(1, 64),
+)
+def test_spreading_keeps_the_pairs(runs, pieces):
+    local = np.concatenate([np.arange(start, start + length) for start, _, length in runs]).astype(np.int32)
+    peer = np.concatenate([np.arange(start, start + length) for _, start, length in runs]).astype(np.int32)
+    spread_local, spread_peer = spread_runs(local, peer, pieces)
+    assert sorted(zip(spread_local.tolist(), spread_peer.tolist(), strict=True)) == sorted(
+        zip(local.tolist(), peer.tolist(), strict=True)
+    )
+    assert spread_local.dtype == spread_peer.dtype == np.int32
+
+
+def test_a_long_run_becomes_as_many_pieces_as_asked():
+    ids = np.arange(4096, dtype=np.int32)
+    local, peer = spread_runs(ids, ids + 7, 128)
+    assert np.count_nonzero(np.diff(local) != 1) == 127
+    assert np.array_equal(local + 7, peer)
 
 
 def test_errors_carry_their_facts_and_survive_pickling():

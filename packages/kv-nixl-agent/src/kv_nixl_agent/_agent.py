@@ -53,7 +53,7 @@ class TransferAgent:
         port_factory: PortFactory = open_nixl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = options or AgentOptions()
+        self._options = (options or AgentOptions()).for_regions(regions)
         self.name = name
         self._is_closed = False
         self._clock = clock

@@ -25,7 +25,7 @@ from ._admission import admit, differing_pages
 from ._custody import Custody
 from ._errors import AgentError
 from ._failures import code_of, is_off_the_wire, late_message
-from ._fence_reader import FenceReader, Verdict
+from ._fence_reader import FenceReader
 from ._quarantine import Quarantine
 from ._statistics import Tracer
 from ._transfer import FairQueue, Part, Transfer, split_into_parts
@@ -90,7 +90,7 @@ class TransferEngine:
         if transfer_id in self._live or transfer_id in self.quarantine:
             raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
         admit(order, peer, self._options, waiting=self._queue.count, held=self.quarantine.count_of(peer))
-        parts = split_into_parts(peer, order.local_indices, order.peer_indices, chunk_rows=self._options.chunk_rows)
+        parts = split_into_parts(peer, order.local_indices, order.peer_indices, self._options)
         transfer = Transfer(order, peer, parts, now_s=self._clock())
         self._live[order.transfer_id] = transfer
         self._trace(transfer.order, "queued")
@@ -178,6 +178,8 @@ class TransferEngine:
             self.custody.posted(transfer.peer)
             self.inflight_bytes += part.payload_bytes
             transfer.active.append(part)
+            if transfer.order.fence is not None and not transfer.pending:
+                self._fences.make_ready(transfer)
             progress = self._port.post(part.handle)
         except AgentError as error:
             failure = error
@@ -265,7 +267,7 @@ class TransferEngine:
         if verdict.outcome == "done":
             self._finish(transfer)
         else:
-            self._end_by(transfer, verdict)
+            self._end(transfer, verdict.outcome, verdict.code, verdict.message)
         return True
 
     def _finish(self, transfer: Transfer) -> None:
@@ -278,8 +280,7 @@ class TransferEngine:
             check_s = self._clock() - now_s
             self._statistics.count("page_checks")
             if differing:
-                verdict = Verdict("failed", "checksum-mismatch", differing)
-                self._end_by(transfer, verdict, fence_s=fence_s, check_s=check_s)
+                self._end(transfer, "failed", "checksum-mismatch", differing, fence_s=fence_s, check_s=check_s)
                 return
         is_notified = transfer.is_attached
         if transfer.order.notification and not transfer.is_attached:
@@ -303,9 +304,6 @@ class TransferEngine:
         return True
 
     # ------------------------------------------------------------------------------------------------------- the end
-
-    def _end_by(self, transfer: Transfer, verdict: Verdict, *, fence_s: float = 0.0, check_s: float = 0.0) -> None:
-        self._end(transfer, verdict.outcome, verdict.code, verdict.message, fence_s=fence_s, check_s=check_s)
 
     def _end_at_deadline(self, transfer: Transfer) -> None:
         self._end(transfer, "timed-out", "deadline-exceeded", late_message(transfer))

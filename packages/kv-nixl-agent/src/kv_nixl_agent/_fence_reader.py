@@ -4,10 +4,15 @@ The data read and the fence read are two operations without any order between th
 only after the data was seen to be complete. The producer writes the new generation before it reports the blocks
 free. So a word that still shows the lease's generation proves that the blocks were still leased when the last byte
 had been read.
+
+The handle of the fence read is *made* beside that of the data, while NIXL's code and tables are in the processor's
+caches; after some megabytes were copied the same call takes several times as long. It is *posted* only when the data is
+done: posting is what reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._memory import FenceArray
-    from ._port import NixlPort
+    from ._port import Handle, NixlPort
     from ._transfer import Transfer
     from ._values import Outcome
 
@@ -63,9 +68,15 @@ class FenceReader:
         """Prepared list of the whole local fence array."""
         self._words = np.arange(1 << 16, dtype=np.int32)  # index arrays of one word are views of this
 
+    def make_ready(self, transfer: Transfer) -> None:
+        """Make the fence read of a transfer ahead of its time, if that can be done; nothing is read yet."""
+        # An error is not lost: the handle is made again when it is needed, and then it counts.
+        with contextlib.suppress(AgentError):
+            self._make(transfer, is_early=True)
+
     def advance(self, transfer: Transfer) -> Verdict | None:
         """Begin or continue to read the fence of a transfer whose data is there; None while there is no answer."""
-        if transfer.fence_handle is None:
+        if not transfer.fence_posted_s:
             return self._begin(transfer)
         try:
             if self._port.check(transfer.fence_handle) != "done":
@@ -75,9 +86,12 @@ class FenceReader:
         return self._judge(transfer)
 
     def abandon(self, transfer: Transfer) -> None:
-        """Detach a fence read under way from a transfer that ends without it."""
+        """Detach a fence read, under way or not begun, from a transfer that ends without it."""
         handle, word = transfer.fence_handle, transfer.fence_word
         if handle is None:
+            return
+        if not transfer.fence_posted_s:
+            self._over(transfer)
             return
         transfer.fence_handle = None
 
@@ -89,25 +103,38 @@ class FenceReader:
         self._custody.watch(Stray(transfer.peer, handle, on_end))
 
     def _begin(self, transfer: Transfer) -> Verdict | None:
+        if transfer.fence_handle is None:
+            try:
+                self._make(transfer)
+            except AgentError as error:
+                return Verdict(
+                    "failed", "transfer-rejected", f"the fence of peer {transfer.peer.key!r} cannot be read: {error}"
+                )
+            if transfer.fence_handle is None:
+                return None  # all scratch words are in use; the next turn tries again
+        return self._post(transfer, transfer.fence_handle)
+
+    def _make(self, transfer: Transfer, *, is_early: bool = False) -> None:
         slot, generation = transfer.order.fence or _NO_FENCE
-        word = self._fences.take_scratch(generation)
+        word = self._fences.take_scratch(generation, is_early=is_early)
         if word is None:
-            return None  # all scratch words are in use; the next turn tries again
-        local, theirs = self._index(word), self._index(slot)
+            return
         try:
-            handle = self._port.make("read", self.scratch, local, transfer.peer.fence_list, theirs, b"")
-        except AgentError as error:
-            self._fences.give_back(word)
-            return Verdict(
-                "failed", "transfer-rejected", f"the fence of peer {transfer.peer.key!r} cannot be read: {error}"
+            transfer.fence_handle = self._port.make(
+                "read", self.scratch, self._index(word), transfer.peer.fence_list, self._index(slot), b""
             )
-        transfer.fence_handle, transfer.fence_word = handle, word
-        transfer.fence_posted_s = self._clock()
+        except AgentError:
+            self._fences.give_back(word)
+            raise
+        transfer.fence_word = word
         self._custody.posted(transfer.peer)
+
+    def _post(self, transfer: Transfer, handle: Handle) -> Verdict | None:
+        posted_s = transfer.fence_posted_s = self._clock()
         try:
             progress = self._port.post(handle)
             # It takes a few microseconds on a fast wire; giving up the turn would cost more than waiting.
-            while progress != "done" and self._clock() - transfer.fence_posted_s < _SPIN_S:
+            while progress != "done" and self._clock() - posted_s < _SPIN_S:
                 progress = self._port.check(handle)
         except AgentError as error:
             return self._failed(transfer, error)

@@ -33,7 +33,7 @@ class FenceArray:
     A word is written with one aligned 8-byte store, so a reader sees the old or the new generation, nothing between.
     """
 
-    __slots__ = ("_free", "_memory", "word_count")
+    __slots__ = ("_free", "_memory", "_words", "word_count")
 
     def __init__(self, word_count: int) -> None:
         self.word_count = word_count
@@ -42,6 +42,7 @@ class FenceArray:
         raw: npt.NDArray[np.uint64] = np.zeros(words + 8, dtype=np.uint64)
         shift = (-raw.ctypes.data % 64) // 8
         self._memory: npt.NDArray[np.uint64] = raw[shift : shift + words]
+        self._words = self._memory.data  # reads one word with less of NumPy's code, which is cold by then
         self._free = list(range(word_count + _SCRATCH_WORDS - 1, word_count - 1, -1))
 
     @property
@@ -81,15 +82,20 @@ class FenceArray:
 
     def read(self, slot: int) -> int:
         """Return the generation in `slot`."""
-        return int(self._memory[slot])
+        word: int = self._words[slot]
+        return word
 
     def void_all(self) -> None:
         """Make every word differ from whatever was granted."""
         self._memory[: self.word_count] = CLOSED_GENERATION
 
-    def take_scratch(self, expected: int) -> int | None:
-        """Return a free scratch word, filled with anything but `expected`; None if all are in use."""
-        if not self._free:
+    def take_scratch(self, expected: int, *, is_early: bool = False) -> int | None:
+        """Return a free scratch word, filled with anything but `expected`; None if all are in use.
+
+        Who takes one early, before it is needed, gets one of the first half only: reads of a stopped peer hold theirs
+        until their deadline, and must leave some to others.
+        """
+        if len(self._free) <= (_SCRATCH_WORDS // 2 if is_early else 0):
             return None
         word = self._free.pop()
         self._memory[word] = expected ^ CLOSED_GENERATION

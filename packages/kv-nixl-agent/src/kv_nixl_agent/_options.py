@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from ._errors import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ._values import TraceEvent
+    from ._values import MemoryRegion, TraceEvent
 
 __all__ = ["AgentOptions", "BackendOptions", "SyncMode", "ThreadOptions"]
 
 SyncMode = Literal["none", "rw", "strict"]
+
+_HOST_SPLIT_BATCH_SIZE: Final = 128
 
 
 def _demand(holds: bool, message: str, **context: object) -> None:
@@ -28,14 +30,16 @@ def _demand(holds: bool, message: str, **context: object) -> None:
 class BackendOptions:
     """One NIXL backend and its parameters.
 
-    The defaults of UCX follow measurements (docs/transfers.md): four worker threads take effect from about a thousand
-    descriptors on, read many small pages faster, and let posting return sooner. Error handling stays at UCX's `peer`,
+    The defaults of UCX follow measurements (docs/transfers.md): four worker threads read many pages, and long runs
+    of host memory, faster, and let posting return sooner. Error handling stays at UCX's `peer`,
     without which a dead peer is never noticed.
 
     Attributes:
         name: Plugin name.
         num_threads: UCX worker threads beside the progress thread; 0 for none.
-        split_batch_size: Descriptors per piece that a worker thread takes; None for the plugin's default.
+        split_batch_size: Descriptors, after merging, from which on a transfer is shared among the worker threads. None
+            for 128 with an agent of host memory alone, and for the plugin's default (1024) where device memory is
+            registered, of which nothing was measured.
         engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
         error_handling: `peer` or `none`; None for the plugin's default.
         parameters: Further plugin parameters, passed as they are; they win over the fields above.
@@ -55,6 +59,12 @@ class BackendOptions:
             self.split_batch_size is None or self.split_batch_size > 0,
             f"split_batch_size is {self.split_batch_size}, it must be positive",
         )
+
+    def for_host_memory(self) -> BackendOptions:
+        """Return these options with the default of an agent that registers host memory alone."""
+        if self.name != "UCX" or not self.num_threads or self.split_batch_size is not None:
+            return self
+        return replace(self, split_batch_size=_HOST_SPLIT_BATCH_SIZE)
 
     def as_parameters(self) -> Mapping[str, str]:
         """Return the parameters in NIXL's spelling."""
@@ -126,6 +136,18 @@ class AgentOptions:
         )
         for name in ("max_queued", "max_quarantined_per_peer", "max_prepared_peers"):
             _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
+
+    def for_regions(self, regions: Sequence[MemoryRegion]) -> AgentOptions:
+        """Return these options with the defaults filled in that depend on the memory to register."""
+        if any(region[3] != "DRAM" for region in regions):
+            return self
+        return replace(self, backends=tuple(backend.for_host_memory() for backend in self.backends))
+
+    @property
+    def shared_from(self) -> int:
+        """Descriptors from which on a backend is known to share a transfer among its threads; 0 if none is."""
+        sizes = [backend.split_batch_size for backend in self.backends if backend.num_threads]
+        return min((size for size in sizes if size is not None), default=0)
 
 
 @final

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["RowTable", "check_rows", "expand_rows", "order_for_merging", "row_ends"]
+__all__ = ["RowTable", "check_rows", "expand_rows", "order_for_merging", "row_ends", "spread_runs"]
 
 _MAX_DESCRIPTORS = (1 << 31) - 1
 _MAX_ADDRESS = float(1 << 63)
@@ -86,6 +86,24 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
     if bool((peer[1:] <= peer[:-1]).all()):  # as free lists hand blocks out; a third of the cost of sorting
         return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
     order = np.argsort(peer)
+    return local[order], peer[order]
+
+
+def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
+    """Return the pairs, ordered for merging, so that NIXL merges them into no fewer than about `pieces` descriptors.
+
+    One long run would become one descriptor, which one thread copies. Pieces of it are interleaved, first the even
+    ones, then the odd ones, so that neighbours in the list are no neighbours in memory. Lists that have as many runs
+    anyway, or fewer descriptors, stay as they are.
+    """
+    count = len(peer)
+    if count < pieces:
+        return local, peer
+    breaks = np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1))
+    if breaks + 1 >= pieces:
+        return local, peer
+    numbers = np.arange(count) * pieces // count  # of the piece that each pair belongs to
+    order = np.concatenate((np.flatnonzero(numbers % 2 == 0), np.flatnonzero(numbers % 2)))
     return local[order], peer[order]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
 from ._errors import AgentError
-from ._rows import order_for_merging
+from ._rows import order_for_merging, spread_runs
 from ._values import TransferResult
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ._options import AgentOptions
     from ._peers import Peer
     from ._port import Handle, MemoryKind
     from ._values import Outcome, TransferOrder
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FairQueue", "Part", "Transfer", "split_into_parts"]
 
+# Below it, handing pieces to other threads costs about what they save (docs/transfers.md).
+_SPREAD_FROM_BYTES: Final = 16 << 20
 _KIND_NAMES: tuple[MemoryKind, MemoryKind] = ("DRAM", "VRAM")
 
 
@@ -126,8 +129,10 @@ class Transfer:
         )
 
 
-def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int) -> deque[Part]:
+def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, options: AgentOptions) -> deque[Part]:
     """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each.
+
+    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads share among them.
 
     Raises:
         AgentError: `bad-indices`, `length-mismatch`.
@@ -143,12 +148,16 @@ def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, *,
     local, theirs = order_for_merging(local, theirs)
     descriptor_bytes = _uniform_bytes(peer, local, theirs)
     parts: deque[Part] = deque()
+    pieces = options.shared_from
     for local_kind, peer_kind, mine, others, lengths in _by_kind(peer, local, theirs, descriptor_bytes):
-        step = chunk_rows or len(mine)
+        step = options.chunk_rows or len(mine)
         for start in range(0, len(mine), step):
             piece = slice(start, start + step)
-            total = descriptor_bytes * len(mine[piece]) if lengths is None else int(lengths[piece].sum())
-            parts.append(Part(local_kind, mine[piece], peer_kind, others[piece], total))
+            own, their = mine[piece], others[piece]
+            total = descriptor_bytes * len(own) if lengths is None else int(lengths[piece].sum())
+            if pieces and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
+                own, their = spread_runs(own, their, pieces)
+            parts.append(Part(local_kind, own, peer_kind, their, total))
     return parts
 
 
