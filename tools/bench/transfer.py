@@ -5,6 +5,9 @@ how a connector without strided rows does it: one descriptor per block, K and V 
 threads and otherwise the default backend. A sample is a few reads ordered at once; it lasts from the first order until
 the caller knows that all have ended. Rounds take the sides in random order.
 
+Ours includes the wake-up of the caller by our thread, which a bare loop has not. On two cores that progress threads poll
+on, the scheduler takes up to some milliseconds for it: `caller awake` shows it.
+
 Two rows per case say what the others can mean. `control` is one bare loop against another, so what it differs from 1 by
 is the resolution of this run. `ceiling of ratio_seed` is what one thread's memcpy of the same bytes would make of
 `ratio_seed`: where it lies below the target, copying the bytes once is too slow for it already.
@@ -82,6 +85,11 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
         for pattern, (local, theirs) in patterns.items():
             times = _interleaved(consumers, _calls(local, theirs))
             results += _judge(report, f"{page_bytes // 1024} KB {pattern}", times, READS * count * page_bytes)
+        wakes_us = [1e6 * wake_s for wake_s in consumers["ours"].call("wakes")]
+        middle, longest = round(median(wakes_us)), round(max(wakes_us))
+        label = f"caller awake after the last result (baseline: longest), {page_bytes // 1024} KB"
+        results.append(_row(label, "us", (middle, longest), longest / middle, ("context", True)))
+        report(f"{label}: {middle} against {longest} us")
     peer.close()
     return results
 
