@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from kv_handshake import _zmq
+
 RANKS = [(0, rank) for rank in range(8)]
 
 
@@ -66,6 +68,15 @@ def test_tcp_server_that_speaks_something_else(client, behaviour, words):
         server.join()
     assert (outcome.code, outcome.attempts) == ("authentication-refused", 1), outcome.message
     assert "no ZeroMQ" in outcome.message
+
+
+def test_a_peer_that_is_too_busy_to_open_the_connection_is_tried_again(hasty, monkeypatch):
+    monkeypatch.setattr(_zmq, "_OPENING_MS", 100)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        outcome = fetch(hasty, busy.getsockname()[1])
+    assert outcome.code in ("connection-lost", "timed-out")
+    assert outcome.attempts > 1
+    assert outcome.is_retry_safe
 
 
 def test_tcp_server_that_hangs_up_without_a_word(client):

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import sys
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, final
@@ -42,6 +43,8 @@ _ONLY_CURRENT_ZMTP = b"kv-handshake"
 text as frames, and may deliver one as a reply. With one it hangs up on everything older than ZMTP 3.0. Nobody answers
 for the domain in a client's context, so nothing else changes."""
 
+_OPENING_MS = 30_000
+"""A connection that is not open by then is given up: its peer says nothing, or is too busy to."""
 _NOBLOCK_AND_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _QUIET_MS = 2
 _MOST_RETIRED = 32
@@ -218,6 +221,7 @@ class Connection:
         self.socket = context.socket(zmq.DEALER)
         self._is_open = False
         self._fault = ""
+        self._connected_s = 0.0
         _set_options(
             self.socket,
             (zmq.LINGER, 0),
@@ -226,6 +230,7 @@ class Connection:
             (zmq.SNDHWM, _HIGH_WATER_MARK),
             (zmq.RECONNECT_IVL, -1),
             (zmq.TCP_KEEPALIVE, 1),
+            (zmq.HANDSHAKE_IVL, _OPENING_MS),
         )
         if security is None:
             self.socket.zap_domain = _ONLY_CURRENT_ZMTP
@@ -243,6 +248,7 @@ class Connection:
         """
         try:
             self.socket.setsockopt(zmq.IPV6, int(":" in address))
+            self._connected_s = time.monotonic()
             self.socket.connect(tcp_url(address, port))
         except zmq.ZMQError as error:
             raise TransportError(
@@ -293,9 +299,11 @@ class Connection:
             self._is_open = True
         elif kind == zmq.EVENT_CLOSED:
             self._fault = "connection-refused"
+        elif self._is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
+            self._fault = "connection-lost"
         else:
             # One that ends before it is open has met wrong keys, or something that does not open like ZeroMQ.
-            self._fault = "connection-lost" if self._is_open else "authentication-refused"
+            self._fault = "authentication-refused"
         return self._fault
 
     def close(self) -> None:
