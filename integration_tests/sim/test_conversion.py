@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from engines import Engine
 
-from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
 LENGTHS = (1, 16, 48, 53, 144, 150)
-
-
-@pytest.fixture(params=["fake", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    fabric = FakeFabric() if request.param == "fake" else None
-    made: list[Engine] = []
-
-    def build(name: str, **options: Any) -> Engine:
-        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
 
 
 def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: int = 0) -> None:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from engines import TOKENS, Engine
 
-from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
-
-
-@pytest.fixture(params=["fake", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    fabric = FakeFabric() if request.param == "fake" else None
-    made: list[Engine] = []
-
-    def build(name: str, **options: Any) -> Engine:
-        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
 
 
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engines import TOKENS, Engine
 
-from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
 QUICK = Settings(read_timeout_s=2.0)
-
-
-@pytest.fixture(params=["fake", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    fabric = FakeFabric() if request.param == "fake" else None
-    made: list[Engine] = []
-
-    def build(name: str, **options: Any) -> Engine:
-        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
 
 
 def hand_over(producer: Engine, consumer: Engine, tokens: int, **options: Any) -> None:
