@@ -216,6 +216,17 @@ def test_a_changed_generation_makes_the_engine_be_met_anew(bench: Bench) -> None
     assert "r2/0.0" in bench.agent.posts
 
 
+def test_a_forged_generation_fails_its_own_request_and_disturbs_nobody(bench: Bench) -> None:
+    bench.reads.read(Order(peer_generation=1))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(Order(request_id="r2", peer_generation=99))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(is_ok=False, code="generation-mismatch", message="the engine is at 1"))
+    assert bench.codes() == {"r2": "generation-mismatch"}
+    bench.reads.read(Order(request_id="r3", peer_generation=1))  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 2
+    assert "r3/0.0" in bench.agent.posts
+
+
 def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Bench) -> None:
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.handshakes.answer(Outcome())

@@ -44,9 +44,9 @@ class Request:
     on_done: Callable[[Outcome], None]
 
     @property
-    def peer(self) -> tuple[str, int, str, tuple[Rank, ...], int]:
+    def peer(self) -> tuple[str, int, str, tuple[Rank, ...], int, int | None]:
         """What failures are remembered by: the whole question, so that a wrong one does not block the right one."""
-        return (self.host, self.port, self.engine_id, tuple(self.ranks), self.dialect)
+        return (self.host, self.port, self.engine_id, tuple(self.ranks), self.dialect, self.generation)
 
 
 @final

@@ -36,7 +36,7 @@ _NO_FENCE = (
     "cannot be compared and a restart of it is found by a failed read"
 )
 Rank = tuple[int, int]
-Address = tuple[str, str, int, int, int, int]
+Address = tuple[str, str, int, int, int, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PeerEngine:
 
     Attributes:
         engine_id: Its name.
-        address: All by which tickets tell engines apart: name, host, port, tp, pp and dcp sizes.
+        address: All by which tickets tell engines apart: name, host, port, tp, pp and dcp sizes, generation.
         phase: See the module.
         waiting: Orders that wait for it.
         plan: How it is read from; None until it is ready.
@@ -94,8 +94,9 @@ class PeerEngine:
 
     def key(self, rank: Rank) -> str:
         """Name of one rank on the transfer thread."""
-        _, host, port, tp, pp, dcp = self.address
-        return f"{self.engine_id}@{host}:{port}/{tp}.{pp}.{dcp}/{rank[0]}.{rank[1]}"
+        _, host, port, tp, pp, dcp, generation = self.address
+        life = "" if generation is None else f"#{generation:x}"
+        return f"{self.engine_id}@{host}:{port}/{tp}.{pp}.{dcp}/{rank[0]}.{rank[1]}{life}"
 
 
 @final
@@ -137,10 +138,7 @@ class PeerDirectory:
 
     def submit(self, order: ReadOrder) -> None:
         """Pass an order on to `ready`, now or when its engine is."""
-        engine = self._engines.get(_address(order))
-        if engine is not None and engine.phase == "ready" and _differs(engine.generation, order.peer_generation):
-            self.drop(engine, f"its registration changed (generation {engine.generation} -> {order.peer_generation})")
-            engine = self._engines.get(engine.address)
+        engine = self._find(order)
         if engine is None:
             self._meet(order, [order])
         elif engine.phase == "ready":
@@ -155,7 +153,7 @@ class PeerDirectory:
 
     def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
         """Return the engine if it is ready; one that is not known yet is met meanwhile."""
-        engine = self._engines.get(_address(order))
+        engine = self._find(order)
         if engine is None:
             self._meet(order, [])
             return None
@@ -170,6 +168,18 @@ class PeerDirectory:
             self._observer.count("num_failed_notifications")
 
     # ---------------------------------------------------------------------------------------------- meeting
+
+    def _find(self, order: PeerOrder) -> PeerEngine | None:
+        """Return the record that an order means: of its generation, or of any where one of the two does not say."""
+        address = _address(order)
+        found = self._engines.get(address)
+        if found is not None:
+            return found
+        wanted = order.peer_generation
+        for engine in self._engines.values():
+            if engine.address[:-1] == address[:-1] and (wanted is None or engine.generation == wanted):
+                return engine
+        return None
 
     def _meet(self, order: PeerOrder, waiting: list[ReadOrder]) -> None:
         assert self._threads is not None, "attach() comes before the first order"  # noqa: S101
@@ -310,8 +320,5 @@ def _address(order: PeerOrder) -> Address:
         order.peer_tp,
         order.peer_pp,
         order.peer_dcp,
+        order.peer_generation,
     )
-
-
-def _differs(known: int | None, announced: int | None) -> bool:
-    return known is not None and announced is not None and known != announced
