@@ -86,6 +86,17 @@ class Fleet:
 
         return asyncio.run(run())
 
+    def let_meet(self, prefill: str, decode: str) -> None:
+        """Hand over something, so that the two know each other; vLLM's own reader has five seconds for that, so perhaps again."""
+        for attempt in range(4):
+            try:
+                self.answers([f"met {attempt}"], prefill=prefill, decode=decode, max_tokens=1)
+            except AssertionError:
+                time.sleep(2)
+            else:
+                return
+        raise AssertionError(f"{decode} cannot read from {prefill}: {self.log(decode)[-2000:]}")
+
     def count(self, engine: str, name: str, **labels: str) -> float:
         """Return a counter of an engine."""
         return metric_sum(self.engines[engine].metrics(), name, **labels)
