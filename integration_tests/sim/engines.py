@@ -97,7 +97,6 @@ class Engine:
             kernel_order="",
             attention_backend="SIM",
             connector_version=14,
-            is_mla=False,
             groups=(CacheGroup("attention", self.tokens, 0, 0, layers),),
             group_ids=(0,),
             factors=dict(factors),

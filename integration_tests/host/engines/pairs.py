@@ -95,8 +95,6 @@ def started_pair(
     decode_arguments: Sequence[str] = (),
     prefill_config: Mapping[str, object] | None = None,
     decode_config: Mapping[str, object] | None = None,
-    prefill_cpus: str = "0",
-    decode_cpus: str = "1",
     environment: Mapping[str, str] | None = None,
     decode_environment: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
@@ -108,7 +106,7 @@ def started_pair(
         EngineSpec(
             f"{family}-prefill",
             model,
-            prefill_cpus,
+            "0",
             prefill_config or connector_config("kv_producer"),
             [*more, *prefill_arguments],
             extra,
@@ -116,7 +114,7 @@ def started_pair(
         EngineSpec(
             f"{family}-decode",
             model,
-            decode_cpus,
+            "1",
             decode_config or connector_config("kv_consumer"),
             [*more, *decode_arguments],
             {**extra, **(decode_environment or {})},

@@ -21,7 +21,7 @@ def _facts(head_size: int) -> EngineFacts:
     return EngineFacts(
         engine_id="e", host="127.0.0.1", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=HEADS,
         head_size=head_size, block_count=BLOCKS, generation=1, layout="LBHNC", kernel_order=KEYS_BY_CHANNEL,
-        attention_backend="CPU_ATTN", connector_version=14, is_mla=False,
+        attention_backend="CPU_ATTN", connector_version=14,
         groups=(CacheGroup("attention", 16, 0, 0, ("layer",)),), group_ids=(0,),
     )  # fmt: skip
 

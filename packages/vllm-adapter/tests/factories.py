@@ -27,7 +27,6 @@ def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **cha
         "kernel_order": "",
         "attention_backend": "FLASH_ATTN",
         "connector_version": 14,
-        "is_mla": False,
         "groups": (CacheGroup("attention", TOKENS, 0, 0, ("layers.0", "layers.1")),),
         "group_ids": (0,),
         "factors": {"model": "tiny"},

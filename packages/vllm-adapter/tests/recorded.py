@@ -53,7 +53,6 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
         heads=family["total_kv_heads"],
         blocks=rank["blocks"],
         head_size=family["head_size"],
-        is_mla=family["is_mla"],
         layout=family["layout"],
         attention_backend=family["backend"],
         kernel_order=KEYS_BY_CHANNEL if family["backend"] == "CPU_ATTN" else "",

@@ -181,7 +181,6 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         kernel_order=_kernel_order(config, cache, backend),
         attention_backend=backend,
         connector_version=CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values())),
-        is_mla=bool(model.use_mla),
         groups=groups,
         group_ids=_transfer_group_ids(cache),
         factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),

@@ -113,7 +113,6 @@ class EngineFacts:
     kernel_order: str
     attention_backend: str
     connector_version: int
-    is_mla: bool
     groups: tuple[CacheGroup, ...]
     group_ids: tuple[int, ...]
     factors: Mapping[str, object] = field(default_factory=dict[str, object])

@@ -1,7 +1,7 @@
 """Peer engines as one worker knows them: met, planned against, used, dropped. Transfer thread only.
 
-A ticket is a client's word, so engines are told apart by all of it: name, address and sizes. A lying ticket can fail its own
-request, it cannot lend its engine to an honest one.
+A ticket is a client's word, so engines are told apart by all of it: name, address, sizes and generation. A lying ticket can
+fail its own request, it cannot lend its engine to an honest one.
 
 One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
 (something is wrong with it: its reads in flight may end, new orders wait, then it is forgotten and met anew). An order that
