@@ -1,7 +1,10 @@
 """Real processes that die, freeze, restart and give memory away, each within a time bound."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,3 +241,16 @@ def test_closing_with_transfers_in_flight(make_stage):
     with pytest.raises(AgentError) as error:
         stage.consumer.post(order("late", [0], [0]))
     assert error.value.code == "agent-closed"
+
+
+@pytest.mark.parametrize("transport_name", ["default", "tcp"])
+def test_closing_in_the_middle_of_copies_leaves_the_process_alive(transport_name):
+    """In a process of its own, because UCX ends the whole process where this goes wrong (every other time)."""
+    script = Path(__file__).with_name("closing_midway.py")
+    done = subprocess.run(
+        [sys.executable, script, transport_name, "8"], capture_output=True, text=True, timeout=80, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcomes = done.stdout.splitlines()[-1].split()
+    assert len(outcomes) == 8
+    assert "cancelled" in outcomes, "every read had ended before its agent was closed, so this showed nothing"

@@ -1,10 +1,12 @@
 """The agent on the fake fabric: bytes, results, fences, peers."""
 
+import time
+
 import numpy as np
 import pytest
 from helpers import make_pair, order
 
-from kv_nixl_agent import AgentError
+from kv_nixl_agent import AgentError, AgentOptions
 
 
 def test_read_moves_the_right_bytes_and_notifies():
@@ -79,7 +81,7 @@ def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes(
 
 
 def test_close_releases_every_handle():
-    pair = make_pair()
+    pair = make_pair(options=AgentOptions(close_wait_s=0.05))
     pair.connect()
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("s", [0], [0]))
@@ -93,3 +95,29 @@ def test_close_releases_every_handle():
     assert port.open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
     assert port.double_releases == 0
     assert port.peers == set()
+
+
+def test_close_lets_what_is_on_the_wire_end():
+    """UCX aborts the process when a copy is interrupted by the end of its worker."""
+    pair = make_pair(latency_polls=20)
+    pair.connect()
+    pair.run(30)
+    pair.consumer.post(order("midway", [3], [4]))
+    pair.consumer.advance()
+    pair.consumer.close()
+    assert pair.fabric.land_late_writes() == 0, "the agent was closed in the middle of a copy"
+    assert np.array_equal(pair.local.page(3), pair.remote.page(4))
+    assert pair.consumer.take_quiet() == ["midway"]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s):
+    pair = make_pair(options=AgentOptions(close_wait_s=wait_s))
+    pair.connect()
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [0], [0]))
+    pair.consumer.advance()
+    began_s = time.monotonic()
+    pair.consumer.close()
+    assert wait_s <= time.monotonic() - began_s < wait_s + 0.25
+    assert pair.consumer.take_quiet() == ["stuck"]

@@ -3,6 +3,7 @@
 import enum
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -177,3 +178,26 @@ def test_closed_binding_refuses(module):
     binding.close()
     assert code_of(binding.notifications) == "agent-closed"
     assert isinstance(binding, NixlBinding)
+
+
+def test_the_agent_is_gone_when_it_is_closed_though_errors_of_its_calls_live_on(module):
+    """UCX cleans up in the agent's destructor, which must run on the thread and at the moment of the closing."""
+
+    binding, agent = open_one()
+    agent.answers = dict.fromkeys(("transfer", "check_xfer_state", "prep_xfer_dlist"), nixlRemoteDisconnectError("x"))
+    calls = [
+        lambda: binding.post("t"),
+        lambda: binding.check("t"),
+        lambda: binding.prepare("p", "DRAM", ROWS),
+        lambda: binding.prepare("p", "DRAM", ROWS),
+    ]
+    errors = []
+    for call in calls:
+        with pytest.raises(AgentError) as error:
+            call()
+        errors.append(error.value)
+    watched = weakref.ref(agent)
+    del agent
+    binding.close()
+    assert watched() is None
+    assert len(errors) == len(calls)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["TransferAgent"]
 
 _WARM_UP_BYTES = 8
+_CLOSE_POLL_S = 1e-3
 
 
 @final
@@ -328,17 +329,25 @@ class TransferAgent:
     def close(self) -> None:
         """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
 
-        Every fence word is voided first, so that a consumer that reads on cannot take its data for good.
+        Every fence word is voided first, so that a consumer that reads on cannot take its data for good. What is on the
+        wire gets `close_wait_s` to end, since UCX may abort the process when it is destroyed in the middle of a copy.
         """
         if self._is_closed:
             return
         self._memory.fences.void_all()
         self._engine.end_all("cancelled", "the agent was closed")
         self._is_closed = True
+        self._let_loose_ends_end()
         self._engine.close()
         self._peers.close()
         self._memory.deregister_all()
         self._port.close()
+
+    def _let_loose_ends_end(self) -> None:
+        engine, until_s = self._engine, time.monotonic() + self._options.close_wait_s
+        while (engine.custody.stray_count or engine.quarantine.is_pollable) and time.monotonic() < until_s:
+            if not engine.look_after(at_once=True):
+                time.sleep(_CLOSE_POLL_S)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

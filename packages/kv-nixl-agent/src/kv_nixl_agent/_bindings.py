@@ -109,13 +109,18 @@ def _version_of(module: Any) -> str:  # noqa: ANN401
 
 
 def _attempt(what: str, call: Callable[[], _Result]) -> _Result:
-    """Run a NIXL call and translate whatever it raises."""
+    """Run a NIXL call and translate whatever it raises.
+
+    NIXL's own frames hold its agent, and an error may outlive it: without their traceback the agent goes when it is closed,
+    not at some later garbage collection.
+    """
     try:
         return call()
     except AgentError:
         raise
     except Exception as error:
         code = _CODES.get(type(error).__name__, "nixl-unknown")
+        error.__traceback__ = None
         raise AgentError(code, f"{what}: {type(error).__name__}: {error}", call=what) from error
 
 
@@ -161,26 +166,22 @@ class NixlBinding:
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Register memory with every backend that takes its kind."""
-        agent = self._live()
-        descriptors = _attempt("register_memory", lambda: agent.register_memory(ranges, kind))
+        descriptors = _attempt("register_memory", lambda: self._live().register_memory(ranges, kind))
         if descriptors is None:
             raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
         return descriptors
 
     def deregister(self, registration: Handle) -> None:
         """Undo a registration."""
-        agent = self._live()
-        _attempt("deregister_memory", lambda: agent.deregister_memory(registration))
+        _attempt("deregister_memory", lambda: self._live().deregister_memory(registration))
 
     def agent_metadata(self) -> bytes:
         """Describe this agent to peers."""
-        agent = self._live()
-        return bytes(_attempt("get_agent_metadata", agent.get_agent_metadata))
+        return bytes(_attempt("get_agent_metadata", lambda: self._live().get_agent_metadata()))
 
     def add_peer(self, agent_metadata: bytes) -> str:
         """Load a peer's metadata; NIXL returns bytes although it is annotated str."""
-        agent = self._live()
-        name = _attempt("add_remote_agent", lambda: agent.add_remote_agent(agent_metadata))
+        name = _attempt("add_remote_agent", lambda: self._live().add_remote_agent(agent_metadata))
         text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if not text:
             raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
@@ -188,16 +189,14 @@ class NixlBinding:
 
     def remove_peer(self, agent_name: str) -> None:
         """Forget a peer."""
-        agent = self._live()
-        _attempt("remove_remote_agent", lambda: agent.remove_remote_agent(agent_name))
+        _attempt("remove_remote_agent", lambda: self._live().remove_remote_agent(agent_name))
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
         """Prepare strided rows; where NIXL is too old for them (before 1.5), one descriptor per line."""
-        agent = self._live()
         owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
         if self._strided is not False:
             try:
-                handle = agent.prep_xfer_dlist(owner, rows, kind)
+                handle = self._live().prep_xfer_dlist(owner, rows, kind)
             except Exception as error:  # noqa: BLE001 - coded by _reraise
                 # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Probe once.
                 if self._strided or not isinstance(error, (TypeError, AttributeError)):
@@ -206,12 +205,11 @@ class NixlBinding:
             else:
                 self._strided = True
                 return handle
-        return _attempt("prep_xfer_dlist", lambda: agent.prep_xfer_dlist(owner, expand_rows(rows), kind))
+        return _attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
 
     def release_prepared(self, prepared: Handle) -> None:
         """Release a prepared list."""
-        agent = self._live()
-        _attempt("release_dlist_handle", lambda: agent.release_dlist_handle(prepared))
+        _attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(prepared))
 
     def make(
         self,
@@ -223,32 +221,30 @@ class NixlBinding:
         notification: bytes,
     ) -> Handle:
         """Make a transfer from prepared lists."""
-        agent = self._live()
         return _attempt(
             "make_prepped_xfer",
-            lambda: agent.make_prepped_xfer(operation.upper(), local, local_indices, peer, peer_indices, notification),
+            lambda: self._live().make_prepped_xfer(
+                operation.upper(), local, local_indices, peer, peer_indices, notification
+            ),
         )
 
     def post(self, transfer: Handle) -> Progress:
         """Start a transfer."""
-        agent = self._live()
-        return _progress("transfer", _attempt("transfer", lambda: agent.transfer(transfer)))
+        return _progress("transfer", _attempt("transfer", lambda: self._live().transfer(transfer)))
 
     def check(self, transfer: Handle) -> Progress:
         """Ask for a posted transfer."""
-        agent = self._live()
-        return _progress("check_xfer_state", _attempt("check_xfer_state", lambda: agent.check_xfer_state(transfer)))
+        state = _attempt("check_xfer_state", lambda: self._live().check_xfer_state(transfer))
+        return _progress("check_xfer_state", state)
 
     def release(self, transfer: Handle) -> None:
         """Release a transfer."""
-        agent = self._live()
-        _attempt("release_xfer_handle", lambda: agent.release_xfer_handle(transfer))
+        _attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(transfer))
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Return NIXL's account of a finished transfer; a missing one is no failure of the transfer."""
-        agent = self._live()
         try:
-            record = agent.get_xfer_telemetry(transfer)
+            record = self._live().get_xfer_telemetry(transfer)
             return WireTelemetry(
                 post_us=float(record.postDuration),
                 transfer_us=float(record.xferDuration),
@@ -260,19 +256,17 @@ class NixlBinding:
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Take the notifications that came in."""
-        agent = self._live()
-        arrived = _attempt("get_new_notifs", agent.get_new_notifs)
+        arrived = _attempt("get_new_notifs", lambda: self._live().get_new_notifs())
         if not arrived:
             return ()
         return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
 
     def send_notification(self, agent_name: str, payload: bytes) -> None:
         """Send a notification of its own."""
-        agent = self._live()
-        _attempt("send_notif", lambda: agent.send_notif(agent_name, payload))
+        _attempt("send_notif", lambda: self._live().send_notif(agent_name, payload))
 
     def close(self) -> None:
-        """Drop the agent; its destructor closes the backends."""
+        """Destroy the agent: nothing else holds it, and its destructor closes the backends."""
         self._agent = None
 
     def _live(self) -> _Agent:

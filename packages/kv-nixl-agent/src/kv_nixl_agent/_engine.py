@@ -128,7 +128,7 @@ class TransferEngine:
             moved = self._poll_posted() or moved
         if self._deadlines:
             self._end_late()
-        return self._look_after() or moved
+        return self.look_after() or moved
 
     @property
     def is_busy(self) -> bool:
@@ -350,12 +350,13 @@ class TransferEngine:
 
     # --------------------------------------------------------------------------------------- quarantine and strays
 
-    def _look_after(self) -> bool:
+    def look_after(self, *, at_once: bool = False) -> bool:
+        """Poll strays and, `at_once` or when it is time, quarantine; True if one of them ended."""
         moved = self.custody.poll() if self.custody.stray_count else False
         if not (len(self.quarantine) or self.custody.unreleased_count):
             return moved
         now_s = self._clock()
-        if now_s < self._next_quarantine_s:
+        if now_s < self._next_quarantine_s and not at_once:
             return moved
         self._next_quarantine_s = now_s + _QUARANTINE_POLL_S
         for transfer in self.quarantine.poll(self._quarantined_part_over):

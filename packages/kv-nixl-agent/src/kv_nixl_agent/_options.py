@@ -107,6 +107,7 @@ class AgentOptions:
             itself. Needed by a rank whose memory is read over transports that the owner of the memory must help along
             (TCP, or large reads over shared memory) while its own thread sleeps.
         sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
+        close_wait_s: How long `close` polls transfers that are still on the wire, in seconds.
         trace: Called on the owner thread at every state change of a transfer; costs nothing when None.
     """
 
@@ -122,6 +123,7 @@ class AgentOptions:
     max_prepared_peers: int = 1024
     progress_thread: bool = True
     sync_mode: SyncMode = "rw"
+    close_wait_s: float = 2.0
     trace: Callable[[TraceEvent], None] | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +136,7 @@ class AgentOptions:
             self.max_inflight_bytes is None or self.max_inflight_bytes > 0,
             f"max_inflight_bytes is {self.max_inflight_bytes}, it must be positive or None",
         )
+        _demand(self.close_wait_s >= 0, f"close_wait_s is {self.close_wait_s}, it must not be negative")
         for name in ("max_queued", "max_quarantined_per_peer", "max_prepared_peers"):
             _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
 

@@ -40,6 +40,11 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def is_pollable(self) -> bool:
+        """Whether anything is held that NIXL can still tell the end of."""
+        return any(not transfer.peer.is_lost for transfer, _ in self._held.values())
+
     def count_of(self, peer: Peer) -> int:
         """Return how many transfers of `peer` are held."""
         return self._by_peer.get(peer, 0)
