@@ -31,6 +31,8 @@ _NO_NETWORK = (
     "Failed to establish a new connection",
     "error sending request",
 )
+_CRASHES = ("Fatal Python error", "Assertion `", "terminate called", "Segmentation fault", "MemoryError")
+_LINES_AROUND_A_CRASH = 3
 
 
 class DevError(Exception):
@@ -85,8 +87,8 @@ def run_step(
     elapsed_s = time.monotonic() - started
     if code not in allowed:
         fail(
-            f"step '{name}' failed (exit code {code}, after {elapsed_s:.0f} s)\n"
-            f"  command: {shlex.join(words)}\n  log: {log}\n  its last lines:\n{_tail(log)}{_hint(_tail(log))}"
+            f"step '{name}' failed (exit code {_code_in_words(code)}, after {elapsed_s:.0f} s)\n"
+            f"  command: {shlex.join(words)}\n  log: {log}\n{_crash(log)}  its last lines:\n{_tail(log)}{_hint(_tail(log))}"
         )
     note(f"  ok  {name} ({elapsed_s:.1f} s)" if code == 0 else f"  --  {name}: exit code {code} ({elapsed_s:.1f} s)")
     return code, log
@@ -135,6 +137,20 @@ def _log_path(name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     return folder / f"{safe}.log"
+
+
+def _code_in_words(code: int) -> str:
+    return f"{code}: {signal.Signals(-code).name}" if -code in set(signal.Signals) else str(code)
+
+
+def _crash(log: Path) -> str:
+    """Return the lines around the first sign of a crash: a dump of all threads may push them out of the last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        if any(sign in line for sign in _CRASHES):
+            around = lines[max(0, number - _LINES_AROUND_A_CRASH) : number + _LINES_AROUND_A_CRASH + 1]
+            return "  where it crashed:\n" + "".join(f"    {one}\n" for one in around)
+    return ""
 
 
 def _tail(log: Path, lines: int = _TAIL_LINES) -> str:

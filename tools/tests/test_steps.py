@@ -27,6 +27,17 @@ def test_a_failed_step_names_itself_its_command_and_the_end_of_its_log() -> None
     assert (steps.STATE / "logs" / "tests--failing-step.log").exists()
 
 
+def test_a_crash_is_shown_though_a_long_dump_follows_it() -> None:
+    crash = "import faulthandler, os; faulthandler.enable(); print('UCX: Assertion `x` failed', flush=True)"
+    dump = "; print(*range(2000), sep=chr(10), flush=True); os.abort()"
+    with pytest.raises(DevError) as caught:
+        run_step("tests: crashing step", [sys.executable, "-c", crash + dump])
+    message = str(caught.value)
+    assert "exit code -6: SIGABRT" in message
+    assert "where it crashed:" in message
+    assert "UCX: Assertion" in message.split("its last lines")[0].split("where it crashed")[1]
+
+
 def test_without_a_network_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     uv = find_or_install_uv()
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:1/simple")
