@@ -35,7 +35,7 @@ def test_a_crash_is_shown_though_a_long_dump_follows_it() -> None:
     message = str(caught.value)
     assert "exit code -6: SIGABRT" in message
     assert "where it crashed:" in message
-    assert "UCX: Assertion" in message.split("its last lines")[0].split("where it crashed")[1]
+    assert "UCX: Assertion" in message.split("its last lines", maxsplit=1)[0].split("where it crashed")[1]
 
 
 def test_without_a_network_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
