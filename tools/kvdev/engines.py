@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineSpec", "free_port", "local_model", "metric_sum", "start_all"]
 
 _HEALTHY_WITHIN_S = 300.0
+_ENDS_WITHIN_S = 15.0
 _PR_SET_PDEATHSIG = 1
 _NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "PYTHONDONTWRITEBYTECODE")
 
@@ -124,20 +125,17 @@ class Engine:
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join("    " + line for line in text[-lines:])
 
-    def stop(self) -> None:
-        """End the engine and all its processes."""
-        for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=patience_s)
-                break
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def signal_all(self, number: int) -> None:
-        """Send a signal to the engine's whole process group (tests of dying and stopped peers)."""
-        os.killpg(self._process.pid, number)
+        """Send a signal to the engine's whole process group, if it still lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def wait_ended(self) -> None:
+        """Wait for an engine that was told to end; what it leaves, or all of it after a while, is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_ENDS_WITHIN_S)
+        self.signal_all(signal.SIGKILL)
+        self._process.wait(timeout=10)
 
 
 @contextlib.contextmanager
@@ -151,7 +149,9 @@ def start_all(specs: Sequence[EngineSpec], python: Path, *, quiet: bool = False)
         yield engines
     finally:
         for engine in engines:
-            engine.stop()
+            engine.signal_all(signal.SIGTERM)
+        for engine in engines:
+            engine.wait_ended()
 
 
 def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:

@@ -1,4 +1,4 @@
-"""Makes `pairs` importable by the tests beside it."""
+"""Makes `fleets` importable by the tests beside it."""
 
 from __future__ import annotations
 

@@ -1,35 +1,49 @@
-"""Engines of one model family that hand prompts over to one another in any direction, without a router."""
+"""Real engines of one model family that hand prompts over to one another, directly or through a router."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from pairs import STATE_MODEL, VLLM
 
-from kvdev.demo import connector_config
+from kvdev.demo import connector_config, running_router
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 
+VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+STATE_MODEL = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+MIRRORED = {"KV_TRANSFER_TEST_HOST_BUFFER": "1"}
 NO_PREFIX_CACHE = ("mamba", "mla")
 """vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
 
+TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
+FAILED = "vllm:nixl_num_failed_transfers_total"
+BYTES = "vllm:nixl_bytes_transferred_sum"
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+"""To be asked for with `source="local_compute"`."""
 
-def ours(**keys: object) -> dict[str, object]:
-    """Return the configuration of our connector in both roles; `keys` are extra-config keys, or a failure policy."""
-    return _config(connector_config("kv_both"), keys)
+
+def prompt(number: int, words: int = 40) -> str:
+    """Return a prompt that shares no block with that of another number."""
+    return f"{number:04d} " + " ".join(f"w{number * 7 + k * k % 97}" for k in range(words))
 
 
-def own_name(**keys: object) -> dict[str, object]:
+def ours(role: str = "kv_both", **keys: object) -> dict[str, object]:
+    """Return our connector's configuration; `keys` are extra-config keys, or a failure policy."""
+    return _config(connector_config(role), keys)
+
+
+def own_name(role: str = "kv_both", **keys: object) -> dict[str, object]:
     """Return the same under the name that vLLM's plugin entry point makes known, without a module path."""
-    config = {**ours(**keys), "kv_connector": "KVTransferConnector"}
+    config = {**ours(role, **keys), "kv_connector": "KVTransferConnector"}
     del config["kv_connector_module_path"]
     return config
 
@@ -51,11 +65,17 @@ class Fleet:
 
     engines: dict[str, Engine]
     family: str
+    router: str = ""
+    """Address of a router from `prefill` to `decode`, if there is one."""
+    asleep: set[str] = field(default_factory=set)
+
+    # ------------------------------------------------------------------------------------------------------- asking
 
     async def post(self, session: aiohttp.ClientSession, engine: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a greedy completion request and return the answer."""
+        """Post a greedy completion request to an engine ('' for the router) and return the answer."""
         whole = {"model": "tiny", "temperature": 0, "ignore_eos": True, **body}
-        async with session.post(self.engines[engine].url + "/v1/completions", json=whole) as reply:
+        url = self.engines[engine].url if engine else self.router
+        async with session.post(url + "/v1/completions", json=whole) as reply:
             answer: dict[str, Any] = await reply.json()
             assert reply.status == 200, answer
             return answer
@@ -86,6 +106,16 @@ class Fleet:
 
         return asyncio.run(run())
 
+    def routed(self, texts: Sequence[str], **more: Any) -> list[str]:
+        """Return the answers to prompts sent through the router at the same time."""
+        return self.answers(texts, decode="", **more)
+
+    def assert_same_as_alone(self, texts: Sequence[str], **more: Any) -> None:
+        """The router's answers equal those of the prefill engine when it does the whole job by itself."""
+        pairs = zip(texts, self.routed(texts, **more), self.answers(texts, decode="prefill", **more), strict=True)
+        different = [(text[:20], routed, alone) for text, routed, alone in pairs if routed != alone]
+        assert not different, f"{len(different)} of {len(texts)} differ (prompt, handed over, alone): {different}"
+
     def let_meet(self, prefill: str, decode: str) -> None:
         """Hand over something, so that the two know each other; vLLM's own reader has five seconds for that, so perhaps again."""
         for attempt in range(4):
@@ -97,6 +127,8 @@ class Fleet:
                 return
         raise AssertionError(f"{decode} cannot read from {prefill}: {self.log(decode)[-2000:]}")
 
+    # ----------------------------------------------------------------------------------------------------- looking
+
     def count(self, engine: str, name: str, **labels: str) -> float:
         """Return a counter of an engine."""
         return metric_sum(self.engines[engine].metrics(), name, **labels)
@@ -106,16 +138,30 @@ class Fleet:
         return self.engines[engine].log.read_text(errors="replace")
 
     def assert_all_blocks_free(self, within_s: float = 30) -> None:
-        """No engine holds a block for any request any more."""
+        """No engine holds a block for any request any more; each takes steps meanwhile, to collect its workers' reports."""
         until = time.monotonic() + within_s
+        awake = {name: engine for name, engine in self.engines.items() if name not in self.asleep}
         while True:
-            for engine in self.engines.values():
+            for engine in awake.values():
                 engine.complete({"model": "tiny", "prompt": "flush", "max_tokens": 2, "temperature": 0})
-            used = {name: self.count(name, "vllm:kv_cache_usage_perc") for name in self.engines}
+            used = {name: self.count(name, "vllm:kv_cache_usage_perc") for name in awake}
             if not any(used.values()):
                 return
             assert time.monotonic() < until, f"KV cache usage stays at {used}"
             time.sleep(0.5)
+
+    # ---------------------------------------------------------------------------------------------------- sleeping
+
+    def only(self, *names: str) -> None:
+        """Let these engines run and stop the others' processes: more than two starve one another on two cores."""
+        for name, engine in self.engines.items():
+            if (name in names) is (name in self.asleep):
+                engine.signal_all(signal.SIGCONT if name in names else signal.SIGSTOP)
+                self.asleep ^= {name}
+
+    def end(self, name: str) -> None:
+        """Kill an engine and forget it."""
+        self.engines.pop(name).signal_all(signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -125,6 +171,7 @@ def started_fleet(
     *,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
+    environments: Mapping[str, Mapping[str, str]] | None = None,
     cores: Mapping[str, str] | None = None,
 ) -> Iterator[Fleet]:
     """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any."""
@@ -139,9 +186,29 @@ def started_fleet(
             (cores or {}).get(name, str(number % count)),
             config,
             [*more, *(arguments or {}).get(name, ())],
-            extra,
+            {**extra, **(environments or {}).get(name, {})},
         )
         for number, (name, config) in enumerate(configs.items())
     ]
     with start_all(specs, python, quiet=True) as engines:
-        yield Fleet(dict(zip(configs, engines, strict=True)), family)
+        fleet = Fleet(dict(zip(configs, engines, strict=True)), family)
+        try:
+            yield fleet
+        finally:
+            fleet.only(*fleet.engines)
+
+
+@contextlib.contextmanager
+def started_pair(
+    family: str,
+    *,
+    arguments: Mapping[str, Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Fleet]:
+    """Start `prefill`, `decode` and a router between them."""
+    configs = {"prefill": ours("kv_producer"), "decode": ours("kv_consumer")}
+    with (
+        started_fleet(family, configs, arguments=arguments, environment=environment) as fleet,
+        running_router([fleet.engines["prefill"].url], [fleet.engines["decode"].url]) as fleet.router,
+    ):
+        yield fleet

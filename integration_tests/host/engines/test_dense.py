@@ -8,55 +8,52 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from pairs import Pair, prompt, started_pair
+from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, prompt, started_pair
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[Fleet]:
     with started_pair("dense") as running:
         yield running
 
 
-def test_concurrent_hand_overs_give_the_text_of_one_engine_and_recompute_nothing(pair: Pair) -> None:
+def test_concurrent_hand_overs_give_the_text_of_one_engine_and_recompute_nothing(pair: Fleet) -> None:
     texts = [prompt(n, 30 + 40 * n) for n in range(6)]
-    before = {
-        name: pair.decode_count(name)
-        for name in ("vllm:nixl_xfer_time_seconds_count", "vllm:nixl_num_failed_transfers_total")
-    }
-    recomputed = pair.decode_count("vllm:prompt_tokens_by_source_total", source="local_compute")
+    before = {name: pair.count("decode", name) for name in (TRANSFERS, FAILED)}
+    computed = pair.count("decode", COMPUTED, source="local_compute")
     pair.assert_same_as_alone(texts)
-    assert pair.decode_count("vllm:nixl_xfer_time_seconds_count") - before["vllm:nixl_xfer_time_seconds_count"] == 6
-    assert pair.decode_count("vllm:nixl_num_failed_transfers_total") == before["vllm:nixl_num_failed_transfers_total"]
-    assert pair.decode_count("vllm:prompt_tokens_by_source_total", source="local_compute") == recomputed
+    assert pair.count("decode", TRANSFERS) - before[TRANSFERS] == len(texts)
+    assert pair.count("decode", FAILED) == before[FAILED]
+    assert pair.count("decode", COMPUTED, source="local_compute") == computed
     pair.assert_all_blocks_free()
 
 
-def test_prefix_hits_partial_and_full_move_only_what_is_missing(pair: Pair) -> None:
+def test_prefix_hits_partial_and_full_move_only_what_is_missing(pair: Fleet) -> None:
     first, longer = prompt(100, 90), prompt(100, 90) + prompt(101, 90)
     pair.assert_same_as_alone([first])
-    moved = pair.decode_count("vllm:nixl_bytes_transferred_sum")
+    moved = pair.count("decode", BYTES)
     pair.assert_same_as_alone([first])
-    full_hit = pair.decode_count("vllm:nixl_bytes_transferred_sum") - moved
+    full_hit = pair.count("decode", BYTES) - moved
     pair.assert_same_as_alone([longer])
-    partial_hit = pair.decode_count("vllm:nixl_bytes_transferred_sum") - moved - full_hit
+    partial_hit = pair.count("decode", BYTES) - moved - full_hit
     block_bytes = 128 * 2 * 4 * 64 * 4 * 4
     assert full_hit <= block_bytes  # at most the last, partly filled block
     assert 0 < partial_hit < len(longer) / 128 * block_bytes
     pair.assert_all_blocks_free()
 
 
-def test_a_prompt_shorter_than_a_block(pair: Pair) -> None:
+def test_a_prompt_shorter_than_a_block(pair: Fleet) -> None:
     pair.assert_same_as_alone(["hi", "a"])
 
 
-def test_a_first_token_that_stops_the_request_is_handed_over_too(pair: Pair) -> None:
+def test_a_first_token_that_stops_the_request_is_handed_over_too(pair: Fleet) -> None:
     text = prompt(110, 50)
-    (answer,) = pair.ask_all([text], url=pair.prefill.url, max_tokens=1)
-    assert pair.ask_all([text], stop=[answer]) == [""]
+    (answer,) = pair.answers([text], decode="prefill", max_tokens=1)
+    assert pair.routed([text], stop=[answer]) == [""]
     pair.assert_all_blocks_free()
 
 
-def test_chat_and_streaming_go_through_the_router(pair: Pair) -> None:
+def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": prompt(120)}],
@@ -76,14 +73,15 @@ def test_chat_and_streaming_go_through_the_router(pair: Pair) -> None:
                     text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
             return text
 
-    assert asyncio.run(stream(pair.router)) == asyncio.run(stream(pair.prefill.url))
+    assert asyncio.run(stream(pair.router)) == asyncio.run(stream(pair.engines["prefill"].url))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05, 0.2])
-def test_clients_that_leave_strand_no_blocks(pair: Pair, after_s: float) -> None:
+def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> None:
     async def leave() -> None:
         async with aiohttp.ClientSession() as session:
-            asks = [asyncio.create_task(pair.ask(session, prompt(200 + n, 60), max_tokens=200)) for n in range(8)]
+            bodies = [{"prompt": prompt(200 + n, 60), "max_tokens": 200} for n in range(8)]
+            asks = [asyncio.create_task(pair.post(session, "", body)) for body in bodies]
             await asyncio.sleep(after_s)
             for ask in asks:
                 ask.cancel()
@@ -129,18 +127,17 @@ HOSTILE: list[object] = [
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_a_hostile_ticket_is_answered_or_refused_and_the_next_request_served(pair: Pair, number: int) -> None:
+def test_a_hostile_ticket_is_answered_or_refused_and_the_next_request_served(pair: Fleet, number: int) -> None:
     async def send() -> int:
         body = {"model": "tiny", "prompt": prompt(400 + number), "max_tokens": 4, "kv_transfer_params": HOSTILE[number]}
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
-            session.post(pair.decode.url + "/v1/completions", json=body) as reply,
+            session.post(pair.engines["decode"].url + "/v1/completions", json=body) as reply,
         ):
             await reply.read()
             return reply.status
 
     assert asyncio.run(send()) in {200, 400, 500}
-    assert pair.decode.is_healthy()
-    assert pair.prefill.is_healthy()
+    assert all(engine.is_healthy() for engine in pair.engines.values())
     pair.assert_same_as_alone([prompt(500 + number)])
     pair.assert_all_blocks_free(within_s=60)

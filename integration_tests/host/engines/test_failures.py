@@ -6,31 +6,30 @@ import asyncio
 import json
 import os
 import random
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
-from fleets import Fleet, ours, started_fleet
-from pairs import prompt
+from fleets import COMPUTED, TRANSFERS, Fleet, ours, own_name, prompt, started_fleet
 
 HOSTILE = int(os.environ.get("KVDEV_HOSTILE_REQUESTS", "2000"))
 AT_ONCE = 16
 LEASE_S = 2
-COMPUTED = "vllm:prompt_tokens_by_source_total"
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     configs = {
         "prefill": ours(),
-        "doomed": ours(kv_lease_duration=LEASE_S),
+        "doomed": own_name(kv_lease_duration=LEASE_S),
         "recompute": ours(kv_load_failure_policy="recompute", remote_hosts=["127.0.0.0/8"], handshake_timeout_s=1.0),
         "fail": ours(kv_load_failure_policy="fail", handshake_timeout_s=1.0),
     }
-    with started_fleet("dense", configs) as running:
+    # What `doomed` reads is corrupted (the control below); it is read from as well, which that does not touch.
+    environments = {"doomed": {"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"}}
+    with started_fleet("dense", configs, environments=environments) as running:
         yield running
 
 
@@ -60,6 +59,13 @@ def tickets(fleet: Fleet, engine: str, texts: list[str]) -> list[dict[str, Any]]
             return [await fleet.ticket(session, text, engine, {}) for text in texts]
 
     return asyncio.run(run())
+
+
+def test_the_corrupted_page_control_fails_under_the_connectors_own_name(fleet: Fleet) -> None:
+    texts = [prompt(1)]
+    assert fleet.answers(texts, prefill="prefill", decode="doomed") != fleet.answers(texts, decode="prefill")
+    assert fleet.count("doomed", TRANSFERS) == 1
+    assert "KVTransferConnector" in fleet.log("doomed")
 
 
 def test_a_ticket_whose_lease_has_ended_is_never_served_from_reused_pages(fleet: Fleet) -> None:
@@ -135,7 +141,7 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     """The last test of this fleet: it kills an engine."""
     texts = [prompt(40 + n, 60) for n in range(3)]
     given = tickets(fleet, "doomed", texts)
-    fleet.engines["doomed"].signal_all(signal.SIGKILL)
+    fleet.end("doomed")
     expected = fleet.answers(texts, decode="prefill")
     computed = fleet.count("recompute", COMPUTED, source="local_compute")
     status, answer = send(fleet, "recompute", texts[0], given[0])
@@ -151,5 +157,4 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     assert fleet.answers([prompt(50, 40)], prefill="prefill", decode="fail") == fleet.answers(
         [prompt(50, 40)], decode="prefill"
     )
-    del fleet.engines["doomed"]
     fleet.assert_all_blocks_free(within_s=60)

@@ -13,12 +13,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleets import Fleet, hosts_own, ours, own_name, started_fleet
-from pairs import VLLM, prompt
+from fleets import (
+    COMPUTED,
+    FAILED,
+    MIRRORED,
+    TRANSFERS,
+    VLLM,
+    Fleet,
+    hosts_own,
+    ours,
+    own_name,
+    prompt,
+    started_fleet,
+)
 
-TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
-FAILED = "vllm:nixl_num_failed_transfers_total"
-COMPUTED = "vllm:prompt_tokens_by_source_total"
 LEASE_S = 4
 MIXED = [("ours", "hosts"), ("hosts", "ours")]
 
@@ -35,12 +43,12 @@ def assert_handed_over(fleet: Fleet, prefill: str, decode: str, texts: list[str]
     fleet.assert_all_blocks_free()
 
 
-@pytest.mark.parametrize("makers", [(ours, ours), (ours, hosts_own)], ids=["ours", "mixed"])
 @pytest.mark.parametrize("family", ["sliding-window", "mamba"])
-def test_a_family_crosses_both_ways(family: str, makers: tuple[Any, Any]) -> None:
-    """Two engines at a time: more of them leave two cores too little to answer within vLLM's five seconds."""
-    with started_fleet(family, {"ours": makers[0](), "other": makers[1]()}) as fleet:
-        for number, (prefill, decode) in enumerate([("ours", "other"), ("other", "ours")]):
+def test_a_family_crosses_in_every_pairing(family: str) -> None:
+    """Two engines run at a time: more of them leave two cores too little to answer within vLLM's five seconds."""
+    with started_fleet(family, {"ours": ours(), "too": ours(), "hosts": hosts_own()}) as fleet:
+        for number, (prefill, decode) in enumerate([*MIXED, ("ours", "too"), ("too", "ours")]):
+            fleet.only(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(4)]
             fleet.let_meet(prefill, decode)
             assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
@@ -81,20 +89,20 @@ def assert_probes_explain(fleet: Fleet) -> None:
     if not renamed.exists():
         renamed.symlink_to(fleet.engines["ours"].spec.model, target_is_directory=True)
     changes = {
-        "dtype": ["--dtype", "bfloat16"],
-        "block_size": ["--block-size", "64"],
-        "model": ["--model", str(renamed)],
+        ("dtype", "model"): ["--dtype", "bfloat16", "--model", str(renamed)],
+        ("block_size",): ["--block-size", "64"],
     }
-    with started_fleet("dense", dict.fromkeys(changes, ours()), arguments=changes) as changed:
-        for name in changes:
-            code, report = probe(fleet, "hosts", changed, name)
+    arguments = {"-and-".join(names): words for names, words in changes.items()}
+    with started_fleet("dense", dict.fromkeys(arguments, ours()), arguments=arguments) as changed:
+        for names, engine in zip(changes, changed.engines, strict=True):
+            code, report = probe(fleet, "hosts", changed, engine)
             # Pages of another size follow from other elements and other blocks, and are named as well.
             named = {difference["name"] for difference in report["against"]["differences"]}
-            assert name in named, report["against"]
-            assert named <= {name, "block_lens", "block_strides", "num_blocks", "region_num_blocks"}, named
+            assert named >= set(names), report["against"]
+            assert named <= {*names, "block_lens", "block_strides", "num_blocks", "region_num_blocks"}, named
             # Hashes say nothing about block sizes: such engines are compatible.
-            assert code == (0 if name == "block_size" else 1)
-            assert report["against"]["same_hash"] is (name == "block_size")
+            assert code == (0 if names == ("block_size",) else 1)
+            assert report["against"]["same_hash"] is (names == ("block_size",))
 
 
 def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, text: str) -> None:
@@ -128,23 +136,24 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
     fleet.assert_all_blocks_free()
 
 
-def test_latent_attention_crosses_between_all_pairings() -> None:
+def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer() -> None:
     """vLLM's own connector on both ends is the reference: one engine alone is none for this family.
 
     On CPU its decode and prefill kernels for latent attention disagree without any connector: to generate n tokens at
     once and to ask n times for one token gives different texts.
     """
     texts = [prompt(n, 20 + 60 * n) for n in range(4)]
-    with started_fleet("mla", {"hosts": hosts_own(), "other": hosts_own()}) as fleet:
-        fleet.let_meet("hosts", "other")
+    configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": ours()}
+    with started_fleet("mla", configs, environments={"mirrored": MIRRORED}) as fleet:
+        fleet.only("hosts", "peer")
+        fleet.let_meet("hosts", "peer")
         # One at a time: the batch that a prompt is computed in changes its text here.
-        expected = [fleet.answers([text], prefill="hosts", decode="other")[0] for text in texts]
-    for make in (ours, hosts_own):
-        with started_fleet("mla", {"ours": ours(), "other": make()}) as fleet:
-            for prefill, decode in [("ours", "other"), ("other", "ours")]:
-                fleet.let_meet(prefill, decode)
-                for text, answer in zip(texts, expected, strict=True):
-                    assert_handed_over(fleet, prefill, decode, [text], [answer])
+        expected = [fleet.answers([text], prefill="hosts", decode="peer")[0] for text in texts]
+        for prefill, decode in [*MIXED, ("ours", "mirrored"), ("mirrored", "ours")]:
+            fleet.only(prefill, decode)
+            fleet.let_meet(prefill, decode)
+            for text, answer in zip(texts, expected, strict=True):
+                assert_handed_over(fleet, prefill, decode, [text], [answer])
 
 
 ONE_AND_TWO = {

@@ -13,11 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import aiohttp
 import pytest
-from fleets import Fleet, ours, started_fleet
-from pairs import prompt
+from fleets import COMPUTED, FAILED, TRANSFERS, Fleet, ours, prompt, started_fleet
 
-TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
-FAILED = "vllm:nixl_num_failed_transfers_total"
+CONVERSIONS = "vllm:kv_transfer_conversion_seconds_count"
 PREEMPTIONS = "vllm:num_preemptions_total"
 ARGUMENTS = {
     # Prompts below are longer than 96 tokens: each takes several steps.
@@ -79,13 +77,18 @@ def test_spans_of_a_hand_over_join_the_requests_trace(fleet: Fleet, exported: tu
 
 @pytest.mark.parametrize(("prefill", "decode"), [("chunked", "tight"), ("tight", "chunked")])
 def test_chunked_prompts_cross_between_unequal_block_sizes(fleet: Fleet, prefill: str, decode: str) -> None:
+    """vLLM's CPU kernel keeps keys by channel: two blocks of 64 tokens are not one of 128, and torch puts them in order."""
     texts = [prompt(10 * len(prefill) + n, 25 + 20 * n) for n in range(3)]
-    transfers = fleet.count(decode, TRANSFERS)
+    transfers, conversions = fleet.count(decode, TRANSFERS), fleet.count(decode, CONVERSIONS)
+    computed = fleet.count(decode, COMPUTED, source="local_compute")
+    texts.append(texts[-1] + prompt(10 * len(prefill) + 3, 25))  # begins with a prefix hit on both sides
     for text in texts:
         assert len(text) > 96
         assert fleet.answers([text], prefill=prefill, decode=decode) == fleet.answers([text], decode=prefill)
     assert fleet.count(decode, TRANSFERS) - transfers == len(texts)
+    assert fleet.count(decode, CONVERSIONS) - conversions == len(texts)
     assert fleet.count(decode, FAILED) == 0
+    assert fleet.count(decode, COMPUTED, source="local_compute") == computed
     fleet.assert_all_blocks_free()
 
 

@@ -6,11 +6,8 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from fleets import ASK_TICKET, Fleet, ours, started_fleet
-from pairs import prompt
+from fleets import ASK_TICKET, COMPUTED, TRANSFERS, Fleet, ours, prompt, started_fleet
 
-TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
-COMPUTED = "vllm:prompt_tokens_by_source_total"
 KEPT_S = 20
 
 
