@@ -86,7 +86,8 @@ def test_chunked_prompts_cross_between_unequal_block_sizes(fleet: Fleet, prefill
         assert len(text) > 96
         assert fleet.answers([text], prefill=prefill, decode=decode) == fleet.answers([text], decode=prefill)
     assert fleet.count(decode, TRANSFERS) - transfers == len(texts)
-    assert fleet.count(decode, CONVERSIONS) - conversions == len(texts)
+    # Smaller blocks are read whole and put in order; parts of larger ones are read piece by piece.
+    assert fleet.count(decode, CONVERSIONS) - conversions == (len(texts) if prefill == "chunked" else 0)
     assert fleet.count(decode, FAILED) == 0
     assert fleet.count(decode, COMPUTED, source="local_compute") == computed
     fleet.assert_all_blocks_free()
