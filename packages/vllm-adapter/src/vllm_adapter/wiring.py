@@ -54,6 +54,7 @@ class SchedulerParts:
             pp=facts.pp,
             dcp=facts.dcp,
             groups=tuple(_group_config(group) for group in facts.groups),
+            state_backoff_tokens=facts.backoff_tokens,
             lease_s=settings.kv_lease_duration,
             heartbeat_s=settings.heartbeat_s,
             fence_slots=settings.fence_slots,
