@@ -218,6 +218,22 @@ def test_a_producers_own_prefix_hit_changes_nothing_about_its_ticket(make_engine
     producer.assert_nothing_left()
 
 
+@pytest.mark.parametrize("batch_tokens", [256, 3 * BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 50, 161])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_the_mirror_gets_the_running_state_and_no_block_that_was_given_away(
+    make_engine, monkeypatch: pytest.MonkeyPatch, state: Any, tokens: int, batch_tokens: int
+) -> None:
+    monkeypatch.setenv("KV_TRANSFER_TEST_HOST_BUFFER", "1")
+    producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
+    ticket = hand_over(producer, "p", prompt(tokens))
+    saves = [blocks for _, blocks in producer.orders("saves")]
+    assert [list(states) for states, _ in saves if states] == [ticket["remote_block_ids"][0]]
+    assert {block for _, whole in saves for block in whole} == set(ticket["remote_block_ids"][1])
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
+
+
 @pytest.mark.parametrize("change", [0, 1, 9])
 def test_a_state_that_has_seen_too_much_is_not_read(make_engine, change: int) -> None:
     """Of a producer that kept the last token, or a ticket of a longer prompt."""
