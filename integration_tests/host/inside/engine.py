@@ -47,6 +47,10 @@ _HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 
 FULL = FullAttentionSpec(block_size=BLOCK, **_HEADS)
 WINDOW = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * BLOCK, **_HEADS)
+CACHED_STATE = MambaSpec(
+    block_size=BLOCK, shapes=((64, 3), (4, 16, 16)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
+)
+"""A state with prefix caching: kept at block boundaries, so that a prefix can be hit."""
 STATE = MambaSpec(block_size=2048, shapes=((64, 3), (4, 16, 16)), dtypes=(torch.float32, torch.float32))
 
 PREFILL = {
@@ -107,6 +111,8 @@ class Engine:
         batch_tokens: int = 256,
         policy: str = "fail",
         prefix_caching: bool = True,
+        mamba_cache_mode: str = "none",
+        draft_tokens: int = 0,
         beside: tuple[dict[str, Any], ...] = (),
         **extra: object,
     ) -> None:
@@ -114,7 +120,9 @@ class Engine:
         model = ModelConfig(model=_model_folder(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
         config = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching),
+            cache_config=CacheConfig(
+                block_size=BLOCK, enable_prefix_caching=prefix_caching, mamba_cache_mode=mamba_cache_mode
+            ),
             device_config=DeviceConfig("cpu"),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
@@ -144,6 +152,8 @@ class Engine:
                 hash_block_size=BLOCK,
                 log_stats=True,
             )
+        # What a drafter of so many tokens makes the scheduler reserve beyond those that it runs.
+        self.scheduler.num_lookahead_tokens = draft_tokens
         self.plans: list[Any] = []
         self.outputs: dict[str, list[Any]] = {}
 

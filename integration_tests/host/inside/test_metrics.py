@@ -54,3 +54,19 @@ def test_series_and_counters_keep_the_hosts_names(page: Any) -> None:
     assert sample("vllm:nixl_xfer_time_seconds_count") == 2
     assert sample("vllm:nixl_bytes_transferred_sum") == 2**21
     assert sample("vllm:nixl_num_failed_transfers_total") == 1
+
+
+def test_bytes_add_up_by_backend_memory_and_the_transports_that_ucx_may_use(page: Any) -> None:
+    page(bytes_by_path=[["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]])
+    page(bytes_by_path=[["unknown", "DRAM->DRAM", "", 7]])
+    name = "vllm:kv_transfer_read_bytes_total"
+    assert sample(name, backend="UCX", memory="DRAM->VRAM", ucx_tls="unset") == 1024
+    assert sample(name, backend="unknown", memory="DRAM->DRAM", ucx_tls="") == 7
+
+
+def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
+    page(heartbeat_lag=[0.0, 0.0, 6.5, 15.5], heartbeat_delay=[0.2], num_unsent_heartbeats=[1])
+    name = "vllm:kv_transfer_heartbeat_lag_seconds_bucket"
+    assert [sample(name, le=le) for le in ("0.05", "5.0", "7.5", "15.0", "+Inf")] == [2, 2, 3, 3, 4]
+    assert sample("vllm:kv_transfer_heartbeat_delay_seconds_sum") == 0.2
+    assert sample("vllm:kv_transfer_num_unsent_heartbeats_total") == 1

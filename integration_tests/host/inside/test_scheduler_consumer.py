@@ -370,3 +370,18 @@ def test_only_requests_that_wait_for_a_peer_renew_a_lease(make_engine, producer)
     consumer.run()
     assert len(consumer.orders("heartbeats")) == count
     consumer.assert_nothing_left()
+
+
+def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(make_engine, producer) -> None:
+    consumer = make_engine("D")
+    side, clock, seen = consumer.connector._scheduler_side, [1000.0], []
+    side._now_s = lambda: clock[0]
+    side._stats.observe = lambda key, value: seen.append((key, value))
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    for wait_s in (0.25, 5.0, 1.0, 10.0):
+        clock[0] += wait_s
+        consumer.step()
+    assert [value for key, value in seen if key == "heartbeat_delay"] == [0.25, 0.0, 6.0]
+    assert len(consumer.orders("heartbeats")) == 3
+    consumer.run(received=["d"])
+    consumer.assert_nothing_left()

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, NixlBinding, _bindings, find_nixl, open_nixl
+from kv_nixl_agent import AgentError, NixlBinding, WireTelemetry, _bindings, find_nixl, open_nixl
 
 ONE = np.zeros(1, dtype=np.int32)
 ROWS = np.array([[4096, 8, 0, 8, 3]], dtype=np.uint64)
@@ -119,6 +119,15 @@ def test_returns_are_normalised(module):
     assert list(binding.notifications()) == [("peer", b"a"), ("peer", b"b")]
     assert (binding.post(object()), binding.check(object())) == ("done", "in-progress")
     assert binding.telemetry(object()) is None
+    agent.answers["get_xfer_telemetry"] = types.SimpleNamespace(
+        postDuration=1, xferDuration=2, totalBytes=64, descCount=1
+    )
+    assert binding.telemetry(object()) == WireTelemetry(1.0, 2.0, 64, 1, "UCX")
+    assert "query_xfer_backend" not in [method for method, _ in agent.calls]
+    agent.backends["GDS"] = {}
+    for told, known in (("GDS", "GDS"), (None, ""), (RuntimeError("no"), "")):
+        agent.answers["query_xfer_backend"] = told
+        assert binding.telemetry(object()) == WireTelemetry(1.0, 2.0, 64, 1, known)
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
     binding.make("read", 1, ONE, 2, ONE, b"n")
     assert agent.calls[-1][1][0] == "READ"

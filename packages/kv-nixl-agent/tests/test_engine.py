@@ -145,6 +145,7 @@ def test_mixed_memory_kinds_are_split():
     pair.consumer.post(order("m", [0, 9, 1, 8], [20, 21, 22, 40], notification=b"m"))
     result = pair.run()["m"]
     assert (result.outcome, result.descriptor_count, result.is_notified) == ("done", 4, True)
+    assert sorted(result.bytes_by_path) == [("UCX", "DRAM", "DRAM", 128), ("UCX", "VRAM", "DRAM", 128)]
     assert np.array_equal(device.page(0), pair.remote.page(20))
     assert np.array_equal(device.page(1), pair.remote.page(22))
     assert np.array_equal(pair.local.page(1), pair.remote.page(21))

@@ -97,7 +97,7 @@ def test_asking_for_the_external_tokens_changes_nothing():
     params = prefill_request_params()
     before = copy.deepcopy(params)
     assert state.arrive("p1", params, prompt_tokens=10, now_s=0.0).truncate_tokens == 1
-    ticket = consumer_params()
+    ticket = consumer_params(remote_num_tokens=9)
     assert state.arrive("d1", ticket, prompt_tokens=10, now_s=0.0).truncate_tokens == 0
     snapshot = state.snapshot(now_s=0.0)
     for _ in range(3):
@@ -107,4 +107,15 @@ def test_asking_for_the_external_tokens_changes_nothing():
         assert state.external_tokens("d1", computed_tokens=9) == 0
     assert state.snapshot(now_s=0.0) == snapshot
     assert params == before
-    assert ticket == consumer_params()
+    assert ticket == consumer_params(remote_num_tokens=9)
+
+
+def test_a_state_of_more_tokens_than_are_wanted_is_not_read():
+    """A producer that kept the last token, or a ticket of a longer prompt: the state cannot be set back."""
+    for held, external in ((9, 9), (10, 0), (48, 0), (7, 7)):
+        state = scheduler(groups=(STATE,))
+        state.arrive("d1", consumer_params(remote_num_tokens=held), prompt_tokens=10, now_s=0.0)
+        assert state.external_tokens("d1", computed_tokens=0) == external
+    state = scheduler()
+    state.arrive("d1", consumer_params(remote_num_tokens=48), prompt_tokens=10, now_s=0.0)
+    assert state.external_tokens("d1", computed_tokens=0) == 10  # blocks of tokens can be cut

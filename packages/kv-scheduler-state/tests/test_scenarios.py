@@ -333,6 +333,20 @@ def test_heartbeats_are_grouped_by_peer_and_throttled():
     assert beats(state, 10.0) == [("prefill-0", ("a", "b", "d")), ("prefill-1", ("c",))]
 
 
+def test_a_late_heartbeat_is_as_late_as_that_of_the_most_overdue_peer():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="a")
+    beats(state, 0.25)
+    assert state.heartbeat_delay_s == 0.25
+    with_ticket(state, "d2", remote_request_id="b", remote_engine_id="prefill-1", now_s=4.0)
+    assert len(beats(state, 7.0)) == 2
+    assert state.heartbeat_delay_s == 3.0  # prefill-1 since 4.0, prefill-0 since 5.25
+    assert beats(state, 8.0) == []
+    assert state.heartbeat_delay_s == 3.0
+    assert len(beats(state, 12.0)) == 2
+    assert state.heartbeat_delay_s == 0.0
+
+
 def test_heartbeats_go_on_while_a_request_waits_or_reads_and_stop_with_it():
     state = scheduler()
     with_ticket(state, "d1", remote_request_id="a")

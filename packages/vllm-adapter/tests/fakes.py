@@ -55,6 +55,7 @@ class Result:
     wire_s: float = 0.001
     queue_s: float = 0.0
     fence_s: float = 0.0
+    bytes_by_path: tuple[tuple[str, Any, Any, int], ...] = (("UCX", "DRAM", "DRAM", 100),)
 
 
 @dataclass(frozen=True)

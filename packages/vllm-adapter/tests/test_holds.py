@@ -22,8 +22,17 @@ class Bench:
         self.sent: list[str] = []
         self.counts: Counter[str] = Counter()
         self.agent = FakeAgent()
-        observer = HoldObserver(self.sent.append, lambda key: self.counts.update([key]), lambda _: None)
-        self.holds = HoldCoordinator(LeaseTable(max_pause_s=1e9), Codec(), observer, now_s=lambda: self.now_s)
+        self.lags: list[float] = []
+        self.log: list[str] = []
+        observer = HoldObserver(
+            self.sent.append,
+            lambda key: self.counts.update([key]),
+            lambda _, lag_s: self.lags.append(lag_s),
+            self.log.append,
+        )
+        self.holds = HoldCoordinator(
+            LeaseTable(max_pause_s=1e9), Codec(), observer, heartbeat_s=5.0, now_s=lambda: self.now_s
+        )
         self.holds.attach(self.agent)  # type: ignore[arg-type]
 
     def expect(self, request_id: str = "r") -> None:
@@ -31,6 +40,11 @@ class Bench:
 
     def grant(self, request_id: str = "r", lease_s: float = 30.0) -> None:
         self.holds.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE),)))
+
+    def beat(self, after_s: float, *request_ids: str, reader: str = "D") -> None:
+        self.now_s += after_s
+        for payload in Codec().heartbeats(request_ids or ("r",)):
+            self.holds.notified(reader, payload)
 
     def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1) -> None:
         self.holds.notified(reader, Codec().read_complete(request_id, count))
@@ -88,6 +102,60 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
     assert bench.counts["num_kv_expired_reqs"] == 1
     bench.read()
     assert bench.counts["num_notifications_after_expiry"] == 1
+
+
+def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.beat(12.0)  # the ticket was on its way
+    assert bench.lags == []
+    bench.beat(5.0)
+    bench.beat(4.5)
+    bench.beat(11.5)
+    assert bench.lags == [0.0, 0.0, 6.5]
+
+
+def test_any_readers_heartbeat_breaks_the_silence_and_strangers_do_not(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.beat(1.0, reader="D0")
+    bench.beat(6.0, reader="D1")
+    bench.beat(0.5, reader="D0")
+    bench.beat(9.0, "unknown")
+    assert bench.lags == [1.0, 0.0]
+
+
+def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(bench: Bench) -> None:
+    for request_id in ("a", "b", "c"):
+        bench.expect(request_id)
+        bench.grant(request_id)
+    bench.beat(0.0, "a", "b")
+    bench.beat(6.0, "b")
+    bench.beat(2.0, "c", "a", "b")
+    assert bench.lags == [1.0, 3.0]
+
+
+def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) -> None:
+    for request_id in ("heard", "unheard"):
+        bench.expect(request_id)
+        bench.grant(request_id)
+    bench.beat(29.0, "heard")
+    bench.now_s += 20.5
+    bench.holds.tick()
+    assert bench.sent == ["heard", "unheard"]
+    assert bench.lags == [15.5]
+    assert "last heartbeat 20.5 s ago" in bench.log[0]
+    assert "no heartbeat ever came" in bench.log[1]
+
+
+def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
+    for _ in range(2):
+        bench.expect()
+        bench.grant()
+        bench.beat(20.0)
+        bench.read()
+        bench.holds.tick()
+    assert bench.lags == []
 
 
 def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:

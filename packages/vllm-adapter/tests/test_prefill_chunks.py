@@ -57,7 +57,7 @@ def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
     assert first is not None
     assert last is not None
     assert first.block_ids == ((1, 2), (3, 4, 5), ())
-    assert last.block_ids == ((2, 8), (5, 9, 10), (6, 7))
+    assert last.block_ids == ((2, 8), (5, 9, 10), (6,))
 
 
 def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:

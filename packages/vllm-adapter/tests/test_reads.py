@@ -264,9 +264,11 @@ def test_a_lying_address_never_lends_its_engine_to_an_honest_ticket(bench: Bench
 def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
     bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
     assert len(bench.handshakes.asked) == 1
+    assert bench.counts["num_unsent_heartbeats"] == 1
     bench.handshakes.answer(Outcome())
     bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
+    assert bench.counts["num_unsent_heartbeats"] == 1
 
 
 def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:

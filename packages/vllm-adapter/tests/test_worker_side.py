@@ -18,7 +18,7 @@ from vllm_adapter.worker_side import WorkerSide
 
 
 def _worker() -> WorkerSide:
-    return WorkerSide(facts(), Settings(), parts=None)  # type: ignore[arg-type]
+    return WorkerSide(facts(), Settings(), parts=SimpleNamespace(ucx_tls="unset"))  # type: ignore[arg-type]
 
 
 def _end(code: str = "", **order: Any) -> ReadEnd:

@@ -72,6 +72,7 @@ class _Agent(Protocol):
     def release_xfer_handle(self, handle: object) -> None: ...
     def release_dlist_handle(self, handle: object) -> None: ...
     def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
+    def query_xfer_backend(self, handle: object) -> object: ...
     def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
 
@@ -250,6 +251,7 @@ class NixlBinding:
                 transfer_us=float(record.xferDuration),
                 total_bytes=int(record.totalBytes),
                 descriptor_count=int(record.descCount),
+                backend=_backend_of(agent, transfer),
             )
         except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
             return None
@@ -273,6 +275,16 @@ class NixlBinding:
         if self._agent is None:
             raise AgentError("agent-closed", "the NIXL agent was closed")
         return self._agent
+
+
+def _backend_of(agent: _Agent, transfer: Handle) -> str:
+    if len(agent.backends) == 1:  # asking costs as much as posting, and nothing else can have carried it
+        return next(iter(agent.backends))
+    try:
+        name = agent.query_xfer_backend(transfer)
+    except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def _reraise(what: str, error: Exception) -> None:

@@ -199,6 +199,7 @@ def check_random_read(stage: Stage) -> None:
     result = stage.read("r", local, peer, notification=b"r:1")
     expect(result.outcome == "done", f"{result}")
     expect(result.bytes_moved == len(local) * stage.producer.page_bytes, f"{result.bytes_moved} bytes")
+    expect(sum(path[3] for path in result.bytes_by_path) == result.bytes_moved, f"{result.bytes_by_path}")
     stage.expect_pages(11, local.tolist(), peer.tolist())
     untouched = np.setdiff1d(np.arange(count), local)
     expect(np.array_equal(stage.read_pages()[untouched], before[untouched]), "a page that was not asked for changed")

@@ -213,9 +213,7 @@ class TransferEngine:
         self._end(transfer, "failed", code_of(error), f"{error} (peer {transfer.peer.key!r})")
 
     def _part_done(self, transfer: Transfer, part: Part) -> None:
-        account = self._port.telemetry(part.handle)
-        if account is not None:
-            transfer.merged_count += account.descriptor_count
+        transfer.account(part, self._port.telemetry(part.handle))
         transfer.active.remove(part)
         self._part_over(transfer, part)
 

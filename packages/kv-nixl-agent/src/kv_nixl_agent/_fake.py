@@ -316,7 +316,8 @@ class FakeNixl:
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Account for a finished transfer."""
         transfer = _transfer_of(transfer)
-        return WireTelemetry(1.0, 1.0, int(transfer.copies[:, 2].sum()), transfer.merged)
+        total_bytes = int(transfer.copies[:, 2].sum())
+        return WireTelemetry(1.0, 1.0, total_bytes, transfer.merged, next(iter(self._parameters), ""))
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Take what came in."""

@@ -47,6 +47,8 @@ class WireTelemetry:
     total_bytes: int
     descriptor_count: int
     """Descriptors after NIXL merged neighbours."""
+    backend: str = ""
+    """The backend that NIXL chose for it; empty if it does not tell."""
 
 
 class NixlPort(Protocol):

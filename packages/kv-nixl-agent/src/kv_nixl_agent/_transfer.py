@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ._options import AgentOptions
     from ._peers import Peer
-    from ._port import Handle, MemoryKind
+    from ._port import Handle, MemoryKind, WireTelemetry
     from ._values import Outcome, TransferOrder
 
     Indices = npt.NDArray[np.int32]
@@ -54,6 +54,7 @@ class Transfer:
 
     __slots__ = (
         "active",
+        "carried",
         "data_done_s",
         "deadline_s",
         "descriptor_count",
@@ -93,9 +94,20 @@ class Transfer:
         self.fence_done_s = 0.0
         self.post_s = 0.0
         self.merged_count = 0
+        self.carried: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
+        """Bytes of the parts that are done, by backend, local and peer memory kind."""
         self.fence_handle: Handle | None = None
         self.fence_word = -1
         self.has_ended = False
+
+    def account(self, part: Part, telemetry: WireTelemetry | None) -> None:
+        """Note that a part is done, and what NIXL tells of it."""
+        backend = ""
+        if telemetry is not None:
+            self.merged_count += telemetry.descriptor_count
+            backend = telemetry.backend
+        path = (backend, part.local_kind, part.peer_kind)
+        self.carried[path] = self.carried.get(path, 0) + part.payload_bytes
 
     def result(
         self,
@@ -126,6 +138,7 @@ class Transfer:
             fence_s=fence_s,
             check_s=check_s,
             is_notified=is_notified,
+            bytes_by_path=tuple([(*path, size) for path, size in self.carried.items()]) if self.data_done_s else (),
         )
 
 

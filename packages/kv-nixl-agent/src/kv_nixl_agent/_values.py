@@ -72,6 +72,8 @@ class TransferResult:
         fence_s: From there to the verified fence word.
         check_s: Time of the integrity check.
         is_notified: Whether the notification was handed to NIXL.
+        bytes_by_path: The bytes moved by (backend as NIXL names it, local memory kind, peer memory kind, bytes); the name
+            is empty where NIXL does not tell.
     """
 
     transfer_id: str
@@ -89,6 +91,7 @@ class TransferResult:
     fence_s: float = 0.0
     check_s: float = 0.0
     is_notified: bool = False
+    bytes_by_path: tuple[tuple[str, MemoryKind, MemoryKind, int], ...] = ()
 
 
 @final

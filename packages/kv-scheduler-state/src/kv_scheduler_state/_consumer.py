@@ -159,6 +159,8 @@ class ConsumerDesk:
                 return 0
             return min(held, prompt_tokens)
         loadable = prompt_tokens - self._backoff_tokens
+        if self._config.has_state and held is not None and held > loadable:
+            return 0  # a state of more tokens than are wanted: it cannot be set back, see above
         # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
         return max(0, min(loadable, held) if held else loadable)
 

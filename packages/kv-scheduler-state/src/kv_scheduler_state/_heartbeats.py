@@ -41,7 +41,7 @@ class HeartbeatBook:
         period_s: Time between two heartbeats to one peer.
     """
 
-    __slots__ = ("_due", "_peers", "_period_s", "_sequence", "next_due_s")
+    __slots__ = ("_due", "_peers", "_period_s", "_sequence", "last_delay_s", "next_due_s")
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -50,6 +50,8 @@ class HeartbeatBook:
         self._peers: dict[PeerAddress, HeartbeatPeer] = {}
         self._due: list[tuple[float, int, HeartbeatPeer]] = []
         self._sequence = 0
+        # How late the last orders were: the most overdue peer's.
+        self.last_delay_s = 0.0
 
     def start(self, ticket: HandoffTicket, now_s: float) -> HeartbeatPeer:
         """Renew a ticket's lease from now on, and return the peer to stop it with."""
@@ -76,8 +78,9 @@ class HeartbeatBook:
         """Return one order per peer that is due, and forget peers that nobody waits for."""
         orders: list[HeartbeatOrder] = []
         due = self._due
+        delay_s = 0.0
         while due and due[0][0] <= now_s:
-            peer = heappop(due)[2]
+            due_s, _, peer = heappop(due)
             if not peer.counts:
                 # Kept until now, so that a request that comes and goes cannot make heartbeats denser than the period.
                 del self._peers[peer.address]
@@ -85,8 +88,11 @@ class HeartbeatBook:
             if peer.order is None:
                 peer.order = HeartbeatOrder(peer.address, tuple(peer.counts))
             orders.append(peer.order)
+            delay_s = max(delay_s, now_s - due_s)
             self._push(now_s + self._period_s, peer)
         self.next_due_s = due[0][0] if due else math.inf
+        if orders:
+            self.last_delay_s = delay_s
         return orders
 
     def holders(self) -> dict[tuple[str, str], int]:

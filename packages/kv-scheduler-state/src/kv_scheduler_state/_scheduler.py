@@ -318,6 +318,11 @@ class SchedulerState:
         return self._outbox.has_orders
 
     @property
+    def heartbeat_delay_s(self) -> float:
+        """How long the heartbeats of the latest plan that has any had been due: those to the most overdue peer engine."""
+        return self._consumers.heartbeats.last_delay_s
+
+    @property
     def live_count(self) -> int:
         """Requests that have arrived and not ended."""
         return len(self._live)

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindo
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
+from vllm_adapter._drafting import backoff_tokens, speculative_factors
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
 
@@ -183,6 +184,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         connector_version=CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values())),
         groups=groups,
         group_ids=_transfer_group_ids(cache),
+        backoff_tokens=backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
         factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
         extra_factors={
             "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
@@ -373,23 +375,6 @@ def _vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> d
         "attn_backend_name": backend,
         "cache_dtype": str(cache.cache_dtype),
         "is_hma_enabled": not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "speculative_config": _speculative_factors(config),
+        "speculative_config": speculative_factors(config),
         "transfer_mode": "pull",
-    }
-
-
-def _speculative_factors(config: VllmConfig) -> dict[str, object] | None:
-    speculative = config.speculative_config
-    if speculative is None or not speculative.use_eagle():
-        return None
-    draft: Any = speculative.draft_model_config
-    layers: Any = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
-    return {
-        "method": speculative.method,
-        "model": draft.model,
-        "revision": draft.revision,
-        "code_revision": draft.code_revision,
-        "parallel_drafting": speculative.parallel_drafting,
-        "kv_cache_dtype": str(speculative.kv_cache_dtype or config.cache_config.cache_dtype),
-        "auxiliary_layer_ids": tuple(layers) if layers is not None else None,
     }

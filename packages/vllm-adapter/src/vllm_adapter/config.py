@@ -95,6 +95,11 @@ class Settings:
         return "never" if choice == "never" else "always" if choice == "always" else "auto"
 
     @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats to one engine. Source: vLLM's own connector sends six per lease."""
+        return self.kv_lease_duration / 6
+
+    @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:
         """How peers are compared, from the two keys that say so."""
         if not self.enforce_handshake_compat:

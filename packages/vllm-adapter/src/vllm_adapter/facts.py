@@ -95,6 +95,7 @@ class EngineFacts:
             or the name of a kernel whose own order nobody else understands.
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
+        backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
     """
 
     engine_id: str
@@ -117,6 +118,7 @@ class EngineFacts:
     group_ids: tuple[int, ...]
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
     extra_factors: Mapping[str, object] = field(default_factory=dict[str, object])
+    backoff_tokens: int | None = None
 
     @property
     def has_state(self) -> bool:

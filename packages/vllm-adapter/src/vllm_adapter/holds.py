@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_adapter.ports import LeaseTable, StepPlan, TransferThread, WireCodec
 
@@ -20,6 +20,7 @@ class HoldObserver:
 
     sent: Callable[[str], None]
     count: Callable[[str], None]
+    observe: Callable[[str, float], None]
     log: Callable[[str], None]
 
 
@@ -29,15 +30,34 @@ class HoldCoordinator:
 
     A fence word is written (by the engine thread, `WorkerSide.start_step`) before its request can be handed over, and
     overwritten here before the blocks are reported free.
+
+    A lease's *lag* is the time since its previous heartbeat, of whichever reader, beyond `heartbeat_s`. It is observed per
+    heartbeat, as that of the most neglected lease in it, and once more when a lease expires, because the longest silence
+    is the one that no heartbeat ends. The time before a lease's first heartbeat is the router's and no lag.
+
+    Args:
+        leases: The lease table.
+        codec: Reads notifications.
+        observer: Where to report.
+        heartbeat_s: Time between two heartbeats of a reader that is on time.
+        now_s: The caller's monotonic clock.
     """
 
     def __init__(
-        self, leases: LeaseTable, codec: WireCodec, observer: HoldObserver, *, now_s: Callable[[], float]
+        self,
+        leases: LeaseTable,
+        codec: WireCodec,
+        observer: HoldObserver,
+        *,
+        heartbeat_s: float,
+        now_s: Callable[[], float],
     ) -> None:
         self._leases = leases
         self._codec = codec
         self._observer = observer
+        self._heartbeat_s = heartbeat_s
         self._now_s = now_s
+        self._heard_s: dict[str, float] = {}
         self._agent: TransferThread | None = None
 
     def attach(self, agent: TransferThread) -> None:
@@ -70,14 +90,29 @@ class HoldCoordinator:
         """Take in a peer's notification; nothing that it holds can raise."""
         view = self._codec.parse_notification(payload)
         if view.kind == "heartbeat":
-            for request_id in view.request_ids:
-                if self._leases.renew(request_id, now_s=self._now_s()):
-                    self._observer.count("num_lease_renewals")
+            self._renew(view.request_ids)
         elif view.kind == "read-complete":
             for request_id in view.request_ids:
                 self._count_reader(request_id, agent_name, view.reader_count)
         else:
             self._observer.count("num_refused_notifications")
+
+    def _renew(self, request_ids: Sequence[str]) -> None:
+        now_s = self._now_s()
+        oldest_s: float | None = None
+        for request_id in request_ids:
+            if not self._leases.renew(request_id, now_s=now_s):
+                continue
+            self._observer.count("num_lease_renewals")
+            heard_s = self._heard_s.get(request_id)
+            self._heard_s[request_id] = now_s
+            if heard_s is not None:
+                oldest_s = heard_s if oldest_s is None else min(oldest_s, heard_s)
+        if oldest_s is not None:
+            self._observe_lag(now_s - oldest_s)
+
+    def _observe_lag(self, silence_s: float) -> None:
+        self._observer.observe("heartbeat_lag", max(0.0, silence_s - self._heartbeat_s))
 
     def _count_reader(self, request_id: str, reader: str, reader_count: int) -> None:
         verdict = self._leases.read_complete(request_id, reader=reader, reader_count=reader_count, now_s=self._now_s())
@@ -89,15 +124,20 @@ class HoldCoordinator:
     def tick(self) -> None:
         """End what is due: bump the fence first, then report the blocks free."""
         assert self._agent is not None  # noqa: S101
-        for end in self._leases.take_ended(now_s=self._now_s()):
+        now_s = self._now_s()
+        for end in self._leases.take_ended(now_s=now_s):
+            heard_s = self._heard_s.pop(end.request_id, None)
             if end.fence is not None:
                 self._agent.write_fence(*end.fence)
             if not end.is_reported:
                 continue  # the scheduler kept no blocks for it
             if end.reason == "expired":
                 self._observer.count("num_kv_expired_reqs")
+                if heard_s is not None:
+                    self._observe_lag(now_s - heard_s)
+                last = "no heartbeat ever came" if heard_s is None else f"last heartbeat {now_s - heard_s:.1f} s ago"
                 self._observer.log(
-                    f"request {end.request_id}: its lease ended before it was read; its blocks are given back"
+                    f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back"
                 )
             self._observer.sent(end.request_id)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     from vllm_adapter.ports import TransferResult
 
-__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "SERIES_KEYS", "StatsBuffer", "empty_observations"]
+__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "StatsBuffer", "empty_observations"]
 
 SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
 """Series of every read that was done (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
@@ -20,6 +20,8 @@ _OTHER_KEYS = (
     "queue_duration",
     "fence_duration",
     "handshake_duration",
+    "heartbeat_lag",
+    "heartbeat_delay",
     "conversion_duration",
     "num_failed_conversions",
     "mirror_save_duration",
@@ -29,23 +31,31 @@ _OTHER_KEYS = (
     "num_quarantined_reads",
     "num_refused_notifications",
     "num_lease_renewals",
+    "num_unsent_heartbeats",
 )
 CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes")
 """Reasons by code, one per request."""
 CHANGE_KEYS = ("quarantined_bytes", "live_requests")
 """How much a level has changed: bytes, and requests by state (mappings). Changes of ranks and intervals add up."""
+PATH_KEY = "bytes_by_path"
+"""Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""
 
 
 def empty_observations() -> dict[str, list[Any]]:
     """Return an empty list for every key; a counter is a list of ones."""
-    return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS)}
+    return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS, PATH_KEY)}
 
 
 @final
 class StatsBuffer:
-    """Collects observations on the transfer thread; the engine thread takes them once per step."""
+    """Collects observations on the transfer thread; the engine thread takes them once per step.
 
-    def __init__(self) -> None:
+    Args:
+        ucx_tls: UCX's choice of transports as configured; a label of bytes that the UCX backend moved.
+    """
+
+    def __init__(self, *, ucx_tls: str = "") -> None:
+        self._ucx_tls = ucx_tls
         self._lock = threading.Lock()
         self._data = empty_observations()
 
@@ -60,6 +70,10 @@ class StatsBuffer:
             data["queue_duration"].append(result.queue_s)
             if result.fence_s > 0:
                 data["fence_duration"].append(result.fence_s)
+            data[PATH_KEY] += [
+                [backend or "unknown", f"{peer_kind}->{local_kind}", self._ucx_tls if backend == "UCX" else "", size]
+                for backend, local_kind, peer_kind, size in result.bytes_by_path
+            ]
 
     def count(self, key: str, times: int = 1) -> None:
         """Count an event."""

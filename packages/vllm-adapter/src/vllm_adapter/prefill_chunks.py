@@ -3,6 +3,10 @@
 A chunk touches the blocks of the tokens that it computes: also the block that the chunk before left half full, which is not among
 the blocks that the engine adds in this step. A request's first chunk stands for all tokens before it, too: blocks of a prefix
 hit may have been computed for requests that were not handed over.
+
+Of a state only the last one matters, once the prompt is complete. The blocks before it are states of earlier boundaries, which
+the host takes away and gives to others while the prompt goes on: a copy of such a block could overwrite what is being read
+into it.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class PrefillChunks:
 
     def __init__(self, groups: Sequence[CacheGroup], dcp: int) -> None:
         self._span_tokens = [0 if group.kind == "state" else group.block_tokens * dcp for group in groups]
+        self._scratch_blocks = [group.scratch_blocks for group in groups]
         self._prompts: dict[str, _Prompt] = {}
 
     def watch(self, request_id: str, prompt_tokens: int) -> None:
@@ -90,14 +95,18 @@ class PrefillChunks:
         prompt.is_complete = stop >= prompt.tokens
         start = 0 if step.is_fresh else step.computed_tokens
         blocks = tuple(
-            _touched(ids, span, start, stop, is_complete=prompt.is_complete)
-            for ids, span in zip(prompt.blocks, self._span_tokens, strict=True)
+            _touched(ids, span, start, stop) if span else _running_state(ids, scratch) if prompt.is_complete else ()
+            for ids, span, scratch in zip(prompt.blocks, self._span_tokens, self._scratch_blocks, strict=True)
         )
         return PrefillChunk(step.request_id, blocks, prompt.is_complete)
 
 
-def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int, *, is_complete: bool) -> tuple[int, ...]:
-    """Return the blocks of tokens [start, stop); a state is written until the prompt is complete, so it waits for that."""
-    if not span_tokens:
-        return tuple(ids) if is_complete else ()
+def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int) -> tuple[int, ...]:
+    """Return the blocks of tokens [start, stop)."""
     return tuple(ids[start // span_tokens : -(-stop // span_tokens)])
+
+
+def _running_state(ids: Sequence[int], scratch_blocks: int) -> tuple[int, ...]:
+    """Return the block with the state of the last token, which is in front of the scratch blocks."""
+    last = max(0, len(ids) - 1 - scratch_blocks)
+    return tuple(ids[last : last + 1])

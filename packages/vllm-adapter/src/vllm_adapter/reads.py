@@ -182,6 +182,7 @@ class ReadCoordinator:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
         engine = self._peers.find_or_meet(order)
         if engine is None:
+            self._observer.count("num_unsent_heartbeats")
             return
         for rank in engine.ranks:
             for payload in self._codec.heartbeats(order.peer_request_ids):

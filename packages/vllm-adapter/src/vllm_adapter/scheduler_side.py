@@ -132,6 +132,8 @@ class SchedulerSide:
         orphans, self._orphans = tuple(self._orphans), []
         self._reported_orphans.update(orphans)
         plan = self._state.take_step_plan(now_s=now_s)
+        if plan.heartbeats:
+            self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         return StepMetadata(plan, orphans, complete, self._links.of_reads(plan))
 
     def _order_saves(self, output: SchedulerOutput) -> tuple[str, ...]:

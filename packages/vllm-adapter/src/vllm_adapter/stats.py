@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter._host import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
-from vllm_adapter.observations import FAILURE_KEYS, SERIES_KEYS, empty_observations
+from vllm_adapter.observations import FAILURE_KEYS, PATH_KEY, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["PromMetrics", "TransferStats"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_LATENESS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0)
+"""A lease of 30 s ends at a lag of 15 s."""
 _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_duration": ("vllm:nixl_xfer_time_seconds", "Seconds on the wire per read.", _SECONDS),
     "post_duration": ("vllm:nixl_post_time_seconds", "Seconds to post a read.", (0.001, *_SECONDS)),
@@ -38,6 +40,16 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         (0.0001, *_SECONDS),
     ),
     "handshake_duration": ("vllm:kv_transfer_handshake_seconds", "Seconds per handshake with an engine.", _SECONDS),
+    "heartbeat_lag": (
+        "vllm:kv_transfer_heartbeat_lag_seconds",
+        "Prefill side, per heartbeat and expired lease: seconds of silence beyond the heartbeat interval.",
+        _LATENESS,
+    ),
+    "heartbeat_delay": (
+        "vllm:kv_transfer_heartbeat_delay_seconds",
+        "Decode side, per step with heartbeats: seconds that the most overdue one had been due.",
+        _LATENESS,
+    ),
     "mirror_save_duration": (
         "vllm:kv_transfer_mirror_save_seconds",
         "Seconds of the engine thread, per step, to copy computed blocks to the mirror or wait for that (host-buffer mode).",
@@ -77,6 +89,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
     "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),
+    "num_unsent_heartbeats": (
+        "vllm:kv_transfer_num_unsent_heartbeats",
+        "Heartbeats not sent because the handshake with their engine had not ended.",
+    ),
 }
 
 
@@ -85,6 +101,10 @@ _BY_CODE: dict[str, tuple[str, str]] = {
     "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
 }
 _QUARANTINED = ("vllm:kv_transfer_quarantined_bytes", "Bytes of pages that a failed read might still write into.")
+_PATHS = (
+    "vllm:kv_transfer_read_bytes",
+    "Bytes read, by NIXL backend, memory (peer's->ours) and, for UCX, the transports that it may choose from.",
+)
 _LIVE = ("vllm:kv_transfer_live_requests", "Requests with a hand-over, by its state.")
 
 
@@ -165,6 +185,10 @@ class PromMetrics(KVConnectorPromMetrics):
         # Changes are added up wherever they arrive, so the processes of one server add up, too.
         gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames, multiprocess_mode="sum")
         self._quarantined: dict[int, Gauge] = create_metric_per_engine(gauge, per_engine_labelvalues)
+        name, doc = _PATHS
+        self._paths: Counter = self._counter_cls(
+            name=name, documentation=doc, labelnames=[*labelnames, "backend", "memory", "ucx_tls"]
+        )
         name, doc = _LIVE
         self._live: Gauge = self._gauge_cls(
             name=name, documentation=doc, labelnames=[*labelnames, "state"], multiprocess_mode="sum"
@@ -179,10 +203,15 @@ class PromMetrics(KVConnectorPromMetrics):
             values = transfer_stats_data.get(key, ())
             if values:
                 counter[engine_idx].inc(sum(values))
+        self._observe_labelled(transfer_stats_data, engine_idx)
+
+    def _observe_labelled(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         labels = self._engine_labels[engine_idx]
         for key, by_code in self._by_code.items():
             for code in transfer_stats_data.get(key, ()):
                 by_code.labels(*labels, code).inc()
+        for *path, size in transfer_stats_data.get(PATH_KEY, ()):
+            self._paths.labels(*labels, *path).inc(size)
         for change in transfer_stats_data.get("quarantined_bytes", ()):
             self._quarantined[engine_idx].inc(change)
         for changes in transfer_stats_data.get("live_requests", ()):

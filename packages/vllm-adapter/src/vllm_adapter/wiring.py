@@ -54,7 +54,9 @@ class SchedulerParts:
             pp=facts.pp,
             dcp=facts.dcp,
             groups=tuple(_group_config(group) for group in facts.groups),
+            state_backoff_tokens=facts.backoff_tokens,
             lease_s=settings.kv_lease_duration,
+            heartbeat_s=settings.heartbeat_s,
             fence_slots=settings.fence_slots,
             fence_seed=secrets.randbits(_SEED_BITS) + 1,
             uses_host_buffer=self.uses_host_buffer,
@@ -82,6 +84,11 @@ class WorkerParts:
     settings: Settings
     port_factory: PortFactory | None = None
     """Makes the NIXL port; None for the real one."""
+
+    @property
+    def ucx_tls(self) -> str:
+        """The transports that UCX may choose from, as this process is configured; `"unset"` is UCX's own default."""
+        return os.environ.get("UCX_TLS") or "unset"
 
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
         """Return what plans from geometry documents; without a converter only plans that need none."""

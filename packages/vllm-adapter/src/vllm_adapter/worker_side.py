@@ -73,7 +73,7 @@ class WorkerSide:
         self._read_ended = read_ended
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
-        self._stats = StatsBuffer()
+        self._stats = StatsBuffer(ucx_tls=parts.ucx_tls)
         self._ends: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
         self._orphans: list[str] = []
@@ -128,7 +128,8 @@ class WorkerSide:
         self._holds = HoldCoordinator(
             parts.make_lease_table(),
             parts.codec,
-            HoldObserver(self._sent.append, self._stats.count, _logger.info),
+            HoldObserver(self._sent.append, self._stats.count, self._stats.observe, _logger.info),
+            heartbeat_s=settings.heartbeat_s,
             now_s=time.monotonic,
         )
         agent = parts.make_transfer_thread(

@@ -40,6 +40,10 @@ class TransferResult(Protocol):
     def queue_s(self) -> float: ...
     @property
     def fence_s(self) -> float: ...
+    @property
+    def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]:
+        """(backend as NIXL names it, empty if it does not; local memory kind; peer memory kind; bytes) of a good read."""
+        ...
 
 
 class QuarantineEntry(Protocol):

@@ -1,0 +1,254 @@
+"""Speculative decoding and prefix caching of state models: what is handed over, in vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, hand_over, prompt
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+
+from kv_handshake import compatibility_hash
+from vllm_adapter._host import engine_facts
+
+SCRATCH = 2
+CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRATCH)]
+
+
+def _reads(engine: Any) -> list[Any]:
+    return [order for order in engine.orders("reads") if order.is_reported]
+
+
+# ------------------------------------------------------------------------------------------------------------- drafters
+
+
+@pytest.mark.parametrize("batch_tokens", [256, 2 * BLOCK])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (STATE, FULL)], ids=["dense", "sliding", "state"])
+def test_blocks_that_wait_for_drafts_are_not_handed_over(
+    make_engine, specs: tuple[Any, ...], batch_tokens: int
+) -> None:
+    """Readers pair lists from their ends, so one such block too many would shift every page."""
+    tokens = prompt(3 * BLOCK + (STATE in specs))  # the last computed token fills a block
+    options = {"specs": specs, "prefix_caching": False, "draft_tokens": 3}
+    producer = make_engine("P", batch_tokens=batch_tokens, **options)
+    ticket = hand_over(producer, "p", tokens)
+    full = specs.index(FULL)
+    assert len(producer.blocks("p")[full]) == 4  # one is for drafts
+    assert ticket["remote_num_tokens"] == 3 * BLOCK
+    assert ticket["remote_block_ids"][full] == list(producer.blocks("p")[full][:3])
+    consumer = make_engine("D", **options)
+    consumer.add("d", tokens, params=ticket)
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert len(read.local_block_ids[full]) == 3
+    consumer.run(received=["d"])
+    producer.step(sent=["p"])
+    consumer.assert_nothing_left()
+    producer.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "specs", "left"), [(1, (FULL,), 0), (4, (FULL,), 3), (1, (STATE, FULL), 1), (4, (STATE, FULL), 3)]
+)
+def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
+    make_engine, monkeypatch: pytest.MonkeyPatch, ahead: int, specs: tuple[Any, ...], left: int
+) -> None:
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: ahead))
+    producer = make_engine("P", specs=specs, prefix_caching=False)
+    consumer = make_engine("D", specs=specs, prefix_caching=False)
+    ticket = hand_over(producer, "p", prompt(50))
+    assert ticket["remote_num_tokens"] == 50 - left
+    consumer.add("d", prompt(50), params=ticket)
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert read.external_tokens == 50 - left
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": max(left, 1)}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_a_prompt_within_the_drafters_reach_is_computed_where_it_is_decoded(
+    make_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: 9))
+    producer, consumer = make_engine("P"), make_engine("D")
+    consumer.add("d", prompt(5), params=hand_over(producer, "p", prompt(5)))
+    assert consumer.step() == {"d": 5}
+    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]  # told, not read
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def _drafter(**change: Any) -> Any:
+    """Stand in for a speculative configuration: the hash asks nothing else of it."""
+    facts = {"method": "eagle3", "parallel_drafting": False, "kv_cache_dtype": None, "layers": [2, 5], "model": "draft"}
+    facts |= change
+    draft = SimpleNamespace(
+        model=facts["model"],
+        revision=None,
+        code_revision=None,
+        hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=facts["layers"]),
+    )
+    return SimpleNamespace(
+        method=facts["method"],
+        use_eagle=lambda: facts["method"].startswith("eagle"),
+        use_multi_module_mtp=lambda: False,
+        draft_model_config=draft,
+        parallel_drafting=facts["parallel_drafting"],
+        kv_cache_dtype=facts["kv_cache_dtype"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({}, True),
+        ({"kv_cache_dtype": "auto"}, True),  # what it inherits anyway
+        ({"kv_cache_dtype": "fp8"}, False),
+        ({"model": "another"}, False),
+        ({"method": "eagle"}, False),
+        ({"layers": None}, False),
+        ({"parallel_drafting": True}, False),
+        ({"method": "ngram"}, False),
+    ],
+)
+def test_a_drafter_on_hidden_states_is_part_of_the_hosts_hash(
+    make_engine, change: dict[str, Any], is_same: bool
+) -> None:
+    engine = make_engine("P")
+    config, cache = engine.config, engine.scheduler.kv_cache_config
+
+    def digest(drafter: Any) -> str:
+        config.speculative_config = drafter
+        found = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+        assert found == host_metadata.compute_nixl_compatibility_hash(config, "")
+        return found
+
+    assert (digest(_drafter(**change)) == digest(_drafter())) == is_same
+    assert (digest(_drafter(**change)) == digest(None)) == (change.get("method") == "ngram")
+
+
+# ---------------------------------------------------------------------------------------------- states with a prefix
+
+
+def _cached(make_engine: Any, name: str, state: Any, **options: Any) -> Engine:
+    return make_engine(name, specs=(state, FULL), mamba_cache_mode="align", **options)
+
+
+@pytest.mark.parametrize("batch_tokens", [256, 2 * BLOCK])
+@pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 3 * BLOCK + 2, 50, 5])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_only_the_running_state_is_handed_over(make_engine, state: Any, tokens: int, batch_tokens: int) -> None:
+    """A request holds states of earlier boundaries (or their placeholders) before it, and scratch behind it."""
+    producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
+    ticket = hand_over(producer, "p", prompt(tokens))
+    running = -(-(tokens - 1) // BLOCK) - 1
+    held = producer.blocks("p")[0]
+    assert len(held) == running + 1 + state.num_speculative_blocks
+    assert ticket["remote_block_ids"][0] == [held[running]]
+    assert held[running] != 0
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 3 * BLOCK + 2, 6 * BLOCK])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_behind_a_prefix_hit_the_state_is_read_whole_and_the_rest_in_part(make_engine, state: Any, tokens: int) -> None:
+    producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
+    consumer.add("warm", prompt(2 * BLOCK + 3))
+    consumer.run()
+    consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
+    consumer.step()
+    (read,) = _reads(consumer)
+    states, whole = consumer.blocks("d")
+    running = -(-(tokens - 1) // BLOCK) - 1
+    assert read.local_block_ids == ((states[running],), whole[2:])
+    assert read.external_tokens == tokens - 1 - 2 * BLOCK
+    assert [len(group) for group in read.peer_block_ids] == [1, running + 1]
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make_engine, state: Any) -> None:
+    """The host may find more blocks of tokens than states; the read brings the state, so those blocks count."""
+    producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
+    consumer.add("warm", prompt(5 * BLOCK + 3))  # one step: a state is kept at its last boundary only
+    consumer.run()
+    tokens = prompt(4 * BLOCK) + prompt(2 * BLOCK, seed=3)  # four blocks in common
+    consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
+    consumer.step()
+    (read,) = _reads(consumer)
+    states, whole = consumer.blocks("d")
+    assert read.local_block_ids == ((states[5],), whole[4:])
+    assert read.external_tokens == 2 * BLOCK - 1
+    consumer.step(received=["d"])
+    assert consumer.step() == {"d": 1}
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_a_hit_of_all_that_the_producer_holds_needs_no_state_of_it(make_engine, state: Any) -> None:
+    producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
+    consumer.add("warm", prompt(2 * BLOCK + 3))
+    consumer.run()
+    consumer.add("d", prompt(2 * BLOCK + 1), params=hand_over(producer, "p", prompt(2 * BLOCK + 1)))
+    assert consumer.step() == {"d": 1}
+    assert _reads(consumer) == []
+    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_a_producers_own_prefix_hit_changes_nothing_about_its_ticket(make_engine, state: Any) -> None:
+    producer = _cached(make_engine, "P", state)
+    for name in ("first", "second"):
+        ticket = hand_over(producer, name, prompt(3 * BLOCK + 2))
+        held, whole = producer.blocks(name)
+        assert ticket["remote_block_ids"] == [[held[3]], list(whole)]
+        producer.step(sent=[name])
+    producer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("batch_tokens", [256, 3 * BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 50, 161])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+def test_the_mirror_gets_the_running_state_and_no_block_that_was_given_away(
+    make_engine, monkeypatch: pytest.MonkeyPatch, state: Any, tokens: int, batch_tokens: int
+) -> None:
+    monkeypatch.setenv("KV_TRANSFER_TEST_HOST_BUFFER", "1")
+    producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
+    ticket = hand_over(producer, "p", prompt(tokens))
+    saves = [blocks for _, blocks in producer.orders("saves")]
+    assert [list(states) for states, _ in saves if states] == [ticket["remote_block_ids"][0]]
+    assert {block for _, whole in saves for block in whole} == set(ticket["remote_block_ids"][1])
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("change", [0, 1, 9])
+def test_a_state_that_has_seen_too_much_is_not_read(make_engine, change: int) -> None:
+    """Of a producer that kept the last token, or a ticket of a longer prompt."""
+    producer, consumer = _cached(make_engine, "P", CACHED_STATE), _cached(make_engine, "D", CACHED_STATE)
+    ticket = hand_over(producer, "p", prompt(50))
+    ticket["remote_num_tokens"] += change
+    consumer.add("d", prompt(50), params=ticket)
+    consumer.step()
+    assert len(_reads(consumer)) == (0 if change else 1)
+    consumer.run(received=[] if change else ["d"])
+    consumer.assert_nothing_left()
+
+
+def test_a_ticket_that_came_without_a_prefill_leaves_states_alone(make_engine) -> None:
+    consumer = _cached(make_engine, "D", CACHED_STATE)
+    consumer.add("d", prompt(50), params={**PREFILL, "do_remote_decode": False, "do_remote_prefill": True})
+    consumer.run()
+    consumer.assert_nothing_left()
