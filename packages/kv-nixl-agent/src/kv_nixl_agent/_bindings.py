@@ -251,7 +251,7 @@ class NixlBinding:
                 transfer_us=float(record.xferDuration),
                 total_bytes=int(record.totalBytes),
                 descriptor_count=int(record.descCount),
-                backend=_backend_of(agent, transfer),
+                backend=_backend_of(self._live(), transfer),
             )
         except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
             return None
