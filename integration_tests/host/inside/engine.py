@@ -201,7 +201,7 @@ class Engine:
                 self.outputs.setdefault(one.request_id, []).append(one)
         return dict(output.num_scheduled_tokens)
 
-    def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:  # noqa: ARG002
+    def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
         """Be the workers in a step: report what the test says they saw."""
         return KVConnectorOutput(finished_sending=sent, finished_recving=received | failed, failed_recving=failed)
 
