@@ -105,23 +105,6 @@ def test_late_writes_of_a_stopped_producer_are_caught(make_stage, transport):
         assert np.array_equal(stage.read_pages(), at_rest), "memory was written after it was reported quiet"
 
 
-def test_nothing_lands_in_memory_whose_agent_was_closed_under_a_stopped_producers_read(make_stage):
-    stage = make_stage(page_bytes=65536, page_count=512)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
-    stage.producer.fill(9)
-    ids = np.random.default_rng(1).permutation(512)
-    stage.producer.stop()
-    stage.consumer.post(order("r", ids, ids, deadline_s=30))
-    stage.consumer.advance()
-    stage.consumer.cancel("r")
-    stage.consumer.close()
-    at_rest = np.array(stage.read_pages())
-    stage.producer.resume()
-    time.sleep(1.0)
-    assert np.array_equal(stage.read_pages(), at_rest), "memory was written after its agent had been closed"
-
-
 def test_restart_under_the_same_name(make_stage, transport):
     stage = make_stage()
     stage.connect()
