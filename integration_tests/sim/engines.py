@@ -60,7 +60,7 @@ class Engine:
         payloads = {}
         for rank in range(tp):
             parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
-            worker = WorkerSide(facts[rank], self.settings, parts)
+            worker = WorkerSide(facts[rank], parts)
             mirror = self.mirrors[rank] if has_mirror else None
             worker.register(layer_caches(visible[rank]), self.converters[rank], mirror)
             assert worker.envelope is not None

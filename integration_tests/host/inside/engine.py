@@ -106,6 +106,7 @@ class Engine:
         self,
         folder: Path,
         *,
+        model_folder: Path | None = None,
         specs: tuple[KVCacheSpec, ...] = (FULL,),
         blocks: int = 64,
         batch_tokens: int = 256,
@@ -117,7 +118,8 @@ class Engine:
         **extra: object,
     ) -> None:
         register()
-        model = ModelConfig(model=_model_folder(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
+        model_path = _model_folder(model_folder or folder)
+        model = ModelConfig(model=model_path, skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
         config = VllmConfig(
             model_config=model,
             cache_config=CacheConfig(
@@ -197,10 +199,7 @@ class Engine:
         for request_id in ids:
             request = scheduler.requests[request_id]
             sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
-        failed = set(failed)
-        reported = KVConnectorOutput(
-            finished_sending=set(sent), finished_recving=set(received) | failed, failed_recving=failed
-        )
+        reported = self._work(output, set(sent), set(received), set(failed))
         ran = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: number for number, request_id in enumerate(ids)},
@@ -211,6 +210,10 @@ class Engine:
             for one in outputs.outputs:
                 self.outputs.setdefault(one.request_id, []).append(one)
         return dict(output.num_scheduled_tokens)
+
+    def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
+        """Be the workers in a step: report what the test says they saw."""
+        return KVConnectorOutput(finished_sending=sent, finished_recving=received | failed, failed_recving=failed)
 
     def run(self, steps: int = 64, **reports: Any) -> None:
         """Step until nothing is unfinished; what is reported goes with the first step."""

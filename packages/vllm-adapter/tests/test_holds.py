@@ -191,3 +191,32 @@ def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
     bench.holds.notified("stranger", payload)
     bench.holds.tick()
     assert bench.sent == []
+
+
+def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench) -> None:
+    bench.expect("granted")
+    bench.grant("granted")
+    bench.expect("expected")
+    bench.holds.end_all()
+    assert bench.sent == ["granted"], "nobody waits for a request that was never handed over"
+    assert bench.agent.fences == [(FENCE[0], FENCE[1] | 1 << 63)]
+    bench.read("granted")
+    bench.holds.end_all()
+    bench.holds.tick()
+    assert bench.sent == ["granted"]
+    assert bench.holds.live_count() == 0
+
+
+def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.holds.end_all(has_fences=False)
+    assert (bench.sent, bench.agent.fences) == (["r"], [])
+
+
+def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
+    bench.holds.expect(["r"])
+    bench.holds.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
+    bench.holds.tick()
+    assert bench.sent == ["r"]
+    assert bench.holds.live_count() == 1

@@ -306,6 +306,51 @@ def test_a_refused_post_fails_the_request(bench: Bench) -> None:
     assert bench.codes() == {"r1": "post-refused"}
 
 
+def test_all_reads_end_with_one_code_when_their_pages_are_quiet(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(Order(request_id="waits", peer_engine_id="Q"))  # type: ignore[arg-type]
+    bench.reads.read(Order(request_id="aborted", peer_engine_id="Q"))  # type: ignore[arg-type]
+    bench.reads.cancel("aborted")
+    bench.reads.end_all("asleep", "good night")
+    assert bench.codes() == {"aborted": "cancelled", "waits": "asleep"}
+    assert bench.agent.cancelled == ["r1/0.0"]
+    bench.finish(outcome="done")  # its data arrived before the order to cancel it: the pages are about to be lost
+    assert bench.codes()["r1"] == "asleep"
+    bench.handshakes.answer(Outcome())
+    assert [end.order.request_id for end in bench.ends] == ["aborted", "waits", "r1"]
+
+
+def test_a_read_ends_although_its_producer_cannot_be_told(bench: Bench) -> None:
+    bench.reads.read(Order())  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+
+    def refuse(_peer: str, _payload: bytes) -> bool:
+        raise CodedFailure("agent-closed")
+
+    bench.agent.send_notification = refuse  # type: ignore[method-assign]
+    bench.finish(outcome="cancelled", code="cancelled")
+    assert bench.codes() == {"r1": "cancelled"}
+    assert bench.counts["num_failed_notifications"] == 1
+
+
+def test_a_ticket_without_a_generation_uses_the_record_that_there_is(bench: Bench) -> None:
+    bench.reads.read(Order(peer_generation=1))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(Order(request_id="r2", peer_generation=None))  # type: ignore[arg-type]
+    assert len(bench.handshakes.asked) == 1
+    assert bench.agent.posts["r2/0.0"]["fence"] == (3, 99), "which its fence then proves to be of this life"
+
+
+def test_an_older_ticket_asks_for_the_generation_that_it_names(bench: Bench) -> None:
+    bench.reads.read(Order(peer_generation=2))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(generation=2)}))
+    bench.reads.read(Order(request_id="r2", peer_generation=1))  # type: ignore[arg-type]
+    assert bench.handshakes.asked[1]["generation"] == 1
+    bench.handshakes.answer(Outcome(is_ok=False, code="generation-mismatch", message="the engine is at 2"))
+    assert bench.codes() == {"r2": "generation-mismatch"}
+
+
 EVENTS = st.lists(
     st.sampled_from(
         ["read", "answer", "fail-answer", "done", "lost", "unquiet", "quiet", "fence", "cancel", "heartbeat", "evict"]

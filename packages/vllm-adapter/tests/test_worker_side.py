@@ -12,13 +12,13 @@ import pytest
 from factories import facts
 from fakes import Order
 
-from vllm_adapter.config import Settings
+from kv_scheduler_state import EMPTY_PLAN
 from vllm_adapter.reads import ReadEnd
 from vllm_adapter.worker_side import WorkerSide
 
 
 def _worker() -> WorkerSide:
-    return WorkerSide(facts(), Settings(), parts=SimpleNamespace(ucx_tls="unset"))  # type: ignore[arg-type]
+    return WorkerSide(facts(), parts=SimpleNamespace(ucx_tls="unset"))  # type: ignore[arg-type]
 
 
 def _end(code: str = "", **order: Any) -> ReadEnd:
@@ -48,7 +48,7 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
 
 def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
     worker = _worker()
-    worker.start_step(SimpleNamespace(is_empty=True), ("o1",))  # type: ignore[arg-type]
+    worker.start_step(EMPTY_PLAN, ("o1",))  # type: ignore[arg-type]
     results = worker.take_results()
     assert (results.received, results.failed) == ({"o1"}, {"o1"})
 
@@ -56,13 +56,15 @@ def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
 def test_handing_a_step_over_waits_for_no_peer() -> None:
     """The transfer thread may be busy: only the fence words are written at once, so that no ticket is ahead of them."""
     worker, queued, fences = _worker(), [], []
-    worker._agent = SimpleNamespace(  # type: ignore[assignment]
+    agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    worker._reads = SimpleNamespace(read=lambda _order: threading.Event().wait(60))  # type: ignore[assignment]
+    worker._registration = SimpleNamespace(  # type: ignore[assignment]
+        agent=agent, perform=lambda *_orders: threading.Event().wait(60)
+    )
     fence = SimpleNamespace(request_id="p1", slot=3, generation=9)
     plan: Any = SimpleNamespace(
-        is_empty=False, fences=(fence,), reads=(Order(),), grants=(), releases=(), cancels=(), heartbeats=()
+        is_empty=False, fences=(fence,), reads=(Order(),), grants=(), expects=(), releases=(), cancels=(), heartbeats=()
     )
     began_s = time.monotonic()
     worker.start_step(plan)

@@ -21,4 +21,5 @@ class Request:
     _all_token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_preemptions: int
     max_tokens: int

@@ -116,8 +116,7 @@ class ConsumerDesk:
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
         if not external_tokens:
-            row = self.on_hit.get(half.state) or self.table.refuse(request_id, half.state, "hit")
-            self.settle(request_id, half, row, now_s)
+            self.give_up(request_id, half, now_s)
             return
         if external_tokens > half.loadable_tokens:
             refuse_excess(request_id, external_tokens, half.loadable_tokens)
@@ -128,6 +127,15 @@ class ConsumerDesk:
         self.settle(request_id, half, row, now_s)
         if "order-read" in row.effects:
             self._order(request_id, read)
+
+    def give_up(self, request_id: str, half: ConsumerHalf, now_s: float) -> None:
+        """Read nothing for a request that has a ticket, and tell the peer.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.on_hit.get(half.state) or self.table.refuse(request_id, half.state, "hit")
+        self.settle(request_id, half, row, now_s)
 
     def finish(self, request_id: str, half: ConsumerHalf, now_s: float) -> None:
         """End the request.

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state._machine import GONE
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._consumer import ConsumerHalf
-    from kv_scheduler_state._producer import ProducerHalf
+    from collections.abc import Mapping
 
-__all__ = ["Live", "forget_if_ended"]
+    from kv_scheduler_state._consumer import ConsumerDesk, ConsumerHalf
+    from kv_scheduler_state._producer import ProducerDesk, ProducerHalf
+
+__all__ = ["Live", "forget_if_ended", "void_all"]
 
 
 @final
@@ -37,3 +39,20 @@ def forget_if_ended(requests: dict[str, Live], request_id: str, live: Live) -> N
         live.producer = producer = None
     if consumer is None and producer is None and live.is_finished:
         del requests[request_id]
+
+
+def void_all(
+    requests: Mapping[str, Live], consumers: ConsumerDesk, producers: ProducerDesk, at_s: float
+) -> tuple[str, ...]:
+    """Void what was computed or promised before now; return the requests whose read is under way."""
+    reading: list[str] = []
+    for request_id, live in requests.items():
+        producer, consumer = live.producer, live.consumer
+        if producer is not None:
+            producers.void(request_id, producer, at_s)
+        if consumer is not None:
+            if consumer.state == "queued":
+                consumers.give_up(request_id, consumer, at_s)
+            elif consumer.state == "reading":
+                reading.append(request_id)
+    return tuple(reading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["ProducerDesk", "ProducerHalf"]
 
+_FIRST_WITH_GENERATION: Final = 15
+"""Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
+
 
 @final
 class ProducerHalf:
     """What is remembered of a request whose blocks a peer is to read."""
 
-    __slots__ = ("fence", "is_readback", "saved_blocks", "since_s", "state", "trace")
+    __slots__ = ("fence", "is_readback", "is_void", "saved_blocks", "since_s", "state", "trace")
 
     def __init__(self, arrival: Transition, *, is_readback: bool, now_s: float) -> None:
         self.state = arrival.target
         self.since_s = now_s
         self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
         self.is_readback = is_readback
+        self.is_void = False
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
 
@@ -53,6 +57,7 @@ class ProducerDesk:
         "on_allocate",
         "on_drop",
         "on_hand_over",
+        "on_revoke",
         "on_sent",
         "table",
     )
@@ -62,16 +67,23 @@ class ProducerDesk:
         self.on_allocate = table.on("allocate")
         self.on_hand_over = table.on("hand-over")
         self.on_drop = table.on("drop")
+        self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
         self._arrival = table.on("arrive").get(NEW)
         self.fences = FencePool(config.fence_slots, config.fence_seed)
         self._config = config
         self._clipper = clipper
         self._outbox = outbox
-        # What every ticket says, and the lease that it announces.
-        self._handoff = _params_template(config, config.lease_s, is_readback=False), config.lease_s
-        self._readback = _params_template(config, config.readback_lease_s, is_readback=True), config.readback_lease_s
         self._trace_length = config.trace_length
+        self.set_generation(config.generation)
+
+    def set_generation(self, generation: int | None) -> None:
+        """Tell consumers this generation from now on."""
+        config = self._config
+        # What every ticket says, and the lease that it announces.
+        self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
+        readback_s = config.readback_lease_s
+        self._readback = _params_template(config, readback_s, generation, is_readback=True), readback_s
 
     def arrive(self, request_id: str, *, is_readback: bool, now_s: float) -> ProducerHalf:
         """Begin the life of a request that is to be handed over."""
@@ -99,6 +111,14 @@ class ProducerDesk:
         if "forget-saves" in row.effects:
             self._outbox.drop_saves(request_id)
             half.saved_blocks = 0
+        half.is_void = False
+
+    def void(self, request_id: str, half: ProducerHalf, now_s: float) -> None:
+        """Take back the lease, or keep what is computed so far from being handed over."""
+        revoke = self.on_revoke.get(half.state)
+        if revoke is not None:
+            self.revoke(request_id, half, revoke, now_s)
+        half.is_void = half.state in {"prefilling", "prefilled"}
 
     def finish(
         self,
@@ -154,7 +174,9 @@ class ProducerDesk:
             half.fence = None
 
 
-def _params_template(config: SchedulerConfig, lease_s: float, *, is_readback: bool) -> dict[str, object]:
+def _params_template(
+    config: SchedulerConfig, lease_s: float, generation: int | None, *, is_readback: bool
+) -> dict[str, object]:
     params: dict[str, object] = {
         "do_remote_prefill": not is_readback,
         "do_remote_decode": is_readback,
@@ -172,8 +194,10 @@ def _params_template(config: SchedulerConfig, lease_s: float, *, is_readback: bo
         "transfer_mode": "pull",
         "kv_lease_s": lease_s,
     }
-    if config.generation is not None:
-        params["kv_generation"] = config.generation
+    if generation is not None:
+        params["kv_generation"] = generation
+        if (config.dialect or 0) >= _FIRST_WITH_GENERATION:
+            params["remote_registration_generation"] = generation
     if config.dialect is not None:
         params["kv_dialect"] = config.dialect
     return params

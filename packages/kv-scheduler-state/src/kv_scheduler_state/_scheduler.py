@@ -19,6 +19,7 @@ from kv_scheduler_state._admission import AdmissionDesk
 from kv_scheduler_state._arguments import refuse_count
 from kv_scheduler_state._blocks import BlockClipper
 from kv_scheduler_state._clock import ObservedClock
+from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._consumer import ConsumerDesk
 from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
 from kv_scheduler_state._errors import (
@@ -29,7 +30,7 @@ from kv_scheduler_state._errors import (
     quote,
 )
 from kv_scheduler_state._introspection import count_states, describe, violations, youngest_leases
-from kv_scheduler_state._live import Live, forget_if_ended
+from kv_scheduler_state._live import Live, forget_if_ended, void_all
 from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import ProducerDesk
@@ -255,7 +256,7 @@ class SchedulerState:
         at_s = self._clock.observe(now_s)
         producers, producer, producer_row = self._producers, live.producer, None
         if producer is not None:
-            if hands_over and any(block_ids):
+            if hands_over and any(block_ids) and not producer.is_void:
                 producer_row = producers.on_hand_over.get(producer.state)
                 producer_row = producer_row or producers.table.refuse(request_id, producer.state, "hand-over")
                 self._clipper.require_groups(block_ids)
@@ -347,6 +348,29 @@ class SchedulerState:
             raise UnknownRequest(request_id, "revoke")
         row = self._producers.table.find(request_id, producer.state, "revoke")
         self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
+
+    def set_generation(self, generation: int | None) -> None:
+        """Tell consumers this generation of the engine's memory registration from now on; None keeps silent.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a number that no consumer would accept.
+        """
+        if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
+            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**63 - 1 or None")
+        self._producers.set_generation(generation)
+
+    def reset(self, *, now_s: float) -> tuple[str, ...]:
+        """Void all KV that was computed or promised before now; return the requests whose read is under way. Costs a scan.
+
+        Leases are revoked. What is being computed is handed over only if it is preempted and started again. Tickets whose
+        read has not been ordered are given up: their producers are told, and the prompts are computed here. Reads under way
+        are the caller's to end; their pages hold KV from before.
+
+        Raises:
+            InvalidEvent: `invalid-event`.
+        """
+        at_s = self._clock.observe(now_s)
+        return void_all(self._live, self._consumers, self._producers, at_s)
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every live request with its age, its states, its traces and what it waits for, oldest first."""

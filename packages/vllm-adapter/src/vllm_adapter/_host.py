@@ -7,7 +7,9 @@ What changed when (public interface that this package stands on):
 | 0.30 | `KVConnectorTransferResults` and `get_transfer_results`: failures are reported per request |
 | 0.31 | `wait_for_save` is called every step; `get_mem_pool_context` |
 | 0.32 | `CacheHitSource`: a connector names the tier of its hits; `get_loaded_kv_cache_group_ids` |
-| 0.33 | sleep mode: `unregister_kv_caches`, `restore_kv_caches`; `remote_registration_generation` in tickets |
+| 0.33 | `supports_sleep_mode`, `unregister_kv_caches`, `restore_kv_caches`; `remote_registration_generation` in tickets |
+
+Older hosts never call the hooks of newer ones; 0.33's were driven by tests only, as it could not be installed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -54,6 +57,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_host",
     "create_metric_per_engine",

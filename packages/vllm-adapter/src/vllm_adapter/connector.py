@@ -21,7 +21,7 @@ from vllm_adapter._host import (
 from vllm_adapter._torch_mirror import TorchMirror
 from vllm_adapter._torch_pages import TorchPages
 from vllm_adapter.config import load_settings
-from vllm_adapter.metadata import RankEnvelope, StepMetadata
+from vllm_adapter.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.scheduler_side import SchedulerSide
 from vllm_adapter.stats import PromMetrics, TransferStats
 from vllm_adapter.testing_switches import is_host_buffer_forced, page_corrupter
@@ -74,7 +74,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             spans = _span_writer(vllm_config, facts, (facts.pp_rank, facts.tp_rank))
             trace = spans.read_ended if spans is not None else None
             parts = WorkerParts(facts, settings)
-            self._worker = WorkerSide(facts, settings, parts, read_ended=self._corrupt, trace=trace)
+            self._worker = WorkerSide(facts, parts, read_ended=self._corrupt, trace=trace)
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
@@ -108,6 +108,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Ask for head-major pages, which split by head without copying; latent caches have no heads."""
         model = vllm_config.model_config
         return None if model.use_mla else "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, config: object) -> bool:  # noqa: ARG003  (the same for all of them)
+        """Tell the host that the cache's memory can be given back and registered anew."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -168,6 +173,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Take in what the workers report."""
         self._scheduler_side.update_output(connector_output)
 
+    def reset_cache(self) -> bool:
+        """Void what was computed or promised before now: other weights, or memory that is about to be discarded."""
+        return self._scheduler_side.reset_cache()
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Serve the ranks' metadata (one pipeline stage)."""
         self._scheduler_side.serve({(0, tp_rank): value for tp_rank, value in metadata.items()})
@@ -190,6 +199,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         caches = layer_caches(kv_caches, self._cache_config)
         self._worker_side.register(caches, TorchPages(kv_caches.values()), self._mirror)
 
+    def unregister_kv_caches(self) -> None:
+        """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""
+        self._worker_side.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Register the cache anew after the host has mapped it again; does nothing if it was never given back."""
+        self._worker_side.restore()
+
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         """Take the platform's operation for copies between device and host."""
         if self._mirror is not None:
@@ -204,7 +221,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the transfer thread."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._worker_side.start_step(metadata.plan, metadata.orphans, metadata.links)
+            self._worker_side.start_step(
+                metadata.plan,
+                metadata.orphans,
+                metadata.links,
+                restarted=metadata.restarted,
+                void_reads=metadata.void_reads,
+                question=metadata.question,
+            )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request's forward only runs once all its layers are there."""
@@ -228,6 +252,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what ended since the last step."""
         results = self._worker_side.take_results()
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def build_connector_worker_meta(self) -> RegistrationReport | None:
+        """Return what this rank has registered, if the scheduler must know."""
+        side = self._worker_side
+        said = side.take_report()
+        return RegistrationReport({side.rank: said}) if said is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.ports import LeaseTable, StepPlan, TransferThread, WireCodec
 
@@ -64,19 +64,28 @@ class HoldCoordinator:
         """Connect the thread whose fence array is written; before the first order."""
         self._agent = agent
 
-    def apply(self, plan: StepPlan) -> None:
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """Announce requests whose readers may be heard before their grants."""
+        now_s = self._now_s()
+        for request_id in request_ids:
+            self._attempt(partial(self._leases.expect, request_id, now_s=now_s))
+
+    def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
         """Perform the producer's part of a step's orders, in the order that makes each safe.
 
         An order that the lease table refuses is counted and logged; the others are performed all the same.
+
+        Args:
+            plan: The orders.
+            void: Requests among its grants whose KV is lost: their leases end at once.
         """
         now_s = self._now_s()
         leases = self._leases
-        for request_id in plan.expects:
-            self._attempt(partial(leases.expect, request_id, now_s=now_s))
+        self.expect(plan.expects)
         for grant in plan.grants:
             order = partial(leases.grant, grant.request_id, lease_s=grant.lease_s, fence=grant.fence, now_s=now_s)
             self._attempt(order)
-        for request_id in (*plan.releases, *plan.revokes):
+        for request_id in (*plan.releases, *plan.revokes, *void):
             self._attempt(partial(leases.release, request_id, now_s=now_s))
 
     def _attempt(self, order: Callable[[], None]) -> None:
@@ -123,11 +132,14 @@ class HoldCoordinator:
 
     def tick(self) -> None:
         """End what is due: bump the fence first, then report the blocks free."""
+        self._end_due(has_fences=True)
+
+    def _end_due(self, *, has_fences: bool) -> None:
         assert self._agent is not None  # noqa: S101
         now_s = self._now_s()
         for end in self._leases.take_ended(now_s=now_s):
             heard_s = self._heard_s.pop(end.request_id, None)
-            if end.fence is not None:
+            if end.fence is not None and has_fences:
                 self._agent.write_fence(*end.fence)
             if not end.is_reported:
                 continue  # the scheduler kept no blocks for it
@@ -140,6 +152,17 @@ class HoldCoordinator:
                     f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back"
                 )
             self._observer.sent(end.request_id)
+
+    def end_all(self, *, has_fences: bool = True) -> None:
+        """End every lease and report its blocks free.
+
+        Args:
+            has_fences: False if there is no fence array any more, so that no word can be written.
+        """
+        now_s = self._now_s()
+        for entry in self._leases.snapshot(now_s=now_s):
+            self._leases.release(str(entry["request_id"]), now_s=now_s)
+        self._end_due(has_fences=has_fences)
 
     def live_count(self) -> int:
         """Return how many leases are open."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm_adapter.ports import StepPlan
+    from vllm_adapter.served_registration import RankRegistration
     from vllm_adapter.trace_links import TraceLink
 
-__all__ = ["RankEnvelope", "StepMetadata"]
+__all__ = ["RankEnvelope", "RegistrationReport", "StepMetadata"]
 
 
 @final
@@ -24,6 +25,9 @@ class StepMetadata(KVConnectorMetadata):
         orphans: Requests that the host parked for a read that nobody will make; the workers report them as failed.
         complete: Requests whose prompt is computed with this step and must then be in the mirror (host-buffer mode).
         links: Traces that the reads of this step belong to, by request; empty without tracing.
+        restarted: Requests whose prompt is computed from the beginning again.
+        void_reads: Requests whose read was ordered before the cache was reset; it must end, and end badly.
+        question: Number of the question what this rank has registered; 0 if nobody asks.
     """
 
     def __init__(
@@ -32,11 +36,18 @@ class StepMetadata(KVConnectorMetadata):
         orphans: tuple[str, ...] = (),
         complete: tuple[str, ...] = (),
         links: Mapping[str, TraceLink] | None = None,
+        *,
+        restarted: tuple[str, ...] = (),
+        void_reads: tuple[str, ...] = (),
+        question: int = 0,
     ) -> None:
         self.plan = plan
         self.orphans = orphans
         self.complete = complete
         self.links = links or {}
+        self.restarted = restarted
+        self.void_reads = void_reads
+        self.question = question
 
 
 @final
@@ -45,3 +56,15 @@ class RankEnvelope(KVConnectorHandshakeMetadata):
 
     def __init__(self, envelope: bytes) -> None:
         self.envelope = envelope
+
+
+@final
+class RegistrationReport(KVConnectorWorkerMetadata):
+    """What ranks have registered, workers to scheduler, by (pp rank, tp rank); vLLM adds the ranks' reports up."""
+
+    def __init__(self, ranks: Mapping[tuple[int, int], RankRegistration]) -> None:
+        self.ranks = dict(ranks)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RegistrationReport:
+        """Return what both say; nothing else is ever added to a report of this connector."""
+        return RegistrationReport({**self.ranks, **other.ranks}) if isinstance(other, RegistrationReport) else self

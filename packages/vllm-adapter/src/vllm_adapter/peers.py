@@ -151,6 +151,14 @@ class PeerDirectory:
         """Return a request's orders whose engine is not ready yet."""
         return [o for engine in self._engines.values() for o in engine.waiting if o.request_id == request_id]
 
+    def take_waiting(self) -> list[ReadOrder]:
+        """Return all orders that wait for an engine; none of them waits any longer."""
+        taken: list[ReadOrder] = []
+        for engine in self._engines.values():
+            taken += engine.waiting
+            engine.waiting = []
+        return taken
+
     def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
         """Return the engine if it is ready; one that is not known yet is met meanwhile."""
         engine = self._find(order)
@@ -163,8 +171,13 @@ class PeerDirectory:
         return engine
 
     def notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
-        """Send a notification to one rank, counting a failure."""
-        if not self._agent.send_notification(engine.key(rank), payload):
+        """Send a notification to one rank, counting a failure; nothing is raised, also by an agent that is being closed."""
+        try:
+            is_sent = self._agent.send_notification(engine.key(rank), payload)
+        except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
+            self._observer.log(f"engine {engine.engine_id} could not be notified: {error}")
+            is_sent = False
+        if not is_sent:
             self._observer.count("num_failed_notifications")
 
     # ---------------------------------------------------------------------------------------------- meeting

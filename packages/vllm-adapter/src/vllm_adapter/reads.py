@@ -178,6 +178,15 @@ class ReadCoordinator:
             self._withdrawn[id(order)] = order
             self._end(order, "cancelled", "the request was aborted before its read began")
 
+    def end_all(self, code: str, message: str) -> None:
+        """Fail every read, also one whose data has arrived but is not verified; each ends once its pages are quiet."""
+        assert self._agent is not None  # noqa: S101
+        for order in self._peers.take_waiting():
+            self._not_met(order, code, message)
+        for transfer_id, read in list(self._reads.items()):
+            self._note_failure(read, code, message)
+            self._agent.cancel(transfer_id)
+
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
         engine = self._peers.find_or_meet(order)

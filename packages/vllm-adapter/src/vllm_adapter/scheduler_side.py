@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
-from vllm_adapter.metadata import RankEnvelope, StepMetadata
+from vllm_adapter.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.observations import StatsBuffer
 from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.served_registration import ServedRegistration
 from vllm_adapter.trace_links import TraceLinks
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class SchedulerSide:
         self._now_s = now_s
         self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
         self._links = TraceLinks(lease_ended)
+        self._served = ServedRegistration(facts.generation)
+        self._allocated: dict[str, Callable[[], bool]] = {}
+        self._restarted: list[str] = []
+        self._void_reads: tuple[str, ...] = ()
         self._stats = StatsBuffer()
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
@@ -110,6 +115,9 @@ class SchedulerSide:
             new_block_ids=blocks.get_unhashed_block_ids_all_groups(),
             external_tokens=external_tokens,
         )
+        if request.num_preemptions:
+            self._allocated[request.request_id] = note
+            self._restarted.append(request.request_id)
         if _attempt("allocation", request.request_id, note) is None and external_tokens:
             self._orphans.append(request.request_id)
 
@@ -128,13 +136,26 @@ class SchedulerSide:
         now_s = self._now_s()
         for request_id in output.preempted_req_ids or ():
             _attempt("preemption", request_id, partial(self._state.preempt, request_id, now_s=now_s))
+            if request_id in self._allocated:  # a reset preempts before the step, which has started it again meanwhile
+                _attempt("allocation", request_id, self._allocated[request_id])
+        self._allocated.clear()
         complete = self._order_saves(output)
         orphans, self._orphans = tuple(self._orphans), []
         self._reported_orphans.update(orphans)
         plan = self._state.take_step_plan(now_s=now_s)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
-        return StepMetadata(plan, orphans, complete, self._links.of_reads(plan))
+        restarted, self._restarted = tuple(self._restarted), []
+        void_reads, self._void_reads = self._void_reads, ()
+        return StepMetadata(
+            plan,
+            orphans,
+            complete,
+            self._links.of_reads(plan),
+            restarted=restarted,
+            void_reads=void_reads,
+            question=self._served.question,
+        )
 
     def _order_saves(self, output: SchedulerOutput) -> tuple[str, ...]:
         """Order this step's copies to the mirror (host-buffer mode); return the requests whose prompt is then complete."""
@@ -173,7 +194,7 @@ class SchedulerSide:
             self._chunks.forget(request.request_id)
         return self._state.finish(
             request.request_id,
-            reason="error" if is_unsaved else end_reason(request),
+            reason=end_reason(request) if self._served.is_sure and not is_unsaved else "error",
             block_ids=select_groups(self._facts, block_ids),
             computed_tokens=request.num_computed_tokens,
             now_s=self._now_s(),
@@ -181,6 +202,9 @@ class SchedulerSide:
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, RegistrationReport):
+            _attempt("registration", "(none)", partial(self._registered, report))
         received = (output.finished_recving or set()) - self._reported_orphans
         self._reported_orphans -= output.finished_recving or set()
         failed: set[str] = getattr(output, "failed_recving", None) or set()
@@ -192,6 +216,28 @@ class SchedulerSide:
         )
         _attempt("report of the workers", "(several)", note)
         self._links.sent(output.finished_sending or ())
+
+    def _registered(self, report: RegistrationReport) -> bool:
+        """Tell peers of the registration that the workers have now."""
+        envelopes = self._served.heard(report.ranks)
+        if self._served.is_sure:
+            self._state.set_generation(self._served.generation)
+        if envelopes is not None and self._listener is not None:
+            self._listener.replace(envelopes)
+            _logger.info("side channel of engine %s serves %d ranks anew", self._facts.engine_id, len(envelopes))
+        return True
+
+    def reset_cache(self) -> bool:
+        """Void all KV that was computed, promised or ordered before now; True if nothing of it will be handed over or used.
+
+        Until the workers have said which registration they have, no prompt is handed over: the host may be about to sleep.
+        """
+        self._served.doubt()
+        reading = _attempt("reset", "(all)", partial(self._state.reset, now_s=self._now_s()))
+        if reading is None:
+            return False
+        self._void_reads = (*self._void_reads, *reading)
+        return True
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return what was observed since the last call by key, None for nothing."""
@@ -207,6 +253,7 @@ class SchedulerSide:
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""
         payloads = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
+        self._served.expect(payloads)
         if self._listener is not None:
             self._listener.replace(payloads)
             return

@@ -154,9 +154,14 @@ class WorkerParts:
         return Client(offer, timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s))
 
     def encode_envelope(
-        self, caches: Sequence[LayerCache], document: Mapping[str, object], agent: ports.TransferThread
+        self,
+        caches: Sequence[LayerCache],
+        document: Mapping[str, object],
+        agent: ports.TransferThread,
+        *,
+        generation: int,
     ) -> bytes:
-        """Return this rank's envelope for the listener."""
+        """Return this rank's envelope for the listener, under the number of this registration."""
         facts = self.facts
         fields = metadata_fields(
             facts,
@@ -164,7 +169,7 @@ class WorkerParts:
             agent_metadata=agent.agent_metadata(),
             fence=agent.fence,
             geometry=pack_document(document),
-            generation=facts.generation,
+            generation=generation,
         )
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)

@@ -1,7 +1,7 @@
 """The connector in a worker's process: the engine thread's half.
 
 The engine thread only hands immutable orders over and takes finished results away; everything that touches NIXL, a peer or
-the network happens on the transfer thread (`reads.py`, `holds.py`).
+the network happens on the transfer thread (`registration.py`, `reads.py`, `holds.py`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.geometry import local_document, registration_ranges
-from vllm_adapter.holds import HoldCoordinator, HoldObserver
+from vllm_adapter.geometry import local_document
 from vllm_adapter.host_mirror import HostMirror
 from vllm_adapter.observations import StatsBuffer
-from vllm_adapter.peers import PeerLimits
-from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
+from vllm_adapter.registration import Registration, open_registration
+from vllm_adapter.served_registration import RankRegistration
+from vllm_adapter.sleep import Announced, fail_reads, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.config import Settings
     from vllm_adapter.conversion import ConversionStep, PageConverter
     from vllm_adapter.facts import EngineFacts, LayerCache
     from vllm_adapter.host_mirror import MirrorMemory
-    from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
+    from vllm_adapter.ports import StepPlan
+    from vllm_adapter.reads import ReadEnd
     from vllm_adapter.trace_links import TraceLink
     from vllm_adapter.wiring import WorkerParts
 
@@ -34,10 +34,9 @@ __all__ = ["StepResults", "WorkerSide"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
-_TICK_S = 0.05
-_LOOK_AFTER_S = 1.0
 _VOID_GENERATION = 0
 """A fence word that no ticket ever carries."""
+_RESET = "the cache was reset after this read had been ordered"
 _COMPLETIONS = {
     "conversion": ("conversion-failed", "num_failed_conversions"),
     "mirror_restore": ("mirror-copy-failed", "num_failed_mirror_copies"),
@@ -61,14 +60,12 @@ class WorkerSide:
     def __init__(
         self,
         facts: EngineFacts,
-        settings: Settings,
         parts: WorkerParts,
         *,
         read_ended: Callable[[ReadEnd], None] | None = None,
         trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
         self._facts = facts
-        self._settings = settings
         self._parts = parts
         self._read_ended = read_ended
         self._trace = trace
@@ -77,14 +74,17 @@ class WorkerSide:
         self._ends: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
         self._orphans: list[str] = []
-        self._agent: TransferThread | None = None
-        self._handshakes: HandshakeClient | None = None
-        self._reads: ReadCoordinator | None = None
-        self._holds: HoldCoordinator | None = None
-        self._envelope: bytes | None = None
+        self._registration: Registration | None = None
+        self._ending: Registration | None = None
+        self._caches: Sequence[LayerCache] = ()
         self._converter: PageConverter | None = None
         self._mirror: HostMirror | None = None
-        self._fence_slots: dict[str, int] = {}
+        self._announced = Announced()
+        self._void_reads: set[str] = set()
+        self._generation = facts.generation
+        self._is_asleep = False
+        self._answer = 0
+        self._is_report_due = False
         self._quarantined_bytes = 0
         self._is_death_reported = False
 
@@ -103,77 +103,92 @@ class WorkerSide:
             converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
             mirror: The device's memory, if `caches` are only its mirror.
         """
-        facts, settings, parts = self._facts, self._settings, self._parts
-        self._converter = converter
-        document = local_document(facts, caches)
-        self._mirror = HostMirror(mirror, document) if mirror is not None else None
-        self._reads = ReadCoordinator(
-            document,
-            parts.peer_geometry,
-            parts.make_planner(caches[0].memory_kind, can_convert=converter is not None),
-            parts.codec,
-            ReadObserver(self._ends.append, self._stats.transfer, self._stats.count, self._stats.observe, _logger.info),
-            ReadLimits(
-                read_timeout_s=settings.read_timeout_s,
-                lease_s=settings.kv_lease_duration,
-                peers=PeerLimits(
-                    handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
-                    engine_ttl_s=settings.engine_ttl,
-                    dialect=settings.ticket_dialect or facts.connector_version,
-                ),
-                whole_block_tokens=facts.whole_block_tokens,
-            ),
-            now_s=time.monotonic,
+        self._caches, self._converter = tuple(caches), converter
+        if mirror is not None:
+            self._mirror = HostMirror(mirror, local_document(self._facts, caches))
+        self._registration = self._open(self._generation)
+
+    def _open(self, generation: int) -> Registration:
+        return open_registration(
+            self._parts,
+            self._caches,
+            generation=generation,
+            can_convert=self._converter is not None,
+            stats=self._stats,
+            read_ended=self._ends.append,
+            sent=self._sent.append,
         )
-        self._holds = HoldCoordinator(
-            parts.make_lease_table(),
-            parts.codec,
-            HoldObserver(self._sent.append, self._stats.count, self._stats.observe, _logger.info),
-            heartbeat_s=settings.heartbeat_s,
-            now_s=time.monotonic,
-        )
-        agent = parts.make_transfer_thread(
-            registration_ranges(caches),
-            on_result=self._reads.transfer_ended,
-            on_quiet=self._reads.memory_quiet,
-            on_notification=self._holds.notified,
-        )
-        self._agent = agent
-        self._handshakes = parts.make_handshake_client()
-        self._reads.attach(agent, self._handshakes)
-        self._holds.attach(agent)
-        agent.start()
-        agent.call_every(_TICK_S, self._holds.tick)
-        agent.call_every(_LOOK_AFTER_S, self._reads.look_after_engines)
-        self._envelope = parts.encode_envelope(caches, document, agent)
-        _logger.info(
-            "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
-            facts.engine_id,
-            facts.tp_rank,
-            len(caches),
-            agent.fence[2],
-        )
+
+    def unregister(self) -> None:
+        """End all reads and leases and give the cache's memory back, before the host unmaps it; idempotent.
+
+        Raises:
+            AdapterError: `memory-in-use`: the memory must stay mapped.
+        """
+        if self._registration is not None:
+            self._ending, self._registration = self._registration, None
+            self._is_report_due = True
+            if self._mirror is not None:
+                self._mirror.settle_all()
+        if self._ending is None:
+            return
+        try:
+            self._ending.end()
+        finally:
+            for _ in range(len(self._ends)):
+                self._ends.append(unusable(self._ends.popleft()))
+        self._ending, self._is_asleep = None, True
+        _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
+
+    def restore(self) -> None:
+        """Register the cache anew after `unregister`: the same addresses, their content lost; else do nothing.
+
+        Raises:
+            Exception: What the transfer library raises; nothing is registered then, and it may be tried again.
+        """
+        if not self._is_asleep:
+            return
+        registration = self._open(self._generation + 1)
+        self._generation += 1
+        self._registration, self._is_asleep, self._is_report_due = registration, False, True
+        self._announced.lose()
+        waiting = self._announced.ids
+        registration.agent.call_soon(lambda: registration.holds.expect(waiting))
+
+    def take_report(self) -> RankRegistration | None:
+        """Return what is registered if the scheduler asked or it has changed, else None."""
+        is_due, self._is_report_due = self._is_report_due, False
+        return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
     def close(self) -> None:
         """Stop both threads and give registrations back; idempotent."""
-        handshakes, self._handshakes = self._handshakes, None
-        agent, self._agent = self._agent, None
-        if handshakes is not None:
-            handshakes.close()
-        if agent is not None:
-            agent.close()
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            registration.close()
         if self._mirror is not None:
             self._mirror.close()
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """(pp rank, tp rank)."""
+        return self._facts.pp_rank, self._facts.tp_rank
+
+    @property
     def envelope(self) -> bytes | None:
         """What the side channel serves for this rank; None before registration."""
-        return self._envelope
+        return self._registration.envelope if self._registration is not None else None
 
     # ---------------------------------------------------------------------------------------------- every step
 
     def start_step(
-        self, plan: StepPlan, orphans: Sequence[str] = (), links: Mapping[str, TraceLink] | None = None
+        self,
+        plan: StepPlan,
+        orphans: Sequence[str] = (),
+        links: Mapping[str, TraceLink] | None = None,
+        *,
+        restarted: Sequence[str] = (),
+        void_reads: Sequence[str] = (),
+        question: int = 0,
     ) -> None:
         """Hand a step's orders to the transfer thread and return at once.
 
@@ -181,36 +196,33 @@ class WorkerSide:
             plan: The orders.
             orphans: Requests to report as failed reads.
             links: Traces that the step's reads belong to, by request.
+            restarted: Requests whose prompt is computed from the beginning again.
+            void_reads: Requests whose read, ordered by now, must end badly: the cache was reset.
+            question: What the next report answers; 0 for nothing.
         """
         self._orphans += orphans
         if links and self._trace is not None:
             self._links.update(links)
-        agent = self._agent
-        if agent is None or plan.is_empty:
+        if question:
+            self._answer, self._is_report_due = question, True
+        self._void_reads.difference_update(order.request_id for order in plan.reads)
+        self._void_reads.update(void_reads)
+        words = self._announced.start_again(restarted)
+        void_grants = () if plan.is_empty else self._announced.apply(plan)
+        registration = self._registration
+        if registration is None:
+            self._sent += [grant.request_id for grant in plan.grants]
+            self._ends += fail_reads(plan, time.monotonic())
             return
         if self._mirror is not None:
             self._prepare_mirror(self._mirror, plan)
         # At once, on this thread: the words must be there before the step's end can make the tickets known.
-        for fence in plan.fences:
-            agent.write_fence(fence.slot, fence.generation)
-        agent.call_soon(lambda: self._perform(plan))
-
-    def _perform(self, plan: StepPlan) -> None:
-        reads, holds = self._reads, self._holds
-        if reads is None or holds is None:
-            return
-        holds.apply(plan)
-        for order in plan.reads:
-            reads.read(order)
-        for request_id in plan.cancels:
-            reads.cancel(request_id)
-        for heartbeat in plan.heartbeats:
-            reads.heartbeat(heartbeat)
+        for slot, generation in (*words, *((fence.slot, fence.generation) for fence in plan.fences)):
+            registration.agent.write_fence(slot, generation)
+        if not plan.is_empty or void_reads:
+            registration.agent.call_soon(lambda: registration.perform(plan, void_grants, void_reads))
 
     def _prepare_mirror(self, mirror: HostMirror, plan: StepPlan) -> None:
-        self._fence_slots.update((fence.request_id, fence.slot) for fence in plan.fences)
-        for request_id in (*plan.releases, *(grant.request_id for grant in plan.grants)):
-            self._fence_slots.pop(request_id, None)
         mirror.forget(plan.releases)
         if plan.reads:
             mirror.settle_all()
@@ -223,8 +235,8 @@ class WorkerSide:
             complete: Requests that can be handed over from now on: their blocks are there when this returns, or their
                 fence is void.
         """
-        mirror, agent = self._mirror, self._agent
-        if mirror is None or agent is None or not (plan.saves or complete):
+        mirror, registration = self._mirror, self._registration
+        if mirror is None or registration is None or not (plan.saves or complete):
             return
         began_s = time.perf_counter()
         mirror.save(plan.saves)
@@ -233,7 +245,7 @@ class WorkerSide:
         for request_id in complete:
             if request_id not in failed:
                 continue
-            slot = self._fence_slots.get(request_id)
+            slot = self._announced.slot(request_id)
             self._stats.count("num_failed_mirror_copies")
             _logger.error(
                 "request %s: its blocks could not be copied to host memory (%s)%s",
@@ -244,7 +256,7 @@ class WorkerSide:
                 else ". It has no fence: whoever reads them GETS WRONG DATA",
             )
             if slot is not None:
-                agent.write_fence(slot, _VOID_GENERATION)
+                registration.agent.write_fence(slot, _VOID_GENERATION)
 
     def take_results(self) -> StepResults:
         """Return what ended since the last step: sent, received, and which of those failed."""
@@ -252,7 +264,7 @@ class WorkerSide:
         while self._sent:
             results.sent.add(self._sent.popleft())
         while self._ends:
-            end = self._completed(self._ends.popleft())
+            end = self._completed(self._confirmed(self._ends.popleft()))
             if not end.is_ok:
                 self._stats.observe("read_failure_codes", end.code)
                 _logger.error(
@@ -281,6 +293,14 @@ class WorkerSide:
         self._check_alive()
         return results
 
+    def _confirmed(self, end: ReadEnd) -> ReadEnd:
+        """Return the end as a failure if the cache was reset since its read was ordered."""
+        request_id = end.order.request_id
+        if request_id not in self._void_reads:
+            return end
+        self._void_reads.discard(request_id)
+        return replace(end, code="cache-reset", message=_RESET, conversion=())
+
     def _completed(self, end: ReadEnd) -> ReadEnd:
         """Put the pages of a good read in order and where the device wants them; the read ends badly if that fails."""
         if end.is_ok and end.conversion:
@@ -308,14 +328,15 @@ class WorkerSide:
         return end
 
     def _check_alive(self) -> None:
-        agent = self._agent
-        if agent is not None and not agent.is_alive and not self._is_death_reported:
+        registration = self._registration
+        if registration is not None and not registration.agent.is_alive and not self._is_death_reported:
             self._is_death_reported = True
             _logger.error("the transfer thread of engine %s has died; restart this engine", self._facts.engine_id)
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations of the last interval by key, None for none."""
-        quarantined = sum(entry.bytes_at_risk for entry in self._agent.quarantine()) if self._agent is not None else 0
+        held = self._registration.agent.quarantine() if self._registration is not None else ()
+        quarantined = sum(entry.bytes_at_risk for entry in held)
         if quarantined != self._quarantined_bytes:
             self._stats.observe("quarantined_bytes", quarantined - self._quarantined_bytes)
             self._quarantined_bytes = quarantined

@@ -26,6 +26,10 @@ class KVConnectorRole(enum.Enum):
 class KVConnectorHandshakeMetadata: ...
 class KVConnectorMetadata: ...
 
+class KVConnectorWorkerMetadata:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata: ...
+
+
 class KVConnectorBase_V1:
     _cache_hit_source: Any
     _connector_metadata: KVConnectorMetadata | None

@@ -1,0 +1,158 @@
+"""A whole engine but for the model: vLLM's real scheduler, our connector in both roles, memory, and NIXL or its fake.
+
+The worker's hooks are called as vLLM's model runner calls them. "Computing" a prompt writes pages that tell token, position and
+the weights that were loaded, so that a page shows who wrote it, and when.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import BLOCK, FULL, Engine
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_adapter import KVTransferConnector, _host, wiring
+
+LAYER = "layers.0"
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class FullEngine(Engine):
+    """One engine with one worker."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, fabric: Any, **options: Any) -> None:
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        patch.setattr(_host, "_ranks", lambda: (0, 0))
+        patch.setattr(_host, "_attention_backend", lambda _config: "FLASH_ATTN")
+        if fabric is not None:
+            patch.setattr(wiring, "open_nixl", fabric.port)
+        super().__init__(folder, model_folder=folder.parent / "model", **options)
+        self.weights = 1
+        self.memory = torch.zeros((self._blocks, FULL.num_kv_heads, BLOCK, 2 * FULL.head_size))
+        with set_current_vllm_config(self.config):
+            self.worker: Any = KVTransferConnector(self.config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
+        self.worker.register_kv_caches({LAYER: self.memory})
+        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.sent: list[str] = []
+        self.received: dict[str, bool] = {}
+
+    # ------------------------------------------------------------------------------------------------ vLLM's hooks
+
+    def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
+        assert not sent | received | failed, "this engine's worker reports by itself"
+        worker = self.worker
+        worker.handle_preemptions(output.kv_connector_metadata)
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            self._compute(request_id, tokens)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        report = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        self.sent += sorted(results.finished_sending)
+        for request_id in results.finished_recving:
+            assert request_id not in self.received, "a read was reported twice"
+            self.received[request_id] = request_id not in results.failed_recving
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=report,
+        )
+
+    def _compute(self, request_id: str, tokens: int) -> None:
+        request = self.scheduler.requests[request_id]
+        (blocks,) = self.blocks(request_id)
+        for position in range(request.num_computed_tokens - tokens, request.num_computed_tokens):
+            token = request.all_token_ids[position]
+            self.memory[blocks[position // BLOCK], :, position % BLOCK] = content(self.weights, position, token)
+
+    def sleep(self, *, resets: bool = True) -> None:
+        """Do as vLLM does: reset the caches, then unmap the memory after the connector has let go of it."""
+        if resets:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.worker.unregister_kv_caches()
+        self.memory.fill_(float("nan"))
+
+    def wake(self, *, weights: int | None = None) -> None:
+        """Map the memory again, with nothing of use in it."""
+        self.memory.fill_(-1.0)
+        self.worker.restore_kv_caches()
+        self.weights = weights or self.weights
+
+    # ---------------------------------------------------------------------------------------------- what tests do
+
+    def prefill(self, request_id: str, prompt: list[int]) -> dict[str, Any] | None:
+        """Compute a prompt for another engine; return the ticket, if there is one."""
+        self.add(request_id, prompt, max_tokens=1, params={"do_remote_decode": True})
+        for _ in range(16):
+            self.step()
+            if request_id in self.outputs:
+                return self.outputs[request_id][-1].kv_transfer_params
+        raise AssertionError(f"{request_id} was not computed")
+
+    def until(self, *, received: str = "", sent: str = "", within_s: float = 20) -> None:
+        """Step until a request's read has ended, or its blocks are free."""
+        until_s = time.monotonic() + within_s
+        while (received and received not in self.received) or (sent and sent not in self.sent):
+            assert time.monotonic() < until_s, f"{received}{sent} was never reported: {self.state.snapshot(now_s=0.0)}"
+            self.step()
+            time.sleep(0.002)
+
+    def assert_has(self, request_id: str, prompt: list[int], weights: int) -> None:
+        """Assert that a request's pages hold its prompt as computed with these weights."""
+        (blocks,) = self.blocks(request_id)
+        for position, token in enumerate(prompt):
+            page = self.memory[blocks[position // BLOCK], :, position % BLOCK]
+            torch.testing.assert_close(page, content(weights, position, token), rtol=0, atol=0)
+
+    @property
+    def side(self) -> Any:
+        """The worker's half."""
+        return self.worker._worker_side
+
+    @property
+    def agent_name(self) -> str:
+        """NIXL's name of this worker's agent."""
+        return str(self.side._registration.agent._name)
+
+    @contextmanager
+    def transfers_held(self) -> Iterator[None]:
+        """Keep the transfer thread from doing anything meanwhile."""
+        gate, is_held = threading.Event(), threading.Event()
+        self.side._registration.agent.call_soon(lambda: (is_held.set(), gate.wait(60)))
+        assert is_held.wait(10)
+        try:
+            yield
+        finally:
+            gate.set()
+
+    def close(self) -> None:
+        """Stop both halves."""
+        self.worker.shutdown()
+        self.connector.shutdown()
+
+
+def content(weights: int, position: int, token: int) -> torch.Tensor:
+    """Return the one true content of a token's place in a page: (heads, elements)."""
+    heads, elements = FULL.num_kv_heads, 2 * FULL.head_size
+    return weights * 4e6 + position * 16000 + token * 256 + torch.arange(heads * elements).view(heads, elements)

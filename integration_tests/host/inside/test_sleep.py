@@ -1,0 +1,278 @@
+"""vLLM's sleep mode (0.33) through its hooks, between whole connectors, over NIXL and its fake; no host of 0.33 was there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import BLOCK, prompt
+from full_engine import FullEngine
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter import KVTransferConnector
+
+Make = Callable[..., FullEngine]
+SOME, OTHER = prompt(3 * BLOCK + 5, seed=1), prompt(2 * BLOCK + 3, seed=2)
+
+
+@pytest.fixture(params=["fake", "nixl"])
+def fabric(request: pytest.FixtureRequest) -> FakeFabric | None:
+    return FakeFabric() if request.param == "fake" else None
+
+
+@pytest.fixture
+def make(fabric: FakeFabric | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[FullEngine] = []
+
+    def build(name: str, **options: Any) -> FullEngine:
+        # Without a prefix cache, so that what a prompt's pages hold is what this hand-over brought.
+        made.append(FullEngine(tmp_path / name, monkeypatch, fabric, prefix_caching=False, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def _hand_over(producer: FullEngine, consumer: FullEngine, number: str, tokens: list[int]) -> dict[str, Any]:
+    """Hand a prompt over, look at its pages, end both sides' requests; return the ticket."""
+    ticket = producer.prefill(f"p{number}", tokens)
+    assert ticket is not None
+    consumer.add(f"d{number}", tokens, params=ticket)
+    consumer.until(received=f"d{number}")
+    assert consumer.received[f"d{number}"]
+    consumer.assert_has(f"d{number}", tokens, producer.weights)
+    producer.until(sent=f"p{number}")
+    consumer.run()
+    return ticket
+
+
+def _refused(consumer: FullEngine, request_id: str, tokens: list[int], ticket: Any, logs: Any) -> str:
+    """Let a read fail; return the code that its log line gives."""
+    logs.clear()
+    consumer.add(request_id, tokens, params=ticket)
+    consumer.until(received=request_id)
+    assert not consumer.received[request_id]
+    consumer.run()
+    (line,) = [
+        r.getMessage() for r in logs.records if f"request {request_id}: its KV was not taken over" in r.getMessage()
+    ]
+    return line.rsplit("(", 1)[1].split(")")[0]
+
+
+def _wait(condition: Callable[[], Any], within_s: float = 20) -> None:
+    until_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P"), make("D")
+    old = _hand_over(producer, consumer, "1", SOME)
+    producer.sleep()
+    producer.wake(weights=2)
+    assert producer.prefill("p2", SOME) is None, "nobody knows yet what is registered"
+    new = _hand_over(producer, consumer, "3", SOME)
+    assert new["kv_generation"] == old["kv_generation"] + 1
+    with caplog.at_level(logging.ERROR):
+        code = _refused(consumer, "d4", OTHER, {**old, "remote_num_tokens": len(OTHER)}, caplog)
+    assert code in {"generation-mismatch", "fence-mismatch", "nixl-disconnected", "peer-disconnected"}
+    _hand_over(producer, consumer, "5", OTHER)
+    producer.run()
+    producer.assert_nothing_left()
+    consumer.assert_nothing_left()
+
+
+def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = make("P"), make("D")
+    _hand_over(producer, consumer, "1", SOME)
+    ticket = producer.prefill("p2", OTHER)
+    consumer.add("d2", OTHER, params=ticket)
+    with consumer.transfers_held():
+        consumer.step()
+        producer.sleep(resets=False)
+    consumer.until(received="d2")
+    assert not consumer.received["d2"]
+    assert "request d2: its KV was not taken over" in caplog.text
+    producer.step()
+    producer.step()
+    assert producer.sent == ["p1", "p2"], "the blocks of the lease that ended are given back, once"
+    producer.wake(weights=2)
+    producer.run()
+    consumer.run()
+    producer.connector.reset_cache()
+    producer.prefill("p3", prompt(20, seed=9))
+    _hand_over(producer, consumer, "4", SOME[::-1])
+    producer.assert_nothing_left()
+    consumer.assert_nothing_left()
+
+
+def test_a_ticket_of_the_first_step_after_a_sleep_that_nobody_announced_never_brings_wrong_pages(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host that does not reset the cache before it discards it: our scheduler's half learns of the sleep too late."""
+    producer, consumer = make("P"), make("D")
+    _hand_over(producer, consumer, "1", SOME)
+    producer.sleep(resets=False)
+    producer.wake(weights=2)
+    ticket = producer.prefill("p2", OTHER)
+    assert ticket is not None
+    with caplog.at_level(logging.ERROR):
+        assert _refused(consumer, "d2", OTHER, ticket, caplog)
+    _hand_over(producer, consumer, "3", SOME[::-1])
+
+
+def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(make: Make) -> None:
+    producer, consumer = make("P", batch_tokens=2 * BLOCK), make("D")
+    producer.add("p1", SOME, max_tokens=1, params={"do_remote_decode": True})
+    producer.step()
+    producer.sleep()
+    producer.wake(weights=2)
+    while "p1" not in producer.outputs:
+        producer.step()
+    consumer.add("d1", SOME, params=producer.ticket("p1"))
+    consumer.until(received="d1")
+    assert consumer.received["d1"], "its fence word is in the new array"
+    consumer.assert_has("d1", SOME, 2)
+    producer.until(sent="p1")
+
+
+def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_afterwards(make: Make) -> None:
+    producer, consumer = make("P"), make("D")
+    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
+    consumer.step()
+    _wait(lambda: consumer.side._ends)
+    consumer.sleep(resets=False)
+    consumer.wake()
+    consumer.until(received="d1")
+    assert not consumer.received["d1"], "its pages are lost"
+    consumer.run()
+    producer.until(sent="p1")
+    _hand_over(producer, consumer, "2", OTHER)
+
+
+@pytest.mark.parametrize("fabric", ["fake"], indirect=True)
+def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_the_agent(
+    make: Make, fabric: FakeFabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = make("P"), make("D")
+    _hand_over(producer, consumer, "1", SOME)
+    consumer.add("d2", OTHER, params=producer.prefill("p2", OTHER))
+    fabric.agent(producer.agent_name).stop()
+    consumer.step()
+    _wait(lambda: consumer.side._registration.agent.statistics()["inflight"])
+    began_s = time.monotonic()
+    consumer.sleep(resets=False)
+    assert time.monotonic() - began_s < 8
+    assert "1 reads are still on the wire" in caplog.text
+    assert "bytes at risk" in caplog.text
+    consumer.step()
+    assert not consumer.received["d2"]
+    fabric.agent(producer.agent_name).resume()
+    consumer.wake()
+    consumer.run()
+    _hand_over(producer, consumer, "3", SOME)
+
+
+def test_steps_of_a_sleeping_engine_answer_every_order(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P"), make("D")
+    ticket = producer.prefill("p1", SOME)
+    consumer.worker.unregister_kv_caches()
+    consumer.add("d1", SOME, params=ticket)
+    consumer.until(received="d1")
+    assert not consumer.received["d1"]
+    assert "(asleep)" in caplog.text
+    consumer.run()
+    consumer.worker.restore_kv_caches()
+    _hand_over(producer, consumer, "2", OTHER)
+
+
+def test_hooks_may_come_twice_or_alone(make: Make) -> None:
+    producer, consumer = make("P"), make("D")
+    assert KVTransferConnector.supports_sleep_mode(producer.config)
+    producer.worker.restore_kv_caches()
+    first = _hand_over(producer, consumer, "1", SOME)
+    producer.sleep()
+    producer.worker.unregister_kv_caches()
+    producer.wake()
+    producer.worker.restore_kv_caches()
+    producer.step()
+    second = _hand_over(producer, consumer, "2", SOME)
+    assert second["kv_generation"] == first["kv_generation"] + 1
+
+
+def test_a_reset_ends_leases_and_voids_their_fences(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P"), make("D")
+    _hand_over(producer, consumer, "1", SOME)
+    ticket = producer.prefill("p2", OTHER)
+    assert producer.scheduler.reset_prefix_cache(reset_connector=True) is False, (
+        "its blocks are in use until the lease ends"
+    )
+    producer.until(sent="p2")
+    assert producer.scheduler.reset_prefix_cache(reset_connector=True) is True
+    producer.weights = 2
+    with caplog.at_level(logging.ERROR):
+        assert _refused(consumer, "d2", OTHER, ticket, caplog) == "fence-mismatch"
+    assert producer.prefill("p3", SOME) is None
+    _hand_over(producer, consumer, "4", SOME)
+    assert producer.sent == ["p1", "p2", "p4"]
+    producer.assert_nothing_left()
+    consumer.assert_nothing_left()
+
+
+def test_a_prompt_in_the_middle_of_which_the_cache_is_reset_is_handed_over_as_computed_afterwards(make: Make) -> None:
+    producer, consumer = make("P", batch_tokens=2 * BLOCK), make("D")
+    producer.add("p1", SOME, max_tokens=1, params={"do_remote_decode": True})
+    producer.step()
+    assert producer.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    producer.weights = 2
+    while "p1" not in producer.outputs:
+        producer.step()
+    consumer.add("d1", SOME, params=producer.ticket("p1"))
+    consumer.until(received="d1")
+    consumer.assert_has("d1", SOME, 2)
+    producer.until(sent="p1")
+    producer.assert_nothing_left()
+
+
+def test_a_prompt_whose_beginning_is_of_before_the_reset_is_not_handed_over(make: Make) -> None:
+    producer = make("P", batch_tokens=2 * BLOCK)
+    producer.add("p1", SOME, max_tokens=1, params={"do_remote_decode": True})
+    producer.step()
+    producer.scheduler.reset_prefix_cache(reset_connector=True)
+    producer.run()
+    assert producer.outputs["p1"][-1].kv_transfer_params is None
+    producer.assert_nothing_left()
+
+
+def test_a_waiting_request_gives_its_ticket_up_when_the_cache_is_reset(make: Make) -> None:
+    producer, consumer = make("P"), make("D")
+    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
+    assert consumer.scheduler.reset_prefix_cache(reset_connector=True)
+    consumer.weights = 3
+    consumer.step()
+    assert consumer.received == {}
+    consumer.assert_has("d1", SOME, 3)
+    producer.until(sent="p1")
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+def test_a_read_under_way_when_the_cache_is_reset_is_void(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make("P"), make("D")
+    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
+    consumer.step()
+    assert consumer.scheduler.reset_prefix_cache(reset_connector=True) is False
+    consumer.until(received="d1")
+    assert not consumer.received["d1"]
+    assert "(cache-reset)" in caplog.text
+    consumer.run()
+    consumer.assert_nothing_left()
+    producer.until(sent="p1")

@@ -1,0 +1,105 @@
+"""The cache is reset, or its memory registered anew: what was promised before is void."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_helpers import prefill_request_params, scheduler, with_ticket
+
+from kv_scheduler_state import InvalidEvent
+
+BLOCKS = [[1, 2, 3]]
+
+
+def prefilling(state, request_id="p1"):
+    state.arrive(request_id, prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate(request_id, block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+
+
+def finish(state, request_id="p1"):
+    return state.finish(request_id, reason="length", block_ids=BLOCKS, computed_tokens=48, now_s=1.0)
+
+
+def test_a_lease_that_is_out_is_revoked_once_and_ends_with_its_report():
+    state = scheduler()
+    prefilling(state)
+    assert finish(state).keep_blocks
+    state.take_step_plan(now_s=1.0)
+    assert state.reset(now_s=2.0) == ()
+    assert state.reset(now_s=2.0) == ()
+    assert state.take_step_plan(now_s=2.0).revokes == ("p1",)
+    state.transfer_results(sent=["p1"], received=[], failed=[])
+    assert state.live_count == 0
+    assert state.check_invariants() == ()
+
+
+def test_a_prompt_that_is_being_computed_is_not_handed_over():
+    state = scheduler()
+    prefilling(state)
+    state.reset(now_s=0.5)
+    assert finish(state).params is None
+    assert state.take_step_plan(now_s=1.0).releases == ("p1",)
+    assert state.live_count == 0
+    assert state.check_invariants() == ()
+
+
+def test_a_prompt_that_starts_again_is_handed_over():
+    state = scheduler()
+    prefilling(state)
+    state.reset(now_s=0.5)
+    state.preempt("p1", now_s=0.6)
+    state.allocate("p1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
+    assert finish(state).keep_blocks
+
+
+def test_a_prompt_that_nobody_has_begun_is_handed_over():
+    state = scheduler()
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.reset(now_s=0.5)
+    state.allocate("p1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
+    assert finish(state).keep_blocks
+
+
+def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_told():
+    state = scheduler()
+    with_ticket(state)
+    assert state.external_tokens("d1", computed_tokens=0) == 48
+    assert state.reset(now_s=0.5) == ()
+    assert state.external_tokens("d1", computed_tokens=0) == 0
+    plan = state.take_step_plan(now_s=100.0)
+    (order,) = plan.reads
+    assert (order.peer_request_id, order.is_notify_only, order.is_reported) == ("cmpl-1", True, False)
+    assert plan.heartbeats == ()
+    state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
+    assert state.take_step_plan(now_s=101.0).reads == ()
+    assert state.check_invariants() == ()
+
+
+def test_reads_under_way_are_named_and_still_waited_for():
+    state = scheduler()
+    with_ticket(state)
+    state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=48, now_s=0.0)
+    assert state.reset(now_s=0.5) == ("d1",)
+    state.transfer_results(sent=[], received=[], failed=["d1"])
+    assert state.check_invariants() == ()
+
+
+@pytest.mark.parametrize(("dialect", "is_told_to_vllm"), [(None, False), (14, False), (15, True)])
+def test_tickets_name_the_generation_that_was_set_last(dialect, is_told_to_vllm):
+    state = scheduler(generation=5, dialect=dialect)
+    prefilling(state, "p1")
+    assert finish(state, "p1").params["kv_generation"] == 5
+    state.set_generation(6)
+    prefilling(state, "p2")
+    params = finish(state, "p2").params
+    assert params["kv_generation"] == 6
+    assert params.get("remote_registration_generation") == (6 if is_told_to_vllm else None)
+    state.set_generation(None)
+    prefilling(state, "p3")
+    assert "kv_generation" not in finish(state, "p3").params
+
+
+@pytest.mark.parametrize("generation", [-1, 1 << 63, True, 1.0, "7"])
+def test_a_generation_that_no_consumer_would_accept_is_refused(generation):
+    with pytest.raises(InvalidEvent, match="generation"):
+        scheduler().set_generation(generation)

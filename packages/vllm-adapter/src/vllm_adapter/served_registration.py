@@ -1,0 +1,95 @@
+"""Which registration of this engine's memory its tickets may name, as the scheduler's process knows it.
+
+Theory of operation. A worker that was asleep has registered its memory anew: other metadata, another generation. It says so with
+the output of its next step. But the host finishes that step's requests, whose tickets we write, before it hands the output over,
+and the host does not tell the scheduler of the sleep at all. What it does tell is that caches are reset, which it does
+whenever it discards the cache's memory. So from a reset on, nobody knows which registration is the current one: no ticket is
+written, every step asks, and the first step whose output has the answer of all ranks ends the doubt. A request that finishes
+meanwhile is answered without a ticket, and its prompt is computed where it is decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["RankRegistration", "ServedRegistration"]
+
+Rank = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRegistration:
+    """What one rank says of its registration.
+
+    Attributes:
+        generation: Its number; the same on all ranks.
+        envelope: What the side channel serves for the rank; None while nothing is registered.
+        answer: Number of the last question that the rank has heard.
+    """
+
+    generation: int
+    envelope: bytes | None
+    answer: int = 0
+
+
+@final
+class ServedRegistration:
+    """What all ranks said last. Scheduler's thread only.
+
+    Args:
+        generation: The first registration's.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._ranks: frozenset[Rank] = frozenset()
+        self._said: dict[Rank, RankRegistration] = {}
+        self._question = 0
+        self._is_sure = True
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether `generation` is known to be current."""
+        return self._is_sure
+
+    @property
+    def generation(self) -> int:
+        """The registration that all ranks named last."""
+        return self._generation
+
+    @property
+    def question(self) -> int:
+        """Number of the question for this step's orders; 0 for none."""
+        return 0 if self._is_sure else self._question
+
+    def expect(self, ranks: Iterable[Rank]) -> None:
+        """Note whose word is needed: (pp rank, tp rank) of all workers."""
+        self._ranks = frozenset(ranks)
+
+    def doubt(self) -> None:
+        """Believe nothing that was said before now."""
+        self._is_sure = False
+        self._question += 1
+
+    def heard(self, said: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
+        """Take in what ranks say; return the envelopes to serve from now on (none: not ready), or None for no change."""
+        self._said.update(said)
+        ranks = self._ranks or self._said.keys()
+        envelopes: dict[Rank, bytes] = {}
+        for rank in ranks:
+            one = self._said.get(rank)
+            if one is not None and one.envelope is not None and one.answer >= self._question:
+                envelopes[rank] = one.envelope
+        generations = {self._said[rank].generation for rank in envelopes}
+        if len(envelopes) == len(ranks) and len(generations) == 1:
+            self._generation = generations.pop()
+            self._is_sure = True
+            return envelopes
+        if self._is_sure:
+            self.doubt()
+        is_old = any(one.envelope is None or one.generation != self._generation for one in said.values())
+        return {} if is_old else None

@@ -1,0 +1,241 @@
+"""Memory that goes away: what outlives it, how a registration ends whatever its thread does, and when tickets name the next."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from factories import facts
+from fakes import Order
+
+from kv_scheduler_state import EMPTY_PLAN, FenceOrder, GrantOrder, StepPlan
+from vllm_adapter import registration
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.reads import ReadEnd
+from vllm_adapter.registration import Registration
+from vllm_adapter.served_registration import RankRegistration, ServedRegistration
+from vllm_adapter.sleep import Announced, fail_reads, unusable
+from vllm_adapter.worker_side import WorkerSide
+
+RANK, OTHER_RANK = (0, 0), (0, 1)
+
+
+def _announce(announced: Announced, request_id: str = "r", word: tuple[int, int] = (3, 9)) -> None:
+    announced.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *word),)))
+
+
+def _grant(announced: Announced, request_id: str = "r") -> list[str]:
+    return announced.apply(StepPlan(grants=(GrantOrder(request_id, 30.0, None),)))
+
+
+# ---------------------------------------------------------------------------------------------- what outlives a sleep
+
+
+def test_a_lost_request_is_void_unless_it_starts_again() -> None:
+    announced = Announced()
+    _announce(announced, "r")
+    _announce(announced, "again", (4, 10))
+    announced.lose()
+    assert announced.start_again(["again", "stranger"]) == [(4, 10)]
+    assert announced.start_again(["again"]) == []
+    assert _grant(announced, "again") == []
+    assert _grant(announced, "r") == ["r"]
+    assert _grant(announced, "r") == []
+    assert announced.ids == ()
+
+
+def test_what_is_announced_after_the_sleep_is_not_lost() -> None:
+    announced = Announced()
+    announced.lose()
+    _announce(announced)
+    assert announced.slot("r") == 3
+    assert _grant(announced) == []
+
+
+def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is() -> None:
+    times: Any = SimpleNamespace()
+    good = ReadEnd(Order(), "", "", times, 1.0, (SimpleNamespace(),))  # type: ignore[arg-type]
+    bad = ReadEnd(Order(), "peer-lost", "gone", times, 1.0)  # type: ignore[arg-type]
+    assert (unusable(good).code, unusable(good).conversion) == ("asleep", ())
+    assert unusable(bad) is bad
+    assert [end.code for end in fail_reads(StepPlan(reads=(Order(),)), 1.0)] == ["asleep"]  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ the end of a registration
+
+
+class Parts:
+    """A registration whose thread does as told: "well", "dead", "hangs", "dies" (with the order in its queue)."""
+
+    def __init__(self, thread: str, transfers: int = 0) -> None:
+        self.thread, self.calls = thread, list[str]()
+        self.is_alive = thread in {"well", "hangs"}
+        self.registration = Registration(
+            self,  # type: ignore[arg-type]
+            SimpleNamespace(close=lambda: self.calls.append("handshakes closed")),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
+                snapshot=lambda: {"transfers": transfers},
+            ),
+            SimpleNamespace(end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}")),  # type: ignore[arg-type]
+            b"envelope",
+        )
+
+    def call_soon(self, function: Any) -> None:
+        if self.thread == "dead":
+            raise AdapterError("dead", code="thread-dead")
+        if self.thread == "well":
+            function()
+
+    def quarantine(self) -> list[Any]:
+        return [SimpleNamespace(bytes_at_risk=4096)]
+
+    def close(self) -> None:
+        self.calls.append("agent closed")
+        self.is_alive = self.thread == "hangs"
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "_ORDERLY_S", 0.05)
+    monkeypatch.setattr(registration, "_QUIET_S", 0.05)
+
+
+def test_transfers_and_leases_end_before_the_memory_is_given_back() -> None:
+    parts = Parts("well")
+    parts.registration.end()
+    assert parts.calls == ["reads end: asleep", "leases end: True", "handshakes closed", "agent closed"]
+
+
+@pytest.mark.parametrize("thread", ["dead", "dies"])
+def test_a_dead_thread_leaves_no_request_behind(thread: str) -> None:
+    parts = Parts(thread)
+    parts.registration.end()
+    assert parts.calls == ["handshakes closed", "agent closed", "reads end: asleep", "leases end: False"]
+
+
+def test_memory_that_a_hanging_thread_may_still_use_must_not_be_unmapped() -> None:
+    parts = Parts("hangs")
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="must stay mapped") as caught:
+            parts.registration.end()
+        assert caught.value.code == "memory-in-use"
+    parts.thread, parts.is_alive = "dead", False
+    parts.registration.end()
+    assert parts.calls[-2:] == ["reads end: asleep", "leases end: False"]
+
+
+def test_what_was_at_risk_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    Parts("well", transfers=2).registration.end()
+    assert "2 reads are still on the wire" in caplog.text
+    assert "1 in quarantine, 4096 bytes at risk" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------- the worker's side
+
+
+def _worker(thread: str = "well") -> tuple[WorkerSide, Parts]:
+    worker, parts = WorkerSide(facts(), parts=SimpleNamespace(ucx_tls="unset")), Parts(thread)  # type: ignore[arg-type]
+    worker._registration = parts.registration
+    return worker, parts
+
+
+def test_a_sleeping_worker_answers_every_order_once() -> None:
+    worker, parts = _worker()
+    worker.unregister()
+    worker.unregister()
+    assert parts.calls.count("agent closed") == 1
+    plan = StepPlan(reads=(Order(),), grants=(GrantOrder("p1", 30.0, None),))  # type: ignore[arg-type]
+    worker.start_step(plan)
+    results = worker.take_results()
+    assert (results.sent, results.received, results.failed) == ({"p1"}, {"r1"}, {"r1"})
+    results = worker.take_results()
+    assert (results.sent, results.received) == (set(), set())
+
+
+def test_data_that_arrived_before_the_sleep_is_not_reported_good() -> None:
+    worker, _ = _worker()
+    times: Any = SimpleNamespace()
+    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
+    worker.unregister()
+    assert worker.take_results().failed == {"r1"}
+
+
+def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
+    worker, parts = _worker("hangs")
+    with pytest.raises(AdapterError):
+        worker.unregister()
+    worker.start_step(StepPlan(reads=(Order(),)))  # type: ignore[arg-type]
+    assert worker.take_results().failed == {"r1"}
+    parts.thread, parts.is_alive = "dead", False
+    worker.unregister()
+    assert worker.envelope is None
+
+
+def test_a_restore_alone_does_nothing() -> None:
+    worker, parts = _worker()
+    worker.restore()
+    assert worker._registration is parts.registration
+    assert worker.take_report() is None
+
+
+def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
+    worker, _ = _worker()
+    worker.start_step(EMPTY_PLAN, question=4)
+    assert worker.take_report() == RankRegistration(1, b"envelope", 4)
+    assert worker.take_report() is None
+    worker.unregister()
+    assert worker.take_report() == RankRegistration(1, None, 4)
+
+
+def test_a_read_that_a_reset_has_made_void_ends_badly_whatever_it_brought() -> None:
+    worker, _ = _worker()
+    times: Any = SimpleNamespace()
+    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
+    worker._registration = None
+    worker.start_step(EMPTY_PLAN, void_reads=("r1",))
+    assert worker.take_results().failed == {"r1"}
+    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
+    assert worker.take_results().failed == set(), "a later request of that id is another one"
+
+
+# ------------------------------------------------------------------------------------------------ what tickets may name
+
+
+def test_nobody_is_sure_from_a_doubt_to_the_answer_of_all_ranks() -> None:
+    served = ServedRegistration(7)
+    served.expect([RANK, OTHER_RANK])
+    assert (served.is_sure, served.question) == (True, 0)
+    served.doubt()
+    assert (served.is_sure, served.question) == (False, 1)
+    assert served.heard({RANK: RankRegistration(7, b"a", 1)}) is None
+    assert not served.is_sure
+    assert served.heard({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
+    assert (served.is_sure, served.generation, served.question) == (True, 7, 0)
+
+
+def test_an_answer_to_an_older_question_does_not_count() -> None:
+    served = ServedRegistration(7)
+    served.doubt()
+    served.doubt()
+    assert served.heard({RANK: RankRegistration(7, b"a", 1)}) is None
+    assert (served.is_sure, served.question) == (False, 2)
+
+
+def test_a_change_that_nobody_announced_is_taken_from_all_ranks_at_once() -> None:
+    served = ServedRegistration(7)
+    served.expect([RANK, OTHER_RANK])
+    new = {RANK: RankRegistration(8, b"a"), OTHER_RANK: RankRegistration(8, b"b")}
+    assert served.heard(new) == {RANK: b"a", OTHER_RANK: b"b"}
+    assert (served.is_sure, served.generation) == (True, 8)
+
+
+@pytest.mark.parametrize("said", [RankRegistration(8, b"a"), RankRegistration(7, None)])
+def test_while_ranks_differ_or_sleep_nothing_is_served(said: RankRegistration) -> None:
+    served = ServedRegistration(7)
+    served.expect([RANK, OTHER_RANK])
+    served.heard({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
+    assert served.heard({RANK: said}) == {}
+    assert not served.is_sure
+    assert served.question > 0
