@@ -140,7 +140,8 @@ def make_app(prefill: Sequence[str], decode: Sequence[str]) -> web.Application:
 
 
 async def _session(app: web.Application) -> AsyncIterator[None]:
-    app[_SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    # No connection is used twice: a server that closes an idle one at that moment would fail the request.
+    app[_SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
     yield
     await app[_SESSION].close()
 

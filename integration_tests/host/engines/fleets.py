@@ -21,6 +21,9 @@ VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 STATE_MODEL = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 MIRRORED = {"KV_TRANSFER_TEST_HOST_BUFFER": "1"}
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+LEASE_S = 15
+"""Of pairs: half of the default, because a test waits until a lease that nobody renews has ended."""
 NO_PREFIX_CACHE = ("mamba", "mla")
 """vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
 
@@ -57,6 +60,12 @@ def _config(config: dict[str, object], keys: dict[str, object]) -> dict[str, obj
     policy = {name: keys.pop(name) for name in ("kv_load_failure_policy",) if name in keys}
     extra: Any = config.get("kv_connector_extra_config", {})
     return {**config, **policy, "kv_connector_extra_config": {**extra, **keys}}
+
+
+def client(*, timeout_s: float = 240, **headers: str) -> aiohttp.ClientSession:
+    """Return a session that uses no connection twice: a server that closes an idle one just then would fail a request."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), connector=connector, headers=headers)
 
 
 @dataclass
@@ -100,7 +109,7 @@ class Fleet:
         """Return greedy answers to prompts sent at the same time; without `prefill` by one engine alone."""
 
         async def run() -> list[str]:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+            async with client() as session:
                 jobs = (self._one(session, text, prefill, decode, more) for text in texts)
                 return list(await asyncio.gather(*jobs))
 
@@ -206,7 +215,7 @@ def started_pair(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Fleet]:
     """Start `prefill`, `decode` and a router between them."""
-    configs = {"prefill": ours("kv_producer"), "decode": ours("kv_consumer")}
+    configs = {name: ours(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
     with (
         started_fleet(family, configs, arguments=arguments, environment=environment) as fleet,
         running_router([fleet.engines["prefill"].url], [fleet.engines["decode"].url]) as fleet.router,

@@ -6,9 +6,8 @@ import asyncio
 import json
 from collections.abc import Iterator
 
-import aiohttp
 import pytest
-from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, prompt, started_pair
+from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, client, prompt, started_pair
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
     }
 
     async def stream(url: str) -> str:
-        async with aiohttp.ClientSession() as session, session.post(url + "/v1/chat/completions", json=body) as reply:
+        async with client() as session, session.post(url + "/v1/chat/completions", json=body) as reply:
             assert reply.status == 200
             text = ""
             async for raw in reply.content:
@@ -79,7 +78,7 @@ def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05, 0.2])
 def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> None:
     async def leave() -> None:
-        async with aiohttp.ClientSession() as session:
+        async with client() as session:
             bodies = [{"prompt": prompt(200 + n, 60), "max_tokens": 200} for n in range(8)]
             asks = [asyncio.create_task(pair.post(session, "", body)) for body in bodies]
             await asyncio.sleep(after_s)
@@ -131,7 +130,7 @@ def test_a_hostile_ticket_is_answered_or_refused_and_the_next_request_served(pai
     async def send() -> int:
         body = {"model": "tiny", "prompt": prompt(400 + number), "max_tokens": 4, "kv_transfer_params": HOSTILE[number]}
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+            client(timeout_s=60) as session,
             session.post(pair.engines["decode"].url + "/v1/completions", json=body) as reply,
         ):
             await reply.read()

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleets import COMPUTED, TRANSFERS, Fleet, ours, own_name, prompt, started_fleet
+from fleets import COMPUTED, TRANSFERS, Fleet, client, ours, own_name, prompt, started_fleet
 
 HOSTILE = int(os.environ.get("KVDEV_HOSTILE_REQUESTS", "2000"))
 AT_ONCE = 16
@@ -37,7 +37,7 @@ def send(fleet: Fleet, engine: str, text: str, ticket: object, tokens: int = 24)
     """Post one request with any ticket whatever and return (HTTP status, JSON answer)."""
 
     async def run() -> tuple[int, Any]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        async with client(timeout_s=120) as session:
             return await _send(session, fleet, engine, text, ticket, tokens)
 
     return asyncio.run(run())
@@ -55,7 +55,7 @@ async def _send(
 
 def tickets(fleet: Fleet, engine: str, texts: list[str]) -> list[dict[str, Any]]:
     async def run() -> list[dict[str, Any]]:
-        async with aiohttp.ClientSession() as session:
+        async with client() as session:
             return [await fleet.ticket(session, text, engine, {}) for text in texts]
 
     return asyncio.run(run())
@@ -116,7 +116,7 @@ def test_hostile_tickets_are_answered_and_good_requests_between_them_are_right(f
         statuses[status] += 1
 
     async def wave(first: int, count: int) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        async with client(timeout_s=120) as session:
             for start in range(first, first + count, AT_ONCE):
                 await asyncio.gather(*(attack(session, n) for n in range(start, min(start + AT_ONCE, first + count))))
 

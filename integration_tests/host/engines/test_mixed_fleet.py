@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from fleets import (
     COMPUTED,
@@ -20,6 +19,7 @@ from fleets import (
     TRANSFERS,
     VLLM,
     Fleet,
+    client,
     hosts_own,
     ours,
     own_name,
@@ -93,7 +93,9 @@ def assert_probes_explain(fleet: Fleet) -> None:
         ("block_size",): ["--block-size", "64"],
     }
     arguments = {"-and-".join(names): words for names, words in changes.items()}
+    fleet.only()  # the progress thread of vLLM's own connector takes a core, which others need to start
     with started_fleet("dense", dict.fromkeys(arguments, ours()), arguments=arguments) as changed:
+        fleet.only("hosts")
         for names, engine in zip(changes, changed.engines, strict=True):
             code, report = probe(fleet, "hosts", changed, engine)
             # Pages of another size follow from other elements and other blocks, and are named as well.
@@ -103,6 +105,7 @@ def assert_probes_explain(fleet: Fleet) -> None:
             # Hashes say nothing about block sizes: such engines are compatible.
             assert code == (0 if names == ("block_size",) else 1)
             assert report["against"]["same_hash"] is (names == ("block_size",))
+    fleet.only("ours", "hosts")
 
 
 def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, text: str) -> None:
@@ -111,7 +114,7 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
     busy = prompt(900, 4)
 
     async def run() -> tuple[str, float]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+        async with client() as session:
             running = [
                 asyncio.create_task(fleet.post(session, decode, {"prompt": busy + str(n), "max_tokens": 1900}))
                 for n in range(3)

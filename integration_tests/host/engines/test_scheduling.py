@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import aiohttp
 import pytest
-from fleets import COMPUTED, FAILED, TRANSFERS, Fleet, ours, prompt, started_fleet
+from fleets import COMPUTED, FAILED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
 CONVERSIONS = "vllm:kv_transfer_conversion_seconds_count"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -58,8 +57,7 @@ def test_spans_of_a_hand_over_join_the_requests_trace(fleet: Fleet, exported: tu
     trace, text = "0af7651916cd43dd8448eb211c80319c", prompt(400, 60)
 
     async def hand_over() -> None:
-        headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
-        async with aiohttp.ClientSession(headers=headers) as session:
+        async with client(traceparent=f"00-{trace}-b7ad6b7169203331-01") as session:
             ticket = await fleet.ticket(session, text, "chunked", {})
             await fleet.post(session, "tight", {"prompt": text, "max_tokens": 4, "kv_transfer_params": ticket})
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from fleets import ASK_TICKET, COMPUTED, TRANSFERS, Fleet, ours, prompt, started_fleet
+from fleets import ASK_TICKET, COMPUTED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
 KEPT_S = 20
 
@@ -26,7 +26,7 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
     config = ours(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=KEPT_S)
 
     async def two_turns(fleet: Fleet) -> tuple[list[int], str]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+        async with client() as session:
             first = await turn(session, fleet, prompt(1, 30), None, 400)
             ticket = first["kv_transfer_params"]
             assert ticket["do_remote_decode"] is True
