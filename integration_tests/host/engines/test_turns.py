@@ -1,4 +1,8 @@
-"""Later turns of a conversation: the prefill engine reads back what the decode engine generated (`bidirectional_kv_xfer`)."""
+"""Later turns of a conversation: the prefill engine reads back what the decode engine generated (`bidirectional_kv_xfer`).
+
+Both engines draft tokens (from the text so far: a drafter without a model), so that hand-overs meet lookahead blocks and
+rejected drafts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import Any
 import aiohttp
 from fleets import ASK_TICKET, COMPUTED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+DRAFTER = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 KEPT_S = 20
 
 
@@ -37,8 +43,11 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
             second = await turn(session, fleet, tokens, ticket, 24)
             return tokens, second["choices"][0]["text"]
 
-    with started_fleet("dense", {"prefill": config, "decode": config}) as fleet:
+    configs = {"prefill": config, "decode": config}
+    arguments = dict.fromkeys(configs, ["--speculative-config", DRAFTER])
+    with started_fleet("dense", configs, arguments=arguments) as fleet:
         tokens, text = asyncio.run(two_turns(fleet))
+        assert fleet.count("decode", DRAFTED) > 0
         assert fleet.count("prefill", TRANSFERS) == 1
         computed = fleet.count("prefill", COMPUTED, source="local_compute")
         assert computed < len(tokens), f"{computed:.0f} tokens computed at the prefill engine in two turns"
