@@ -44,7 +44,7 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
             return tokens, second["choices"][0]["text"]
 
     configs = {"prefill": config, "decode": config}
-    arguments = dict.fromkeys(configs, ["--speculative-config", DRAFTER])
+    arguments = {name: ["--speculative-config", DRAFTER] for name in configs}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
         tokens, text = asyncio.run(two_turns(fleet))
         assert fleet.count("decode", DRAFTED) > 0
