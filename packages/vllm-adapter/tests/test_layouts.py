@@ -111,6 +111,27 @@ def test_unlike_caches_are_refused_with_a_code(producer: str, consumer: str, cod
     assert getattr(caught.value, "code", None) == code
 
 
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 2), (2, 1)])
+def test_a_draft_layer_with_fewer_heads_than_ranks_is_refused_between_unequal_sizes(
+    producer_tp: int, consumer_tp: int
+) -> None:
+    """The spec tells a rank's heads, but not that ranks of a smaller draft model hold copies of one."""
+
+    def documents(tp: int, base: int) -> dict[tuple[int, int], dict[str, object]]:
+        return {
+            (0, rank): local_document(
+                dataclasses.replace(engine_facts("flash-attn-one-head", tp, rank), total_kv_heads=4),
+                layer_caches("flash-attn-one-head", tp, base + (rank << 32)),
+            )
+            for rank in range(tp)
+        }
+
+    consumer, peers = documents(consumer_tp, CONSUMER), documents(producer_tp, PRODUCER)
+    with pytest.raises(Exception, match="both engines must agree") as caught:
+        Planner().plan(consumer[0, 0], peers, peer_tp=producer_tp)
+    assert getattr(caught.value, "code", None) == "axis-size-differs"
+
+
 def test_the_oracle_sees_projections_that_were_taken_for_others() -> None:
     """The layouts of Mamba-2 and of gated delta nets have the same shapes: only their kind tells them apart."""
     documents = {
