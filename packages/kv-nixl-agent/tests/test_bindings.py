@@ -22,11 +22,16 @@ class SyncMode(enum.Enum):
     NIXL_THREAD_SYNC_RW = 1
 
 
+class NixlHandle:
+    """What prepares or makes a transfer; holds its agent in the real one."""
+
+
 class StandIn:
     """Enough of `nixl_agent`; `answers` overrides what a method returns or raises."""
 
     def __init__(self, name, config):
-        self.name, self.config, self.backends, self.answers, self.calls = name, config, {}, {}, []
+        self.name, self.config, self.backends, self.calls = name, config, {}, []
+        self.answers = {"prep_xfer_dlist": NixlHandle, "make_prepped_xfer": NixlHandle}
 
     def __getattr__(self, method):
         def call(*arguments):
@@ -34,7 +39,7 @@ class StandIn:
             answer = self.answers.get(method)
             if isinstance(answer, Exception):
                 raise answer
-            return answer
+            return answer() if isinstance(answer, type) else answer
 
         return call
 
@@ -66,6 +71,10 @@ def module(monkeypatch):
 def open_one(**parameters):
     binding = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
     return binding, binding._agent
+
+
+def handles(binding, count):
+    return [binding.prepare(None, "DRAM", ROWS) for _ in range(count)]
 
 
 def code_of(call):
@@ -109,7 +118,10 @@ def test_backends_that_cannot_start(module):
 
 def test_returns_are_normalised(module):
     binding, agent = open_one()
-    agent.answers = {
+    local, remote = handles(binding, 2)
+    transfer = binding.make("read", local, ONE, remote, ONE, b"n")
+    agent.calls.clear()
+    agent.answers |= {
         "add_remote_agent": b"peer",
         "get_new_notifs": {"peer": [b"a", b"b"], "other": []},
         "check_xfer_state": "PROC",
@@ -117,27 +129,28 @@ def test_returns_are_normalised(module):
     }
     assert binding.add_peer(b"blob") == "peer"
     assert list(binding.notifications()) == [("peer", b"a"), ("peer", b"b")]
-    assert (binding.post(object()), binding.check(object())) == ("done", "in-progress")
-    assert binding.telemetry(object()) is None
+    assert (binding.post(transfer), binding.check(transfer)) == ("done", "in-progress")
+    assert binding.telemetry(transfer) is None
     agent.answers["get_xfer_telemetry"] = types.SimpleNamespace(
         postDuration=1, xferDuration=2, totalBytes=64, descCount=1
     )
-    assert binding.telemetry(object()) == WireTelemetry(1.0, 2.0, 64, 1, "UCX")
+    assert binding.telemetry(transfer) == WireTelemetry(1.0, 2.0, 64, 1, "UCX")
     assert "query_xfer_backend" not in [method for method, _ in agent.calls]
     agent.backends["GDS"] = {}
     for told, known in (("GDS", "GDS"), (None, ""), (RuntimeError("no"), "")):
         agent.answers["query_xfer_backend"] = told
-        assert binding.telemetry(object()) == WireTelemetry(1.0, 2.0, 64, 1, known)
+        assert binding.telemetry(transfer) == WireTelemetry(1.0, 2.0, 64, 1, known)
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
-    binding.make("read", 1, ONE, 2, ONE, b"n")
+    binding.make("read", local, ONE, remote, ONE, b"n")
     assert agent.calls[-1][1][0] == "READ"
 
 
 def test_none_and_err_are_errors(module):
     binding, agent = open_one()
+    (transfer,) = handles(binding, 1)
     assert code_of(lambda: binding.register("DRAM", ROWS[:, :3])) == "nixl-invalid-param"
     agent.answers = {"transfer": "ERR", "add_remote_agent": b""}
-    assert code_of(lambda: binding.post(object())) == "nixl-backend"
+    assert code_of(lambda: binding.post(transfer)) == "nixl-backend"
     assert code_of(lambda: binding.add_peer(b"blob")) == "nixl-mismatch"
 
 
@@ -147,11 +160,12 @@ def test_none_and_err_are_errors(module):
 )
 def test_whatever_nixl_raises_is_coded(module, raised, code):
     binding, agent = open_one()
+    (handle,) = handles(binding, 1)
     calls = {
-        "check_xfer_state": lambda: binding.check(1),
-        "transfer": lambda: binding.post(1),
-        "release_xfer_handle": lambda: binding.release(1),
-        "release_dlist_handle": lambda: binding.release_prepared(1),
+        "check_xfer_state": lambda: binding.check(handle),
+        "transfer": lambda: binding.post(handle),
+        "release_xfer_handle": lambda: binding.release(handle),
+        "release_dlist_handle": lambda: binding.release_prepared(handle),
         "prep_xfer_dlist": lambda: binding.prepare(None, "DRAM", ROWS),
         "get_new_notifs": binding.notifications,
         "send_notif": lambda: binding.send_notification("p", b"x"),
@@ -176,9 +190,11 @@ def test_rows_are_expanded_for_a_nixl_without_strided_lists(module):
         return "handle"
 
     agent.prep_xfer_dlist = prepare
-    assert binding.prepare(None, "DRAM", ROWS) == "handle"
+    local = binding.prepare(None, "DRAM", ROWS)
     assert binding.features.strided_rows is False
-    assert binding.prepare("p", "DRAM", ROWS) == "handle"
+    remote = binding.prepare("p", "DRAM", ROWS)
+    binding.make("read", local, ONE, remote, ONE, b"")
+    assert agent.calls[-1] == ("make_prepped_xfer", ("READ", "handle", ONE, "handle", ONE, b""))
 
 
 def test_closed_binding_refuses(module):
@@ -193,10 +209,11 @@ def test_the_agent_is_gone_when_it_is_closed_though_errors_of_its_calls_live_on(
     """UCX cleans up in the agent's destructor, which must run on the thread and at the moment of the closing."""
 
     binding, agent = open_one()
+    (transfer,) = handles(binding, 1)
     agent.answers = dict.fromkeys(("transfer", "check_xfer_state", "prep_xfer_dlist"), nixlRemoteDisconnectError("x"))
     calls = [
-        lambda: binding.post("t"),
-        lambda: binding.check("t"),
+        lambda: binding.post(transfer),
+        lambda: binding.check(transfer),
         lambda: binding.prepare("p", "DRAM", ROWS),
         lambda: binding.prepare("p", "DRAM", ROWS),
     ]
@@ -210,3 +227,19 @@ def test_the_agent_is_gone_when_it_is_closed_though_errors_of_its_calls_live_on(
     binding.close()
     assert watched() is None
     assert len(errors) == len(calls)
+
+
+def test_handles_hold_nothing_of_the_agent_once_they_are_released_or_it_is_closed(module):
+    """Each handle of NIXL's own holds its agent in C++, whoever keeps it."""
+    binding, agent = open_one()
+    prepared, left = handles(binding, 2)
+    transfer = binding.make("read", prepared, ONE, left, ONE, b"")
+    watched = [weakref.ref(handle.inner) for handle in (prepared, transfer, left)]
+    agent.calls.clear()
+    binding.release(transfer)
+    binding.release_prepared(prepared)
+    agent.calls.clear()
+    assert [watch() is None for watch in watched] == [True, True, False]
+    assert code_of(lambda: binding.check(transfer)) == "nixl-invalid-param"
+    binding.close()
+    assert watched[2]() is None

@@ -145,6 +145,16 @@ def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]
 
 
 @final
+class _Held:
+    """A handle of NIXL's, which holds its C++ agent; who holds this one holds nothing once it is released."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: object) -> None:
+        self.inner: object | None = inner
+
+
+@final
 class NixlBinding:
     """`NixlPort` over a real `nixl_agent`."""
 
@@ -152,6 +162,7 @@ class NixlBinding:
         self._agent: _Agent | None = agent
         self._implementation = implementation
         self._strided: bool | None = None
+        self._held: set[_Held] = set()
 
     @property
     def features(self) -> PortFeatures:
@@ -205,12 +216,15 @@ class NixlBinding:
                 self._strided = False
             else:
                 self._strided = True
-                return handle
-        return _attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
+                return self._hold(handle)
+        return self._hold(
+            _attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
+        )
 
     def release_prepared(self, prepared: Handle) -> None:
         """Release a prepared list."""
-        _attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(prepared))
+        _attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(_inner(prepared)))
+        self._let_go(prepared)
 
     def make(
         self,
@@ -222,36 +236,39 @@ class NixlBinding:
         notification: bytes,
     ) -> Handle:
         """Make a transfer from prepared lists."""
-        return _attempt(
-            "make_prepped_xfer",
-            lambda: self._live().make_prepped_xfer(
-                operation.upper(), local, local_indices, peer, peer_indices, notification
-            ),
+        return self._hold(
+            _attempt(
+                "make_prepped_xfer",
+                lambda: self._live().make_prepped_xfer(
+                    operation.upper(), _inner(local), local_indices, _inner(peer), peer_indices, notification
+                ),
+            )
         )
 
     def post(self, transfer: Handle) -> Progress:
         """Start a transfer."""
-        return _progress("transfer", _attempt("transfer", lambda: self._live().transfer(transfer)))
+        return _progress("transfer", _attempt("transfer", lambda: self._live().transfer(_inner(transfer))))
 
     def check(self, transfer: Handle) -> Progress:
         """Ask for a posted transfer."""
-        state = _attempt("check_xfer_state", lambda: self._live().check_xfer_state(transfer))
+        state = _attempt("check_xfer_state", lambda: self._live().check_xfer_state(_inner(transfer)))
         return _progress("check_xfer_state", state)
 
     def release(self, transfer: Handle) -> None:
         """Release a transfer."""
-        _attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(transfer))
+        _attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(_inner(transfer)))
+        self._let_go(transfer)
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Return NIXL's account of a finished transfer; a missing one is no failure of the transfer."""
         try:
-            record = self._live().get_xfer_telemetry(transfer)
+            record = self._live().get_xfer_telemetry(_inner(transfer))
             return WireTelemetry(
                 post_us=float(record.postDuration),
                 transfer_us=float(record.xferDuration),
                 total_bytes=int(record.totalBytes),
                 descriptor_count=int(record.descCount),
-                backend=_backend_of(self._live(), transfer),
+                backend=_backend_of(self._live(), _inner(transfer)),
             )
         except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
             return None
@@ -269,12 +286,32 @@ class NixlBinding:
 
     def close(self) -> None:
         """Destroy the agent: nothing else holds it, and its destructor closes the backends."""
+        for held in self._held:
+            held.inner = None
+        self._held.clear()
         self._agent = None
+
+    def _hold(self, inner: object) -> _Held:
+        held = _Held(inner)
+        self._held.add(held)
+        return held
+
+    def _let_go(self, handle: Handle) -> None:
+        held = cast("_Held", handle)
+        held.inner = None
+        self._held.discard(held)
 
     def _live(self) -> _Agent:
         if self._agent is None:
             raise AgentError("agent-closed", "the NIXL agent was closed")
         return self._agent
+
+
+def _inner(handle: Handle) -> object:
+    inner = cast("_Held", handle).inner
+    if inner is None:
+        raise AgentError("nixl-invalid-param", "a handle was used after its release")
+    return inner
 
 
 def _backend_of(agent: _Agent, transfer: Handle) -> str:
