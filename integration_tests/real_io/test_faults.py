@@ -1,5 +1,6 @@
 """Real processes that die, freeze, restart and give memory away, each within a time bound."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -254,3 +255,23 @@ def test_closing_in_the_middle_of_copies_leaves_the_process_alive(transport_name
     outcomes = done.stdout.splitlines()[-1].split()
     assert len(outcomes) == 8
     assert "cancelled" in outcomes, "every read had ended before its agent was closed, so this showed nothing"
+
+
+def open_sockets():
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            names.append(str(link.readlink()))
+    return sum(name.startswith("socket:") for name in names)
+
+
+def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stage):
+    """Else its peers wait for it until their deadlines, as when an engine sleeps: the process is there, but does not answer."""
+    before = open_sockets()
+    stage = make_stage()
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    assert open_sockets() > before + 2
+    stage.consumer.close()
+    assert open_sockets() <= before + 1, "the one left is the test's line to its producer process"
+    assert stage.consumer.statistics()["inflight"] == 0
