@@ -1,6 +1,7 @@
 """Reads between two real processes, with the transports that carried them and the bandwidth beside memcpy's.
 
-The work runs in a child process, because UCX's log level is read at start and its tables go to standard output.
+The work runs in a child process, because UCX's log level is read at start and its tables go to standard output. They are cut
+wherever its buffer is full, so what was measured comes through a pipe of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ __all__ = ["Bandwidth", "SelfTest", "measure_pages", "run_selftest"]
 
 PAGE_SIZES: Final = (4096, 16384, 65536, 1 << 20)
 _REGION_BYTES: Final = 16 << 20
-_MARK: Final = "kv-nixl-selftest "
 _TIMEOUT_S: Final = 120.0
 
 
@@ -57,27 +57,36 @@ class SelfTest:
 
 def run_selftest() -> SelfTest:
     """Run the test in a child and return what it measured; never raises."""
-    command = [sys.executable, "-c", "from kv_nixl_agent._selftest import child; child()"]
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-c", f"from kv_nixl_agent._selftest import child; child({theirs})"]
     environment = {**os.environ, **TRANSPORT_ENVIRONMENT}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return SelfTest(is_ok=False, message=f"the self-test did not end within {_TIMEOUT_S:.0f} s")
-    paths = read_paths(done.stdout + "\n" + done.stderr)
-    for line in done.stdout.splitlines():
-        if line.startswith(_MARK):
-            rows = [Bandwidth(*row) for row in json.loads(line.removeprefix(_MARK))]
-            return SelfTest(
-                is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths
+    with os.fdopen(ours) as measured:
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
+                pass_fds=[theirs],
             )
+        except subprocess.TimeoutExpired:
+            return SelfTest(is_ok=False, message=f"the self-test did not end within {_TIMEOUT_S:.0f} s")
+        finally:
+            os.close(theirs)
+        answer = measured.read()
+    paths = read_paths(done.stdout + "\n" + done.stderr)
+    if answer:
+        rows = [Bandwidth(*row) for row in json.loads(answer)]
+        return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return SelfTest(is_ok=False, message=lines[-1] if lines else f"exit code {done.returncode}", paths=paths)
 
 
-def child() -> None:
-    """Be the child: measure every page size against a producer in yet another process."""
+def child(answer: int) -> None:
+    """Be the child: measure every page size against a producer in yet another process; write JSON to a descriptor."""
     rows: list[tuple[int, float, float, float]] = []
     for page_bytes in PAGE_SIZES:
         producer = PeerProcess("doctor-producer", page_bytes=page_bytes, page_count=_REGION_BYTES // page_bytes)
@@ -86,7 +95,8 @@ def child() -> None:
         finally:
             producer.close()
         rows.append((measured.page_bytes, measured.read_gb_s, measured.memcpy_gb_s, measured.fence_us))
-    print(_MARK + json.dumps(rows), flush=True)
+    with os.fdopen(answer, "w") as file:
+        json.dump(rows, file)
 
 
 def measure_pages(
