@@ -177,6 +177,26 @@ def test_the_same_producer_known_again_while_a_read_is_on_its_way(make_stage):
     stage.run_until(lambda: old.is_memory_quiet or "old" in stage.quiet, 10.0, "quiet memory")
 
 
+def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
+    """Over TCP, where the producer's own process must send."""
+    tcp = {"TLS": "tcp"}
+    options = AgentOptions(backends=(BackendOptions(engine_config=tcp),), stall_after_s=0.4)
+    stage = make_stage(page_bytes=65536, page_count=64, options=options)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    assert not stage.consumer.stalls()
+    stage.producer.stop()
+    began_s = time.monotonic()
+    stage.consumer.post(order("r", [1, 2], [1, 2], deadline_s=20.0))
+    stage.run_until(stage.consumer.stalls, 5.0, "a stall")
+    assert 0.4 <= time.monotonic() - began_s < 2.0
+    (entry,) = stage.consumer.stalls()
+    assert (entry.transfer_id, entry.bytes_left) == ("r", 2 * 65536)
+    stage.producer.resume()
+    assert stage.wait("r").outcome == "done"
+    assert not stage.consumer.stalls()
+
+
 def test_deregistered_under_a_reader(make_stage):
     stage = make_stage()
     stage.connect()

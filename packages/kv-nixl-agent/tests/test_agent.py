@@ -60,6 +60,56 @@ def test_write_puts_bytes_into_the_peer():
     assert np.array_equal(pair.local.page(4), pair.remote.page(5))
 
 
+def test_reads_of_a_stopped_peer_are_reported_as_stalled_once_and_go_on():
+    traced = []
+    pair = make_pair(options=AgentOptions(stall_after_s=2.0, chunk_rows=2, trace=traced.append))
+    pair.connect()
+    pair.run(5)
+    pair.consumer.post(order("moves", [0, 1], [0, 1], deadline_s=100.0))
+    assert pair.run(40, step_s=0.25)["moves"].outcome == "done"
+    assert pair.consumer.stalls() == []
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("s", [0, 1, 2], [0, 1, 2], deadline_s=100.0))
+    pair.run(8, step_s=0.25)
+    assert pair.consumer.stalls() == [], "not yet"
+    posted_s = next(event.at_s for event in traced if (event.transfer_id, event.state) == ("s", "posted"))
+    pair.run(8, step_s=0.25)
+    (entry,) = pair.consumer.stalls()
+    assert (entry.transfer_id, entry.peer, entry.bytes_left) == ("s", "p", 3 * 64)
+    assert 0.0 <= entry.since_s - posted_s <= 0.5
+    pair.run(40, step_s=0.25)
+    assert pair.consumer.statistics()["stalls_total"] == 1, "it is counted once"
+    assert [(event.transfer_id, event.state) for event in traced].count(("s", "stalled")) == 1
+    assert "s" not in pair.results, "its deadline ends it, not the watch"
+    pair.fabric.agent("producer").resume()
+    assert pair.run(40, step_s=0.25)["s"].outcome == "done"
+    assert pair.consumer.stalls() == []
+
+
+def test_an_end_of_one_part_is_progress():
+    pair = make_pair(options=AgentOptions(stall_after_s=2.0, chunk_rows=1, max_inflight_bytes=64), latency_polls=6)
+    pair.connect()
+    pair.run(40)
+    pages = list(range(8))
+    pair.consumer.post(order("slow", pages, pages, deadline_s=1000.0))
+    seen = 0
+    while "slow" not in pair.results:
+        pair.run(1, step_s=0.25)
+        seen += len(pair.consumer.stalls())
+    assert pair.clock[0] - 100.0 > 4 * 2.0, "it took several times the limit"
+    assert seen == 0
+
+
+def test_without_a_limit_nothing_stalls():
+    pair = make_pair(options=AgentOptions(stall_after_s=None))
+    pair.connect()
+    pair.run(5)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("s", [0], [0], deadline_s=1000.0))
+    pair.run(100, step_s=0.5)
+    assert pair.consumer.stalls() == []
+
+
 def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes():
     pair = make_pair()
     pair.connect()

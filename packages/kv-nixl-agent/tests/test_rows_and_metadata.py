@@ -116,6 +116,7 @@ def test_metadata_without_a_seal_is_taken_unless_it_is_required():
         lambda: AgentOptions(chunk_rows=-1),
         lambda: AgentOptions(max_inflight_bytes=0),
         lambda: AgentOptions(max_queued=0),
+        lambda: AgentOptions(stall_after_s=0.0),
         lambda: ThreadOptions(spin_s=-1.0),
         lambda: ThreadOptions(idle_poll_s=0.0),
         lambda: ThreadOptions(gil_switch_interval_s=0.0),

@@ -135,6 +135,13 @@ class FakeHandshakes:
         pass
 
 
+@dataclass
+class Stall:
+    transfer_id: str
+    since_s: float
+    bytes_left: int = 4096
+
+
 class FakeAgent:
     """An owner thread that runs what it is given at once, and remembers it all."""
 
@@ -149,6 +156,7 @@ class FakeAgent:
         self.fences: list[tuple[int, int]] = []
         self.refuse_post = False
         self.deaf_peers: set[str] = set()
+        self.stalled: list[Stall] = []
 
     def call_soon(self, function: Any) -> None:
         function()
@@ -176,6 +184,9 @@ class FakeAgent:
     def send_notification(self, peer: str, payload: bytes) -> bool:
         self.notified.append((peer, payload))
         return peer not in self.deaf_peers
+
+    def stalls(self) -> list[Stall]:
+        return self.stalled
 
     def write_fence(self, slot: int, generation: int) -> None:
         self.fences.append((slot, generation))

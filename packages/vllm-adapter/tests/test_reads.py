@@ -18,6 +18,7 @@ from fakes import (
     Outcome,
     Plan,
     Result,
+    Stall,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,6 +169,31 @@ def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
     assert bench.codes() == {"r1": "transfer-timed-out"}
 
 
+def test_reads_that_do_not_get_on_are_told_once_and_by_engine(bench: Bench) -> None:
+    for name in ("r1", "r2", "r3", "r4", "r5", "r6"):
+        bench.reads.read(Order(name))  # type: ignore[arg-type]
+    bench.handshakes.answer(Outcome())
+    bench.now_s += 7
+    bench.reads.look_after()
+    assert bench.counts["num_stalled_reads"] == 0
+    bench.agent.stalled = [Stall(f"r{number}/0.0", 100.0 + number) for number in (2, 1, 3, 4, 5)]
+    bench.agent.stalled.append(Stall("ended-long-ago/0.0", 1.0))
+    bench.log.clear()
+    for _ in range(3):
+        bench.reads.look_after()
+    (line,) = bench.log
+    assert "no part of 5 reads has ended for 6.0 s, 20480 bytes are left" in line
+    assert "requests r1, r2, r3, r4 and others" in line
+    assert bench.counts["num_stalled_reads"] == 5
+    bench.agent.stalled.append(Stall("r6/0.0", 106.0))
+    bench.reads.look_after()
+    assert bench.log[1:] != []
+    assert "no part of 1 reads has ended for 1.0 s" in bench.log[1]
+    assert "(requests r6)" in bench.log[1]
+    assert bench.counts["num_stalled_reads"] == 6
+    assert bench.ends == []
+
+
 def test_a_fence_that_moved_voids_the_read_but_not_the_engine(bench: Bench) -> None:
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.handshakes.answer(Outcome())
@@ -231,20 +257,20 @@ def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Be
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.handshakes.answer(Outcome())
     bench.now_s += 4000
-    bench.reads.look_after_engines()
+    bench.reads.look_after()
     assert bench.agent.has_peer(KEY)
     bench.finish()
-    bench.reads.look_after_engines()
+    bench.reads.look_after()
     assert not bench.agent.has_peer(KEY)
 
 
 def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> None:
     bench.reads.read(Order())  # type: ignore[arg-type]
     bench.now_s += 14
-    bench.reads.look_after_engines()
+    bench.reads.look_after()
     assert bench.ends == []
     bench.now_s += 2
-    bench.reads.look_after_engines()
+    bench.reads.look_after()
     assert bench.codes() == {"r1": "handshake-overdue"}
     bench.handshakes.answer(Outcome())  # too late: nobody waits for it any more
     assert bench.agent.peers == {}
@@ -391,7 +417,7 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
             bench.reads.heartbeat(Heartbeat())  # type: ignore[arg-type]
         elif event == "evict":
             bench.now_s += 5000
-            bench.reads.look_after_engines()
+            bench.reads.look_after()
         elif event == "done":
             settle()
         elif event == "quiet" and unquiet:

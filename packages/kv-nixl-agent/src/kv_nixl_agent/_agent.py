@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._port import MemoryKind, PortFactory, PortFeatures
-    from ._values import MemoryRegion, QuarantineEntry, TransferOrder, TransferResult
+    from ._values import MemoryRegion, QuarantineEntry, StallEntry, TransferOrder, TransferResult
 
 __all__ = ["TransferAgent"]
 
@@ -311,6 +311,10 @@ class TransferAgent:
         """
         self._refuse_closed()
         return self._engine.declare_quiet(transfer_id)
+
+    def stalls(self) -> Sequence[StallEntry]:
+        """Return the transfers on the wire that do not get on."""
+        return self._engine.stalls.entries()
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """Return what quarantine holds, oldest first."""

@@ -27,6 +27,7 @@ from ._errors import AgentError
 from ._failures import code_of, is_off_the_wire, late_message
 from ._fence_reader import FenceReader
 from ._quarantine import Quarantine
+from ._stalls import StallWatch
 from ._statistics import Tracer
 from ._transfer import FairQueue, Part, Transfer, split_into_parts
 from ._values import Outcome, TransferOrder, TransferResult
@@ -64,6 +65,7 @@ class TransferEngine:
         self._statistics = statistics
         self._clock = clock
         self._trace = Tracer(options.trace, statistics, clock)
+        self.stalls = StallWatch(options.stall_after_s, statistics, self._trace, clock)
         self.custody = Custody(port, peers, statistics)
         self._fences = FenceReader(port, memory.fences, clock, self.custody)
         self._queue = FairQueue()
@@ -126,6 +128,7 @@ class TransferEngine:
         moved = self._launch()
         if self._posted:
             moved = self._poll_posted() or moved
+            self.stalls.look(self._posted)
         if self._deadlines:
             self._end_late()
         return self.look_after() or moved

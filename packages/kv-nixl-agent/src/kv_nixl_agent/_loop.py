@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ._agent import TransferAgent
     from ._options import ThreadOptions
-    from ._values import QuarantineEntry, TransferResult
+    from ._values import QuarantineEntry, StallEntry, TransferResult
 
 __all__ = ["Callbacks", "OwnerLoop"]
 
@@ -75,6 +75,7 @@ class OwnerLoop:
         self.last_error = ""
         self.statistics: Mapping[str, float] = {}
         self.quarantine: Sequence[QuarantineEntry] = ()
+        self.stalls: Sequence[StallEntry] = ()
 
     def add_timer(self, period_s: float, function: Callable[[], None]) -> None:
         """Run `function` about every `period_s`; on the owner thread, or before it runs."""
@@ -192,6 +193,7 @@ class OwnerLoop:
     def _publish(self, agent: TransferAgent) -> None:
         self.statistics = agent.statistics()
         self.quarantine = agent.quarantine()
+        self.stalls = agent.stalls()
 
     def _tear_down(self, agent: TransferAgent) -> None:
         try:

@@ -107,6 +107,8 @@ class AgentOptions:
             itself. Needed by a rank whose memory is read over transports that the owner of the memory must help along
             (TCP, or large reads over shared memory) while its own thread sleeps.
         sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
+        stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
+            counter, the trace); it goes on until its deadline. None for no such watch.
         close_wait_s: How long `close` polls transfers that are still on the wire, in seconds.
         trace: Called on the owner thread at every state change of a transfer; costs nothing when None.
     """
@@ -123,6 +125,7 @@ class AgentOptions:
     max_prepared_peers: int = 1024
     progress_thread: bool = True
     sync_mode: SyncMode = "rw"
+    stall_after_s: float | None = 5.0
     close_wait_s: float = 2.0
     trace: Callable[[TraceEvent], None] | None = None
 
@@ -135,6 +138,10 @@ class AgentOptions:
         _demand(
             self.max_inflight_bytes is None or self.max_inflight_bytes > 0,
             f"max_inflight_bytes is {self.max_inflight_bytes}, it must be positive or None",
+        )
+        _demand(
+            self.stall_after_s is None or self.stall_after_s > 0,
+            f"stall_after_s is {self.stall_after_s}, it must be positive or None",
         )
         _demand(self.close_wait_s >= 0, f"close_wait_s is {self.close_wait_s}, it must not be negative")
         for name in ("max_queued", "max_quarantined_per_peer", "max_prepared_peers"):

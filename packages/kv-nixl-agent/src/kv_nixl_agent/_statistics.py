@@ -33,6 +33,7 @@ _COUNTERS: Final = (
     "warm_ups_done",
     "warm_ups_failed",
     "quarantined_total",
+    "stalls_total",
     "quiet_total",
     "release_failures",
     "notification_poll_errors",

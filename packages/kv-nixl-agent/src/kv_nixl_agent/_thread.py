@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._port import MemoryKind, PortFactory
-    from ._values import MemoryRegion, QuarantineEntry, TransferResult
+    from ._values import MemoryRegion, QuarantineEntry, StallEntry, TransferResult
 
     Rows = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int32]
@@ -200,6 +200,10 @@ class TransferThread:
             "thread_loop_errors": float(health.loop_errors),
             "thread_calls_waiting": float(len(self._loop.calls)),
         }
+
+    def stalls(self) -> Sequence[StallEntry]:
+        """Return the transfers on the wire that do not get on, as of at most about 0.1 s ago."""
+        return self._loop.stalls
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """Return what quarantine holds, as of at most about 0.1 s ago."""

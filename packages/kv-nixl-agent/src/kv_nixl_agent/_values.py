@@ -12,7 +12,16 @@ if TYPE_CHECKING:
 
     from ._port import MemoryKind, Operation
 
-__all__ = ["MemoryRegion", "Outcome", "PageCheck", "QuarantineEntry", "TraceEvent", "TransferOrder", "TransferResult"]
+__all__ = [
+    "MemoryRegion",
+    "Outcome",
+    "PageCheck",
+    "QuarantineEntry",
+    "StallEntry",
+    "TraceEvent",
+    "TransferOrder",
+    "TransferResult",
+]
 
 Outcome = Literal["done", "failed", "fence-rejected", "timed-out", "cancelled"]
 
@@ -96,6 +105,19 @@ class TransferResult:
 
 @final
 @dataclass(frozen=True, slots=True)
+class StallEntry:
+    """A transfer on the wire of which no part has ended for a while."""
+
+    transfer_id: str
+    peer: str
+    since_s: float
+    """Monotonic time of the last sign of progress, in seconds."""
+    bytes_left: int
+    """Payload bytes of the parts that have not ended."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class QuarantineEntry:
     """A transfer whose local pages may still be written although its result is out."""
 
@@ -109,7 +131,7 @@ class QuarantineEntry:
 @final
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """A state change of a transfer: queued, posted, data-done, fence-posted, fence-read, ended, quiet."""
+    """A state change of a transfer: queued, posted, data-done, fence-posted, fence-read, stalled, ended, quiet."""
 
     at_s: float
     transfer_id: str

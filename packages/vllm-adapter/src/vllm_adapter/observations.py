@@ -29,6 +29,7 @@ _OTHER_KEYS = (
     "num_failed_mirror_copies",
     "num_fence_rejections",
     "num_quarantined_reads",
+    "num_stalled_reads",
     "num_refused_notifications",
     "num_lease_renewals",
     "num_unsent_heartbeats",

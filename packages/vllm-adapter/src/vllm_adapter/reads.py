@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Indices,
         Planner,
         ReadOrder,
+        StallEntry,
         TransferResult,
         TransferThread,
         WireCodec,
@@ -34,6 +35,8 @@ __all__ = ["ReadCoordinator", "ReadEnd", "ReadLimits", "ReadObserver", "ReadTime
 _FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _RENEWED_PART = 2 / 3
 """A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
+_NAMED = 4
+"""Requests that a log line about several names."""
 
 
 @dataclass(slots=True)
@@ -135,6 +138,7 @@ class ReadCoordinator:
         self._reads: dict[str, _Read] = {}
         self._times: dict[str, ReadTimes] = {}
         self._withdrawn: dict[int, ReadOrder] = {}
+        self._stalled: set[str] = set()
         self._agent: TransferThread | None = None
         self._peers = PeerDirectory(
             geometry,
@@ -150,13 +154,34 @@ class ReadCoordinator:
         self._agent = agent
         self._peers.attach(agent, handshakes)
 
-    def look_after_engines(self) -> None:
-        """Give up handshakes that never ended and forget unused engines."""
+    def look_after(self) -> None:
+        """Give up handshakes that never ended, forget unused engines, report reads that do not get on."""
         self._peers.look_after()
+        self._report_stalls()
 
     def snapshot(self) -> dict[str, int]:
         """Return how many engines and reads there are, for diagnosis."""
         return {"engines": len(self._peers), "transfers": len(self._reads)}
+
+    def _report_stalls(self) -> None:
+        """Say once of every read that its engine lets it hang; its deadline ends it."""
+        assert self._agent is not None  # noqa: S101
+        stalls = {entry.transfer_id: entry for entry in self._agent.stalls() if entry.transfer_id in self._reads}
+        fresh: dict[str, list[StallEntry]] = {}
+        for transfer_id in stalls.keys() - self._stalled:
+            fresh.setdefault(self._reads[transfer_id].engine.engine_id, []).append(stalls[transfer_id])
+        self._stalled = set(stalls)
+        for engine_id, entries in fresh.items():
+            for _ in entries:
+                self._observer.count("num_stalled_reads")
+            requests = sorted({self._reads[entry.transfer_id].order.request_id for entry in entries})
+            self._observer.log(
+                f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
+                f"{self._now_s() - min(entry.since_s for entry in entries):.1f} s, "
+                f"{sum(entry.bytes_left for entry in entries)} bytes are left (requests {', '.join(requests[:_NAMED])}"
+                f"{' and others' if len(requests) > _NAMED else ''}); each is given up after "
+                f"{self._limits.read_timeout_s:g} s"
+            )
 
     # ---------------------------------------------------------------------------------------------- orders
 

@@ -191,7 +191,7 @@ def open_registration(
         holds.attach(agent)
         agent.start()
         agent.call_every(_TICK_S, holds.tick)
-        agent.call_every(_LOOK_AFTER_S, reads.look_after_engines)
+        agent.call_every(_LOOK_AFTER_S, reads.look_after)
         envelope = parts.encode_envelope(caches, document, agent, generation=generation)
     except BaseException:
         handshakes.close()

@@ -87,6 +87,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "num_fence_rejections": ("vllm:kv_transfer_num_fence_rejections", "Reads voided because the lease had ended."),
     "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),
+    "num_stalled_reads": ("vllm:kv_transfer_num_stalled_reads", "Reads on the wire of which no part ended for 5 s."),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
     "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),
     "num_unsent_heartbeats": (

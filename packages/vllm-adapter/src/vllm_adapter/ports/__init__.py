@@ -10,7 +10,7 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import QuarantineEntry, TransferResult, TransferThread
+from vllm_adapter.ports.agent import QuarantineEntry, StallEntry, TransferResult, TransferThread
 from vllm_adapter.ports.handshake import (
     HandshakeClient,
     HandshakeListener,
@@ -62,6 +62,7 @@ __all__ = [
     "ReadOrder",
     "Rows",
     "SchedulerState",
+    "StallEntry",
     "StagedRegion",
     "StepPlan",
     "TransferResult",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports.values import Indices, MemoryKind, Rows
 
-__all__ = ["QuarantineEntry", "TransferResult", "TransferThread"]
+__all__ = ["QuarantineEntry", "StallEntry", "TransferResult", "TransferThread"]
 
 
 class TransferResult(Protocol):
@@ -53,6 +53,20 @@ class QuarantineEntry(Protocol):
     def bytes_at_risk(self) -> int: ...
 
 
+class StallEntry(Protocol):
+    """A transfer on the wire of which no part has ended for a while."""
+
+    @property
+    def transfer_id(self) -> str: ...
+    @property
+    def since_s(self) -> float:
+        """Monotonic time of the last sign of progress, in seconds."""
+        ...
+
+    @property
+    def bytes_left(self) -> int: ...
+
+
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""
 
@@ -65,6 +79,10 @@ class TransferThread(Protocol):
     def start(self) -> None: ...
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """What is quarantined, perhaps a moment ago; any thread."""
+        ...
+
+    def stalls(self) -> Sequence[StallEntry]:
+        """Transfers that do not get on, perhaps a moment ago; any thread."""
         ...
 
     def call_soon(self, function: Callable[[], None]) -> None:

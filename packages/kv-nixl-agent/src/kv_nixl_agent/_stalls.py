@@ -1,0 +1,72 @@
+"""The progress watchdog: which transfers are on the wire and do not get on.
+
+NIXL tells of a posted handle only whether it is done. So what counts as progress is that a part is posted or ends, or that the
+data is complete; a transfer whose parts take longer than `stall_after_s` each is reported too. It goes on all the same:
+its deadline ends it, and quarantine holds its memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from ._values import StallEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._statistics import Statistics, Tracer
+    from ._transfer import Transfer
+
+__all__ = ["StallWatch"]
+
+_LOOKS_PER_LIMIT: Final = 8
+
+
+@final
+class StallWatch:
+    """Looks at all posted transfers now and then; what happens between two looks costs nothing."""
+
+    def __init__(
+        self, stall_after_s: float | None, statistics: Statistics, trace: Tracer, clock: Callable[[], float]
+    ) -> None:
+        self._limit_s = stall_after_s
+        self._statistics = statistics
+        self._trace = trace
+        self._clock = clock
+        self._next_look_s = 0.0
+        self._marks: dict[str, tuple[Transfer, tuple[int, int, bool], float]] = {}
+        self._stalled: dict[str, tuple[Transfer, float]] = {}
+
+    def look(self, posted: Mapping[str, Transfer]) -> None:
+        """Compare what is posted with what it was at the last look, if it is time."""
+        limit_s, now_s = self._limit_s, self._clock()
+        if limit_s is None or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + limit_s / _LOOKS_PER_LIMIT
+        before, self._marks = self._marks, {}
+        stalled, self._stalled = self._stalled, {}
+        for transfer_id, transfer in posted.items():
+            mark = (len(transfer.active), len(transfer.pending), bool(transfer.data_done_s))
+            known, last, since_s = before.get(transfer_id, (None, None, 0.0))
+            if known is not transfer or last != mark:
+                since_s = now_s
+            self._marks[transfer_id] = (transfer, mark, since_s)
+            if now_s - since_s < limit_s:
+                continue
+            self._stalled[transfer_id] = (transfer, since_s)
+            if transfer_id not in stalled:
+                self._statistics.count("stalls_total")
+                self._trace(transfer.order, "stalled", f"no part has ended for {now_s - since_s:.1f} s")
+
+    def entries(self) -> Sequence[StallEntry]:
+        """Return the transfers that had stalled when it was looked, and have not ended since."""
+        return [
+            StallEntry(
+                transfer_id,
+                transfer.peer.key,
+                since_s,
+                sum(part.payload_bytes for part in (*transfer.active, *transfer.pending)),
+            )
+            for transfer_id, (transfer, since_s) in self._stalled.items()
+            if not transfer.has_ended
+        ]
