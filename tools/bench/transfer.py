@@ -5,6 +5,9 @@ how a connector without strided rows does it: one descriptor per block, K and V 
 threads and otherwise the default backend. A sample is a few reads ordered at once; it lasts from the first order until
 the caller knows that all have ended. Rounds take the sides in random order.
 
+How fast a process copies depends on where its memory and its threads happen to lie, and stays so for as long as it lives: two
+bare loops in two processes differ by 10 % and more. So every side is started anew several times.
+
 Ours includes the wake-up of the caller by our thread, which a bare loop has not. On two cores that progress threads poll
 on, the scheduler takes up to some milliseconds for it: `caller awake` shows it.
 
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 
 PAGES = {4096: 4096, 16384: 2048, 65536: 384, 1 << 20: 48}
 READS = 6
-ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "9"))
+STARTS = int(os.environ.get("KV_BENCH_STARTS", "5"))
+ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "3"))
+SAMPLES = STARTS * ROUNDS
 
 
 def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal: tuple[str, bool]) -> dict[str, object]:
@@ -80,17 +85,23 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
         "random": (random.permutation(count).astype(np.int32), random.permutation(count).astype(np.int32)),
     }
     results: list[dict[str, object]] = []
+    times: dict[str, dict[str, list[float]]] = {pattern: {} for pattern in patterns}
+    wakes_us: list[float] = []
+    order = np.random.default_rng(4)
     peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
-    with _consumers(peer) as consumers:
-        for pattern, (local, theirs) in patterns.items():
-            times = _interleaved(consumers, _calls(local, theirs))
-            results += _judge(report, f"{page_bytes // 1024} KB {pattern}", times, READS * count * page_bytes)
-        wakes_us = [1e6 * wake_s for wake_s in consumers["ours"].call("wakes")]
-        middle, longest = round(median(wakes_us)), round(max(wakes_us))
-        label = f"caller awake after the last result (baseline: longest), {page_bytes // 1024} KB"
-        results.append(_row(label, "us", (middle, longest), longest / middle, ("context", True)))
-        report(f"{label}: {middle} against {longest} us")
+    for _ in range(STARTS):
+        with _consumers(peer) as consumers:
+            for pattern, (local, theirs) in patterns.items():
+                for side, taken in _interleaved(consumers, _calls(local, theirs), order).items():
+                    times[pattern].setdefault(side, []).extend(taken)
+            wakes_us += [1e6 * wake_s for wake_s in consumers["ours"].call("wakes")]
     peer.close()
+    for pattern, taken in times.items():
+        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", taken, READS * count * page_bytes)
+    middle, longest = round(median(wakes_us)), round(max(wakes_us))
+    label = f"caller awake after the last result (baseline: longest), {page_bytes // 1024} KB"
+    results.append(_row(label, "us", (middle, longest), longest / middle, ("context", True)))
+    report(f"{label}: {middle} against {longest} us")
     return results
 
 
@@ -107,9 +118,10 @@ def _calls(local: Indices, theirs: Indices) -> dict[str, Call]:
     }
 
 
-def _interleaved(consumers: dict[str, ConsumerProcess], calls: dict[str, Call]) -> dict[str, list[float]]:
+def _interleaved(
+    consumers: dict[str, ConsumerProcess], calls: dict[str, Call], order: np.random.Generator
+) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = np.random.default_rng(4)
     for _ in range(ROUNDS + 1):
         for name in order.permutation(list(calls)).tolist():
             consumer, command, arguments = calls[name]
@@ -165,7 +177,7 @@ def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:
     local, theirs = (random.permutation(10_000).astype(np.int32) for _ in range(2))
     pairs = [
         (consumers["ours"].call("submit_cost", local, theirs), consumers["raw"].call("post_cost", local, theirs))
-        for _ in range(2 * ROUNDS + 1)
+        for _ in range(SAMPLES + 1)
     ]
     ours, inline = (median(pair[side] for pair in pairs[1:]) for side in (0, 1))
     figures = (round(ours * 1e6, 1), round(inline * 1e6, 1))
@@ -177,7 +189,7 @@ def _fence_cost(ours: ConsumerProcess, peer: PeerProcess, pages: int) -> dict[st
     peer.write_fence(0, 7)
     ids = np.random.default_rng(3).permutation(pages).astype(np.int32)
     plain, fenced, fence = [], [], []
-    for _ in range(5 * ROUNDS):
+    for _ in range(3 * SAMPLES):
         plain.append(ours.call("fenced", ids, ids, None)[0])
         total_s, fence_s = ours.call("fenced", ids, ids, (0, 7))
         fenced.append(total_s)

@@ -43,8 +43,16 @@ def test_descriptors_are_numbered_through_all_rows(rows, data):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40))
-def test_ordering_keeps_pairs_and_ascends_by_peer(pairs):
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40),
+    st.sampled_from([0, 1, 63, 64, 65, 200]),
+    st.booleans(),
+)
+def test_ordering_keeps_pairs_and_ascends_by_peer(pairs, run, is_reversed):
+    """Also behind a run in order that is longer than what is looked at first."""
+    pairs = [(1000 + number, (1 << 31) - 1001 + number) for number in range(run)] + pairs
+    if is_reversed:
+        pairs.reverse()
     local = np.array([one for one, _ in pairs], dtype=np.int32)
     peer = np.array([other for _, other in pairs], dtype=np.int32)
     mine, theirs = order_for_merging(local, peer)
@@ -183,3 +191,20 @@ def test_errors_carry_their_facts_and_survive_pickling():
         error = pickle.loads(pickle.dumps(AgentError(code, "text", number=3)))
         assert (error.code, error.fault, error.is_retry_safe) == (code, facts.fault, facts.is_retry_safe)
         assert (str(error), dict(error.context)) == ("text", {"number": 3})
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64, ">i4", np.int8])
+def test_indices_are_checked_whatever_their_type(dtype):
+    table = RowTable(np.array([[4096, 8, 0, 8, 100]], dtype=np.uint64), "DRAM")
+    good = np.array([0, 1, 99, 7], dtype=dtype)
+    for indices in (good, good[::2], good[::-1], good[:0]):
+        checked = table.check_indices(indices, "local")
+        assert checked.dtype == np.int32
+        assert checked.flags.c_contiguous
+        assert checked.tolist() == indices.tolist()
+    wrong = [100, 127] + ([-1, -100] if np.dtype(dtype).kind == "i" else [])
+    wrong += [1 << 32, (1 << 32) + 5] if np.dtype(dtype).itemsize == 8 else []
+    for value in wrong:
+        with pytest.raises(AgentError, match=rf"{value}\b.*100 descriptors") as error:
+            table.check_indices(np.array([5, value, 6]).astype(dtype), "local")
+        assert error.value.code == "bad-indices"

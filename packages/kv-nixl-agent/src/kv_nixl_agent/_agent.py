@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._port import MemoryKind, PortFactory, PortFeatures
+    from ._statistics import Snapshot
     from ._values import MemoryRegion, QuarantineEntry, StallEntry, TransferOrder, TransferResult
 
 __all__ = ["TransferAgent"]
@@ -322,7 +323,11 @@ class TransferAgent:
 
     def statistics(self) -> Mapping[str, float]:
         """Return counters, recent times and gauges in one flat mapping."""
-        return {**self._statistics.summary(), **self._engine.gauges(), **self._peers.statistics()}
+        return self.snapshot().summary()
+
+    def snapshot(self) -> Snapshot:
+        """Return the same for another thread to work out."""
+        return self._statistics.snapshot({**self._engine.gauges(), **self._peers.statistics()})
 
     # --------------------------------------------------------------------------------------------------------- close
 

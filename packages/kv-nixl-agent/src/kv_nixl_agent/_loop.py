@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Final, final
 
 from ._errors import AgentError
 from ._pacing import Pacer, SwitchInterval
+from ._statistics import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ._agent import TransferAgent
     from ._options import ThreadOptions
@@ -22,6 +24,7 @@ __all__ = ["Callbacks", "OwnerLoop"]
 
 _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
+_CALLS_SLICE_S: Final = 2e-4
 
 
 @final
@@ -73,7 +76,7 @@ class OwnerLoop:
         self.callback_errors = 0
         self.loop_errors = 0
         self.last_error = ""
-        self.statistics: Mapping[str, float] = {}
+        self.statistics = Snapshot({})
         self.quarantine: Sequence[QuarantineEntry] = ()
         self.stalls: Sequence[StallEntry] = ()
 
@@ -154,10 +157,13 @@ class OwnerLoop:
     def _has_work(self) -> bool:
         return bool(self.calls) or self.is_closing
 
-    def _run_calls(self) -> bool:
-        count = len(self.calls)  # what arrives meanwhile waits for the next turn, so that polling is never starved
+    def _run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
+        """Run what was there at the beginning, but not much longer than a slice, so that the first order is soon posted."""
+        count, until_s = len(self.calls), self._clock() + slice_s
         for _ in range(count):
             self._guarded(self.calls.popleft())
+            if self._clock() > until_s:
+                break
         return count > 0
 
     def _run_timers(self, now_s: float) -> float:
@@ -191,7 +197,7 @@ class OwnerLoop:
             self.last_error = f"{type(error).__name__}: {error}"
 
     def _publish(self, agent: TransferAgent) -> None:
-        self.statistics = agent.statistics()
+        self.statistics = agent.snapshot()
         self.quarantine = agent.quarantine()
         self.stalls = agent.stalls()
 
@@ -213,7 +219,7 @@ class OwnerLoop:
     def _drain(self, agent: TransferAgent) -> None:
         """Let what is in flight end within the grace time; calls that were handed over before the close still run."""
         deadline_s = self._clock() + self._options.close_grace_s
-        self._run_calls()
+        self._run_calls(math.inf)
         while agent.is_busy and self._clock() < deadline_s:
             if not agent.advance():
                 self.pacer.wait_busy()

@@ -28,6 +28,7 @@ __all__ = ["RowTable", "check_rows", "expand_rows", "order_for_merging", "row_en
 
 _MAX_DESCRIPTORS = (1 << 31) - 1
 _MAX_ADDRESS = float(1 << 63)
+_GLANCE = 64
 
 
 def check_rows(rows: object) -> Rows:
@@ -81,12 +82,20 @@ def expand_rows(rows: Rows) -> Rows:
 
 def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
     """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
-    if len(peer) < 2 or bool((peer[1:] >= peer[:-1]).all()):
+    if _ascends(peer):
         return local, peer
-    if bool((peer[1:] <= peer[:-1]).all()):  # as free lists hand blocks out; a third of the cost of sorting
+    if _ascends(peer[::-1]):  # as free lists hand blocks out; a third of the cost of sorting
         return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
-    order = np.argsort(peer)
-    return local[order], peer[order]
+    pairs = peer.astype(np.int64)  # sorting plain numbers costs less than sorting places and gathering
+    pairs <<= 32
+    pairs |= local
+    pairs.sort()
+    return (pairs & 0xFFFFFFFF).astype(np.int32), (pairs >> 32).astype(np.int32)
+
+
+def _ascends(indices: Indices) -> bool:
+    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
+    return bool((head[1:] >= head[:-1]).all()) and bool((indices[1:] >= indices[:-1]).all())
 
 
 def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
@@ -97,14 +106,15 @@ def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, In
     anyway, or fewer descriptors, stay as they are.
     """
     count = len(peer)
-    if count < pieces:
-        return local, peer
-    breaks = np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1))
-    if breaks + 1 >= pieces:
+    if count < pieces or _runs(local[: 2 * pieces], peer[: 2 * pieces]) >= pieces or _runs(local, peer) >= pieces:
         return local, peer
     numbers = np.arange(count) * pieces // count  # of the piece that each pair belongs to
     order = np.concatenate((np.flatnonzero(numbers % 2 == 0), np.flatnonzero(numbers % 2)))
     return local[order], peer[order]
+
+
+def _runs(local: Indices, peer: Indices) -> int:
+    return 1 + int(np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1)))
 
 
 @final
@@ -157,6 +167,8 @@ class RowTable:
             raise AgentError(
                 "bad-indices", f"{side} indices have dtype {array.dtype} and shape {array.shape}, not int32 (n,)"
             )
+        if array.dtype == np.int32 and array.size and int(array.view(np.uint32).max()) < self.count:
+            return np.ascontiguousarray(array)  # one look at each: negative ones are huge
         if array.size:
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= self.count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from ._values import TransferOrder, TransferResult
 
-__all__ = ["Statistics", "Tracer"]
+__all__ = ["Snapshot", "Statistics", "Tracer"]
 
 _COUNTERS: Final = (
     "transfers_done",
@@ -66,20 +67,30 @@ class Statistics:
         times = (result.queue_s, result.post_s, result.wire_s, result.fence_s, result.check_s)
         self._recent.append((*times, float(result.bytes_moved)))
 
-    def counters(self) -> Mapping[str, int]:
-        """Return the counters."""
-        return dict(self._counts)
+    def snapshot(self, gauges: Mapping[str, float]) -> Snapshot:
+        """Return what was counted and timed so far, with gauges."""
+        return Snapshot({**self._counts, **gauges}, tuple(self._recent))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Counts and times as of one moment. Taking it costs microseconds, working it out milliseconds of whoever reads it."""
+
+    levels: Mapping[str, float]
+    recent: tuple[tuple[float, ...], ...] = ()
 
     def summary(self) -> Mapping[str, float]:
-        """Return the counters, and median and 99th percentile of the recent times in seconds."""
-        result: dict[str, float] = {name: float(value) for name, value in self._counts.items()}
-        result["recent_count"] = float(len(self._recent))
-        if not self._recent:
+        """Return the counters and gauges, and median and 99th percentile of the recent times in seconds."""
+        result: dict[str, float] = {name: float(value) for name, value in self.levels.items()}
+        result["recent_count"] = float(len(self.recent))
+        if not self.recent:
             return result
-        recent = np.array(self._recent)
-        for column, name in enumerate(_TIMES):
-            result[f"recent_{name}_p50"] = float(np.percentile(recent[:, column], 50))
-            result[f"recent_{name}_p99"] = float(np.percentile(recent[:, column], 99))
+        recent = np.array(self.recent)
+        middle, late = np.percentile(recent[:, : len(_TIMES)], (50, 99), axis=0).tolist()
+        for name, p50, p99 in zip(_TIMES, middle, late, strict=True):
+            result[f"recent_{name}_p50"] = p50
+            result[f"recent_{name}_p99"] = p99
         busy_s = float(recent[:, 1:3].sum())
         result["recent_bytes_per_s"] = float(recent[:, 5].sum()) / busy_s if busy_s > 0 else 0.0
         return result

@@ -194,7 +194,7 @@ class TransferThread:
         """Return counters, recent times and gauges, as of at most about 0.1 s ago, and those of the thread."""
         health = self.health()
         return {
-            **self._loop.statistics,
+            **self._loop.statistics.summary(),
             "thread_turns": float(health.turns),
             "thread_callback_errors": float(health.callback_errors),
             "thread_loop_errors": float(health.loop_errors),
