@@ -20,6 +20,11 @@ from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 STATE_MODEL = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+OWN_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""A process for each worker, as vLLM has it on CPU by default, and everywhere with several ranks.
+
+Other engines here have their worker in the scheduler's process, as vLLM has it on one GPU: they start in two thirds of the time.
+"""
 MIRRORED = {"KV_TRANSFER_TEST_HOST_BUFFER": "1"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
@@ -185,7 +190,11 @@ def started_fleet(
 ) -> Iterator[Fleet]:
     """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any."""
     python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
-    extra = {**(STATE_MODEL if family == "mamba" else {}), **(environment or {})}
+    extra = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **(STATE_MODEL if family == "mamba" else {}),
+        **(environment or {}),
+    }
     more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
     count = os.cpu_count() or 1
     specs = [

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, client, prompt, started_pair
+from fleets import BYTES, COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, prompt, started_pair
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Fleet]:
-    with started_pair("dense") as running:
+    with started_pair("dense", environment=OWN_WORKERS) as running:
         yield running
 
 

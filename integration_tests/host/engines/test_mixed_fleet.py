@@ -16,6 +16,7 @@ from fleets import (
     COMPUTED,
     FAILED,
     MIRRORED,
+    OWN_WORKERS,
     TRANSFERS,
     VLLM,
     Fleet,
@@ -145,7 +146,7 @@ def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer
     On CPU its decode and prefill kernels for latent attention disagree without any connector: to generate n tokens at
     once and to ask n times for one token gives different texts.
     """
-    texts = [prompt(n, 20 + 60 * n) for n in range(4)]
+    texts = [prompt(0, 20), prompt(3, 200)]
     configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": ours()}
     with started_fleet("mla", configs, environments={"mirrored": MIRRORED}) as fleet:
         fleet.only("hosts", "peer")
@@ -175,7 +176,11 @@ def test_unequal_tensor_parallel_sizes(makers: tuple[Any, Any]) -> None:
     patience = {"handshake_timeout_s": 60.0, "read_timeout_s": 300.0}
     one, two = (make(kv_lease_duration=300, **({} if make is hosts_own else patience)) for make in makers)
     with started_fleet(
-        "dense", {"one": one, "two": two}, arguments={"two": ["--tensor-parallel-size", "2"]}, cores={"two": "0|1"}
+        "dense",
+        {"one": one, "two": two},
+        arguments={"two": ["--tensor-parallel-size", "2"]},
+        environment=OWN_WORKERS,
+        cores={"two": "0|1"},
     ) as fleet:
         for number, (prefill, decode) in enumerate([("one", "two"), ("two", "one")][: 1 if is_mixed else 2]):
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(2)]
