@@ -24,7 +24,7 @@ _LOOKS_PER_LIMIT: Final = 8
 
 @final
 class StallWatch:
-    """Looks at all posted transfers now and then; what happens between two looks costs nothing."""
+    """Looks at all posted transfers now and then; between two looks it costs a reading of the clock per poll."""
 
     def __init__(
         self, stall_after_s: float | None, statistics: Statistics, trace: Tracer, clock: Callable[[], float]
