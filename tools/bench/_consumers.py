@@ -226,14 +226,14 @@ class ConsumerProcess:
         described = (peer.agent_metadata, peer.rows, peer.fence)
         self._connection.send((kind, *described, {**options, "memory_fd": memory_fd}))
         self._reply()
-        os.kill(self._process.pid, signal.SIGSTOP)
+        self._stop()
 
     def call(self, command: str, *arguments: object) -> Any:
         """Let the child run one command."""
         os.kill(self._process.pid, signal.SIGCONT)
         self._connection.send((command, arguments))
         answer = self._reply()
-        os.kill(self._process.pid, signal.SIGSTOP)
+        self._stop()
         return answer
 
     def close(self) -> None:
@@ -246,6 +246,11 @@ class ConsumerProcess:
             self._process.kill()
             self._process.wait()
         self._connection.close()
+
+    def _stop(self) -> None:
+        """Stop the child and wait until its last thread stands."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _reply(self) -> Any:
         if not self._connection.poll(90):

@@ -50,10 +50,10 @@ def test_many_hostile_queries():
 
 def test_time_is_bounded_for_the_worst_queries():
     core = ServerCore(ENVELOPES)
-    began = time.perf_counter()
+    began = time.process_time()
     for query in (b"\x91" * 256, b"\xdd\xff\xff\xff\xff", b"\x81\x01" * 128, b"\xdf\xff\xff\xff\xff" * 51):
         core.respond(query, clock_s=0.0)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_old_and_new_dialects():

@@ -169,5 +169,5 @@ def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s):
     pair.consumer.advance()
     began_s = time.monotonic()
     pair.consumer.close()
-    assert wait_s <= time.monotonic() - began_s < wait_s + 0.25
+    assert wait_s <= time.monotonic() - began_s < wait_s + 1.5
     assert pair.consumer.take_quiet() == ["stuck"]

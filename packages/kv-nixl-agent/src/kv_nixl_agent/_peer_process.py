@@ -130,8 +130,9 @@ class PeerProcess:
         self._process.wait(10)
 
     def stop(self) -> None:
-        """SIGSTOP the child."""
+        """SIGSTOP the child and wait until its last thread stands: on a busy machine that takes tens of milliseconds."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT the child."""
