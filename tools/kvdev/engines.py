@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +31,12 @@ __all__ = ["Engine", "EngineSpec", "free_port", "local_model", "metric_sum", "st
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(10_000, 32_768)
+_ports_given: set[int] = set()
+_ERRORS_SHOWN = 8
+_NAMES_AN_ERROR = re.compile(
+    r"\b\w*(Error|Exception)\b: |Fatal Python error|Assertion `|terminate called|UCX +(FATAL|ERROR)"
+)
 _NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "PYTHONDONTWRITEBYTECODE")
 
 
@@ -120,10 +128,18 @@ class Engine:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
 
-    def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of its log, indented."""
+    def last_words(self, lines: int = 12) -> str:
+        """Return the last lines of its log and the first errors that it names: the cause is far from the end."""
         text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join("    " + line for line in text[-lines:])
+        errors = [line for line in text if _NAMES_AN_ERROR.search(line) and " WARNING " not in line]
+        return "\n".join(
+            [
+                "  its last lines:",
+                *(f"    {line}" for line in text[-lines:]),
+                "  the first errors that it names:",
+                *(f"    {line}" for line in errors[:_ERRORS_SHOWN]),
+            ]
+        )
 
     def signal_all(self, number: int) -> None:
         """Send a signal to the engine's whole process group, if it still lives."""
@@ -161,8 +177,8 @@ def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
     while waiting:
         for engine in list(waiting):
             if not engine.is_running:
-                message = f"engine '{engine.spec.name}' ended while starting\n  log: {engine.log}\n  its last lines:\n"
-                raise DevError(message + engine.log_tail())
+                message = f"engine '{engine.spec.name}' ended while starting\n  log: {engine.log}\n"
+                raise DevError(message + engine.last_words())
             if engine.is_healthy():
                 waiting.remove(engine)
                 if not quiet:
@@ -170,7 +186,7 @@ def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
         elapsed_s = time.monotonic() - started
         if waiting and elapsed_s > _HEALTHY_WITHIN_S:
             names = ", ".join(f"'{e.spec.name}' (log: {e.log})" for e in waiting)
-            raise DevError(f"not healthy within {_HEALTHY_WITHIN_S:.0f} s: {names}\n" + waiting[0].log_tail())
+            raise DevError(f"not healthy within {_HEALTHY_WITHIN_S:.0f} s: {names}\n" + waiting[0].last_words())
         if waiting and not quiet and time.monotonic() >= next_line:
             next_line += 15
             note(f"  ... waiting for {', '.join(e.spec.name for e in waiting)}, {elapsed_s:.0f} s")
@@ -178,10 +194,18 @@ def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that is free, never the same twice.
+
+    A server binds its port half a minute after it was told the number. So it lies below those that Linux gives to
+    whoever asks for any: a starting engine and its UCX take about twenty of these.
+    """
+    while True:
+        port = random.randrange(_PORTS.start, _PORTS.stop)  # noqa: S311
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            if port not in _ports_given:
+                probe.bind(("127.0.0.1", port))
+                _ports_given.add(port)
+                return port
 
 
 def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:

@@ -72,14 +72,16 @@ def test_a_command_that_is_not_there_is_a_clear_message() -> None:
         run_step("tests: no command", ["/no/such/program"])
 
 
-def test_an_engine_that_dies_while_starting_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_an_engine_that_dies_while_starting_is_reported_with_the_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'no such model'\nexit 7\n")
+    broken.write_text("#!/bin/sh\necho '(Core) ERROR OSError: port in use'\nseq 200\necho 'no such model'\nexit 7\n")
     broken.chmod(0o755)
     with pytest.raises(DevError) as caught, start_all([EngineSpec("tests-broken", tmp_path, "0")], broken, quiet=True):
         pytest.fail("it cannot be healthy")
     assert "'tests-broken' ended while starting" in str(caught.value)
-    assert "no such model" in str(caught.value)
+    end, _, errors = str(caught.value).partition("the first errors that it names:")
+    assert "OSError: port in use" in errors
+    assert "no such model" in end
 
 
 @pytest.mark.parametrize(
