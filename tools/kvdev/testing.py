@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,7 +92,7 @@ def _host(uv: Path, tally: _Tally, vllm: str, select: str) -> None:
     python = host_environment(uv, vllm)
     _pytest("host-inside", python, [folder / "inside"], tally, select)
     env = {**os.environ, "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
-    _pytest("host-engines", _here(), [folder / "engines"], tally, select, env=env, timeout_s=2400)
+    _pytest("host-engines", _here(), [folder / "engines"], tally, select, env=env, timeout_s=2400, case_timeout_s=900)
 
 
 def _pytest(
@@ -103,6 +104,7 @@ def _pytest(
     *,
     env: dict[str, str] | None = None,
     timeout_s: float = 1200,
+    case_timeout_s: int = 300,
 ) -> None:
     report = STATE / "reports" / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,8 @@ def _pytest(
         return
     command = [
         python, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", *(["-k", select] if select else []), *present,
+        f"--junitxml={report}", "-o", "junit_family=xunit1", f"--timeout={case_timeout_s}",
+        *(["-k", select] if select else []), *present,
     ]  # fmt: skip
     code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
     if code == _NO_TESTS_COLLECTED and select:
@@ -123,7 +126,10 @@ def _pytest(
     tally.passed += passed
     tally.failed += failed
     tally.skipped += skipped
-    tally.reasons += [f"skipped in {name}: {reason}" for reason in reasons]
+    tally.reasons += [
+        f"skipped in {name}: {test}{f' ({count} cases)' if count > 1 else ''}: {why}"
+        for (test, why), count in reasons.items()
+    ]
     if code != 0:
         tally.failed += 0 if failed else 1
         tally.failures.append(name)
@@ -131,18 +137,20 @@ def _pytest(
     note(f"      {name}: {passed} passed, {failed} failed, {skipped} skipped")
 
 
-def _count(report: Path) -> tuple[int, int, int, list[str]]:
+def _count(report: Path) -> tuple[int, int, int, Counter[tuple[str, str]]]:
+    """Return how many cases passed, failed and were skipped, and how many of which test for which reason."""
+    reasons: Counter[tuple[str, str]] = Counter()
     if not report.exists():
-        return 0, 1, 0, []
+        return 0, 1, 0, reasons
     passed = failed = skipped = 0
-    reasons: list[str] = []
     for case in ET.parse(report).getroot().iter("testcase"):
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             failed += 1
         elif skip is not None:
             skipped += 1
-            reasons.append(f"{case.get('classname', '')}::{case.get('name', '')}: {skip.get('message', '')}")
+            test = f"{case.get('classname', '')}::{case.get('name', '').partition('[')[0]}"
+            reasons[test, skip.get("message", "")] += 1
         else:
             passed += 1
     return passed, failed, skipped, reasons

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def _kernel_blocks(config: KVCacheConfig, backends: dict[str, Any]) -> list[int]
             found.append(spec.block_size)
         else:
             used = list({backends[layer] for layer in group.layer_names})
-            found.append(select_common_block_size(spec.block_size, used, [spec] * len(used)))
+            given = (spec.block_size, used, [spec] * len(used))  # before 0.32 without the specs
+            found.append(select_common_block_size(*given[: len(signature(select_common_block_size).parameters)]))
     return found
 
 

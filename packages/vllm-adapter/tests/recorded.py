@@ -62,8 +62,12 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
 
 
 def layer_caches(name: str, tp: int, address: int) -> list[LayerCache]:
+    """Return the caches of a rank of a recorded family as the host seam describes them, allocated at `address`."""
+    return rank_caches(families()[name]["tp"][str(tp)], address)
+
+
+def rank_caches(rank: dict[str, Any], address: int) -> list[LayerCache]:
     """Return a recorded rank's caches as the host seam describes them, allocated at `address`."""
-    rank = families()[name]["tp"][str(tp)]
     group_of = {layer: number for number, group in enumerate(rank["groups"]) for layer in group["layers"]}
     return [
         LayerCache(
