@@ -56,7 +56,7 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
 def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
     make_engine, monkeypatch: pytest.MonkeyPatch, ahead: int, specs: tuple[Any, ...], left: int
 ) -> None:
-    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: ahead))
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: ahead), raising=False)
     producer = make_engine("P", specs=specs, prefix_caching=False)
     consumer = make_engine("D", specs=specs, prefix_caching=False)
     ticket = hand_over(producer, "p", prompt(50))
@@ -74,7 +74,7 @@ def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
 def test_a_prompt_within_the_drafters_reach_is_computed_where_it_is_decoded(
     make_engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: 9))
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: 9), raising=False)
     producer, consumer = make_engine("P"), make_engine("D")
     consumer.add("d", prompt(5), params=hand_over(producer, "p", prompt(5)))
     assert consumer.step() == {"d": 5}

@@ -27,6 +27,9 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
+ONE_LATENT: dict[str, Any] = {"num_kv_heads": 1} | (
+    {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__ else {}  # since vLLM 0.31
+)
 HOST_CODE = "vLLM's own allocation code with the back end's class"
 
 
@@ -100,7 +103,7 @@ def window(tp: int, *, heads: int = 4, size: int = 32, tokens: int = 16, reach: 
 
 
 def latent(*, tokens: int = 64, size: int = 576, dtype: Any = torch.bfloat16, **more: Any) -> Any:
-    return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=dtype, **more)
+    return MLAAttentionSpec(block_size=tokens, head_size=size, dtype=dtype, **ONE_LATENT, **more)
 
 
 def fp8_latent(*, tokens: int = 64) -> Any:
@@ -225,7 +228,7 @@ def _v4(tp: int) -> dict[str, KVCacheSpec]:
     """DeepSeek-V4: sliding latent pages, latent pages with one state for four tokens, and their indexer."""
     del tp
     swa = SlidingWindowMLASpec(
-        block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=512, sliding_window=128, state_content_bytes=584, **V4
+        block_size=64, head_size=512, sliding_window=128, state_content_bytes=584, **ONE_LATENT, **V4
     )
     squeezed = latent(tokens=256, size=512, tokens_per_state=4, state_content_bytes=584, **V4)
     keys = latent(tokens=256, size=132, dtype=torch.uint8, tokens_per_state=4, alignment=576)

@@ -43,7 +43,13 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     worker._ends.append(_end("peer-lost", is_reported=False))
     results = worker.take_results()
     assert (results.received, results.failed) == (set(), set())
+    assert "could not be told" in caplog.text
     assert "peer-lost" in caplog.text
+    assert "not taken over" not in caplog.text
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats["num_failed_notifications"] == [1]
+    assert not stats["read_failure_codes"]
 
 
 def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:

@@ -266,18 +266,7 @@ class WorkerSide:
         while self._ends:
             end = self._completed(self._confirmed(self._ends.popleft()))
             if not end.is_ok:
-                self._stats.observe("read_failure_codes", end.code)
-                _logger.error(
-                    "request %s: its KV was not taken over from request %s of engine %s at %s:%d: %s (%s)%s",
-                    end.order.request_id,
-                    end.order.peer_request_id,
-                    end.order.peer_engine_id,
-                    end.order.peer_host,
-                    end.order.peer_port,
-                    end.message,
-                    end.code,
-                    "; kv_load_failure_policy decides what becomes of it" if end.order.is_reported else "",
-                )
+                self._tell_failed(end)
             link = self._links.pop(end.order.request_id, None)
             if link is not None and self._trace is not None:
                 self._trace(link, end)
@@ -292,6 +281,31 @@ class WorkerSide:
         self._orphans.clear()
         self._check_alive()
         return results
+
+    def _tell_failed(self, end: ReadEnd) -> None:
+        """Count and log, once, that a read failed or that a producer could not be told of blocks that nobody reads."""
+        order = end.order
+        peer = (order.peer_request_id, order.peer_engine_id, order.peer_host, order.peer_port)
+        if order.is_reported:
+            self._stats.observe("read_failure_codes", end.code)
+            _logger.error(
+                "request %s: its KV was not taken over from request %s of engine %s at %s:%d: %s (%s); kv_load_failure_policy "
+                "decides what becomes of it",
+                order.request_id,
+                *peer,
+                end.message,
+                end.code,
+            )
+        else:
+            self._stats.count("num_failed_notifications")
+            _logger.warning(
+                "request %s: nobody reads request %s of engine %s at %s:%d, which could not be told and keeps its blocks until "
+                "their lease ends: %s (%s)",
+                order.request_id,
+                *peer,
+                end.message,
+                end.code,
+            )
 
     def _confirmed(self, end: ReadEnd) -> ReadEnd:
         """Return the end as a failure if the cache was reset since its read was ordered."""
