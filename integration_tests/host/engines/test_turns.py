@@ -10,10 +10,12 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from fleets import ASK_TICKET, COMPUTED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+from fleets import ASK_TICKET, COMPUTED, TRANSFERS, VLLM, Fleet, client, ours, prompt, started_fleet
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 DRAFTER = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+HAS_DRAFTS = not VLLM.startswith("0.30.")
+"""vLLM 0.30 cannot sample drafts on a CPU, with or without a connector: its rejection sampler needs Triton."""
 KEPT_S = 20
 
 
@@ -44,10 +46,10 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
             return tokens, second["choices"][0]["text"]
 
     configs = {"prefill": config, "decode": config}
-    arguments = {name: ["--speculative-config", DRAFTER] for name in configs}
+    arguments = {name: ["--speculative-config", DRAFTER] for name in configs if HAS_DRAFTS}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
         tokens, text = asyncio.run(two_turns(fleet))
-        assert fleet.count("decode", DRAFTED) > 0
+        assert (fleet.count("decode", DRAFTED) > 0) is HAS_DRAFTS
         assert fleet.count("prefill", TRANSFERS) == 1
         computed = fleet.count("prefill", COMPUTED, source="local_compute")
         assert computed < len(tokens), f"{computed:.0f} tokens computed at the prefill engine in two turns"
