@@ -177,6 +177,16 @@ def test_the_same_producer_known_again_while_a_read_is_on_its_way(make_stage):
     stage.run_until(lambda: old.is_memory_quiet or "old" in stage.quiet, 10.0, "quiet memory")
 
 
+def test_a_producer_that_was_stopped_stands_with_all_its_threads(make_stage):
+    producer = make_stage().producer
+    for _ in range(50):
+        producer.stop()
+        stats = list(Path(f"/proc/{producer.process.pid}/task").glob("*/stat"))
+        assert len(stats) > 1
+        assert {stat.read_text().rpartition(") ")[2][0] for stat in stats} == {"T"}
+        producer.resume()
+
+
 def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
     """Over TCP, where the producer's own process must send."""
     tcp = {"TLS": "tcp"}

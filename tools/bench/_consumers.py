@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_nixl_agent import AgentOptions, BackendOptions, TransferOrder, TransferResult, TransferThread, find_nixl
-from kv_nixl_agent.testing import PeerProcess
+from kv_nixl_agent.testing import PeerProcess, stop_process
 
 Indices = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint64]
@@ -226,14 +226,14 @@ class ConsumerProcess:
         described = (peer.agent_metadata, peer.rows, peer.fence)
         self._connection.send((kind, *described, {**options, "memory_fd": memory_fd}))
         self._reply()
-        self._stop()
+        stop_process(self._process.pid)
 
     def call(self, command: str, *arguments: object) -> Any:
         """Let the child run one command."""
         os.kill(self._process.pid, signal.SIGCONT)
         self._connection.send((command, arguments))
         answer = self._reply()
-        self._stop()
+        stop_process(self._process.pid)
         return answer
 
     def close(self) -> None:
@@ -246,11 +246,6 @@ class ConsumerProcess:
             self._process.kill()
             self._process.wait()
         self._connection.close()
-
-    def _stop(self) -> None:
-        """Stop the child and wait until its last thread stands."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _reply(self) -> Any:
         if not self._connection.poll(90):

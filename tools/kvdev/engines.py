@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.envs import host_environment
 from kvdev.paths import ROOT, STATE
-from kvdev.steps import DevError, note, run_step
+from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _PORTS = range(10_000, 32_768)
 _ports_given: set[int] = set()
 _ERRORS_SHOWN = 8
 _NAMES_AN_ERROR = re.compile(
-    r"\b\w*(Error|Exception)\b: |Fatal Python error|Assertion `|terminate called|UCX +(FATAL|ERROR)"
+    "|".join([r"\b\w*(Error|Exception)\b: ", "UCX +(FATAL|ERROR)", *map(re.escape, CRASH_SIGNS)])
 )
 _NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "PYTHONDONTWRITEBYTECODE")
 

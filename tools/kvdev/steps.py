@@ -17,7 +17,7 @@ from kvdev.paths import ROOT, STATE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["DevError", "fail", "note", "run_step"]
+__all__ = ["CRASH_SIGNS", "DevError", "fail", "note", "run_step"]
 
 _PROGRESS_EVERY_S = 15.0
 _TAIL_LINES = 30
@@ -31,7 +31,7 @@ _NO_NETWORK = (
     "Failed to establish a new connection",
     "error sending request",
 )
-_CRASHES = ("Fatal Python error", "Assertion `", "terminate called", "Segmentation fault", "MemoryError")
+CRASH_SIGNS = ("Fatal Python error", "Assertion `", "terminate called", "Segmentation fault", "MemoryError")
 _LINES_AROUND_A_CRASH = 3
 
 
@@ -147,7 +147,7 @@ def _crash(log: Path) -> str:
     """Return the lines around the first sign of a crash: a dump of all threads may push them out of the last lines."""
     lines = log.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines):
-        if any(sign in line for sign in _CRASHES):
+        if any(sign in line for sign in CRASH_SIGNS):
             around = lines[max(0, number - _LINES_AROUND_A_CRASH) : number + _LINES_AROUND_A_CRASH + 1]
             return "  where it crashed:\n" + "".join(f"    {one}\n" for one in around)
     return ""

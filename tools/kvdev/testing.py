@@ -92,7 +92,9 @@ def _host(uv: Path, tally: _Tally, vllm: str, select: str) -> None:
     python = host_environment(uv, vllm)
     _pytest("host-inside", python, [folder / "inside"], tally, select)
     env = {**os.environ, "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
-    _pytest("host-engines", _here(), [folder / "engines"], tally, select, env=env, timeout_s=2400, case_timeout_s=900)
+    _pytest(
+        "host-engines", _here(), [folder / "engines"], tally, select, env=env, timeout_s=2400, more=["--timeout=900"]
+    )
 
 
 def _pytest(
@@ -104,7 +106,7 @@ def _pytest(
     *,
     env: dict[str, str] | None = None,
     timeout_s: float = 1200,
-    case_timeout_s: int = 300,
+    more: Sequence[str] = (),
 ) -> None:
     report = STATE / "reports" / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def _pytest(
         return
     command = [
         python, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", f"--timeout={case_timeout_s}",
+        f"--junitxml={report}", "-o", "junit_family=xunit1", *more,
         *(["-k", select] if select else []), *present,
     ]  # fmt: skip
     code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))

@@ -42,13 +42,12 @@ def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> N
     from vllm_adapter._host import _cache_group, layer_caches
 
     recorder, recorded = _module("record_layouts"), _module("recorded")
-    for tp in map(int, FAMILIES[name]["tp"]):
-        config, tensors = recorder.allocate(name, tp)
+    for tp, rank in recorder.record(name)["tp"].items():
+        config, tensors = recorder.allocate(name, int(tp))
         start = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
         seen = layer_caches(tensors, config)
-        rank = recorder.record(name)["tp"][str(tp)]
         assert [dataclasses.replace(cache, address=cache.address - start) for cache in seen] == recorded.rank_caches(
             rank, 0
         )
         groups = tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in config.kv_cache_groups)
-        assert groups == recorded.engine_facts(name, tp, 0).groups
+        assert groups == recorded.engine_facts(name, int(tp), 0).groups

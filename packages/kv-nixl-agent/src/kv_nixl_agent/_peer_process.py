@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PeerProcess", "page_pattern"]
+__all__ = ["PeerProcess", "page_pattern", "stop_process"]
 
 _REPLY_TIMEOUT_S = 60.0
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP a child process and wait until its last thread stands: on a busy machine that takes tens of milliseconds."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def page_pattern(seed: int, page_count: int, page_bytes: int) -> npt.NDArray[np.uint8]:
@@ -130,9 +136,8 @@ class PeerProcess:
         self._process.wait(10)
 
     def stop(self) -> None:
-        """SIGSTOP the child and wait until its last thread stands: on a busy machine that takes tens of milliseconds."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        """SIGSTOP the child; see `stop_process`."""
+        stop_process(self._process.pid)
 
     def resume(self) -> None:
         """SIGCONT the child."""

@@ -6,7 +6,7 @@ and the checks that every implementation of the port must pass.
 
 from ._checks import CHECKS, FAULT_CHECKS, ProducerControl, Stage
 from ._fake import FakeFabric, FakeNixl
-from ._peer_process import PeerProcess, page_pattern
+from ._peer_process import PeerProcess, page_pattern, stop_process
 from ._recording import RecordingPort, recording_factory
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "Stage",
     "page_pattern",
     "recording_factory",
+    "stop_process",
 ]
