@@ -15,11 +15,11 @@ import numpy as np
 from numpy_mirror import NumpyMirror
 from numpy_pages import NumpyPages
 
+from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
-from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
-from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
-from vllm_adapter.worker_side import WorkerSide
+from vllm_adapter.worker.engine_thread import WorkerSide
 
 HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an engine is given another size, a multiple
 _request_numbers = itertools.count(1)

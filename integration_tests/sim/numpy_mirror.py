@@ -1,4 +1,4 @@
-"""A mirror of numpy arrays: what `vllm_adapter._torch_mirror` does with torch, slow and failing on demand."""
+"""A mirror of numpy arrays: what `vllm_adapter.host.torch_mirror` does with torch, slow and failing on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy_pages import flat_bytes
 
-from vllm_adapter.host_mirror import PageCopy
+from vllm_adapter.worker.host_mirror import PageCopy
 
 Array = np.ndarray[Any, Any]
 

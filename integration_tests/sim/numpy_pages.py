@@ -1,4 +1,4 @@
-"""Puts received pages in order with numpy: what `vllm_adapter._torch_pages` does with torch, without a host."""
+"""Puts received pages in order with numpy: what `vllm_adapter.host.torch_pages` does with torch, without a host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from vllm_adapter.conversion import ConversionStep, PageRange
+from vllm_adapter.worker.conversion import ConversionStep, PageRange
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_adapter import KVTransferConnector, _host, wiring
+from vllm_adapter import KVTransferConnector, wiring
+from vllm_adapter.host import vllm as vllm_seam
 
 LAYER = "layers.0"
 
@@ -39,8 +40,8 @@ class FullEngine(Engine):
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, fabric: Any, **options: Any) -> None:
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
-        patch.setattr(_host, "_ranks", lambda: (0, 0))
-        patch.setattr(_host, "_attention_backend", lambda _config: "FLASH_ATTN")
+        patch.setattr(vllm_seam, "_ranks", lambda: (0, 0))
+        patch.setattr(vllm_seam, "_attention_backend", lambda _config: "FLASH_ATTN")
         if fabric is not None:
             patch.setattr(wiring, "open_nixl", fabric.port)
         super().__init__(folder, model_folder=folder.parent / "model", **options)

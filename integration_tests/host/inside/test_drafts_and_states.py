@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 
 from kv_handshake import compatibility_hash
-from vllm_adapter._host import engine_facts
+from vllm_adapter.host.vllm import engine_facts
 
 SCRATCH = 2
 CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRATCH)]

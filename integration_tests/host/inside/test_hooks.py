@@ -17,9 +17,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kv_handshake import compatibility_hash
 from vllm_adapter import KVTransferConnector
-from vllm_adapter._host import engine_facts
-from vllm_adapter.metadata import RankEnvelope
-from vllm_adapter.stats import TransferStats
+from vllm_adapter.host.metadata import RankEnvelope
+from vllm_adapter.host.metrics import TransferStats
+from vllm_adapter.host.vllm import engine_facts
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from vllm_adapter.stats import PromMetrics, TransferStats
+from vllm_adapter.host.metrics import PromMetrics, TransferStats
 
 
 @pytest.fixture(scope="module")

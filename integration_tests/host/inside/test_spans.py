@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from vllm_adapter._spans import SpanWriter
-from vllm_adapter.reads import ReadEnd, ReadTimes
-from vllm_adapter.trace_links import TraceLink
+from vllm_adapter.observe.spans import SpanWriter
+from vllm_adapter.observe.trace_links import TraceLink
+from vllm_adapter.worker.transfer.reads import ReadEnd, ReadTimes
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LINK = TraceLink({"traceparent": f"00-{TRACE}-{PARENT}-01"}, time.time_ns() - 10**9)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_adapter._torch_mirror import TorchMirror
-from vllm_adapter.conversion import PageRange
-from vllm_adapter.host_mirror import PageCopy
+from vllm_adapter.host.torch_mirror import TorchMirror
+from vllm_adapter.worker.conversion import PageRange
+from vllm_adapter.worker.host_mirror import PageCopy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 

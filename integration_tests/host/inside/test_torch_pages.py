@@ -10,9 +10,9 @@ import torch
 
 from kv_topology import AttentionShape, Group, layer_regions, packed_layout, plan_transfer, rank_geometry
 from kv_topology.testing import MemoryOfRank, Request, execute, permute
-from vllm_adapter._torch_pages import TorchPages
-from vllm_adapter._torch_views import PageFinder
-from vllm_adapter.conversion import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
+from vllm_adapter.host.torch_pages import TorchPages
+from vllm_adapter.host.torch_views import PageFinder
+from vllm_adapter.worker.conversion import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
 PAGES = 24

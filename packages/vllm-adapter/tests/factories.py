@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
 ELEMENT_BYTES = 4
 HEAD_SIZE = 64

@@ -11,8 +11,8 @@ from typing import Any
 from factories import facts
 
 from kv_topology.testing import Request
-from vllm_adapter.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
-from vllm_adapter.geometry import local_document
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
+from vllm_adapter.cache.geometry import local_document
 
 LAYOUTS = Path(__file__).parent / "data" / "layouts.json"
 Rank = tuple[int, int]

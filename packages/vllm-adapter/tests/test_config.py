@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_adapter._cli import main
+from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
 

@@ -8,9 +8,9 @@ import pytest
 from factories import attention_cache, facts
 
 from kv_topology import Planner, from_document
+from vllm_adapter.cache.facts import CacheGroup, LayerCache
+from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.facts import CacheGroup, LayerCache
-from vllm_adapter.geometry import local_document, registration_ranges
 
 PAGE = 4 * 128 * 128 * 4
 

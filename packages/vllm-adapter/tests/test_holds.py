@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kv_handshake import Codec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
-from vllm_adapter.holds import HoldCoordinator, HoldObserver
+from vllm_adapter.worker.transfer.leases import HoldCoordinator, HoldObserver
 
 FENCE = (3, 77)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from vllm_adapter.conversion import PageRange
-from vllm_adapter.host_mirror import HostMirror, PageCopy
+from vllm_adapter.worker.conversion import PageRange
+from vllm_adapter.worker.host_mirror import HostMirror, PageCopy
 
 DOCUMENT: dict[str, object] = {
     "null_block": 0,

@@ -14,8 +14,8 @@ from recorded import engine, engine_facts, families, layer_caches, request
 
 from kv_topology import Planner
 from kv_topology.testing import OracleFailure, Proof, prove
-from vllm_adapter.facts import LayerCache
-from vllm_adapter.geometry import local_document, region_caches
+from vllm_adapter.cache.facts import LayerCache
+from vllm_adapter.cache.geometry import local_document, region_caches
 
 PRODUCER, CONSUMER = 1 << 20, 1 << 44
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes import Result
 
-from vllm_adapter.observations import StatsBuffer
+from vllm_adapter.observe.recorder import StatsBuffer
 
 
 def test_bytes_are_told_by_the_backend_that_moved_them_and_never_by_a_guess() -> None:

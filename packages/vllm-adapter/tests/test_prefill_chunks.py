@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_adapter.facts import CacheGroup
-from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.cache.facts import CacheGroup
+from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))

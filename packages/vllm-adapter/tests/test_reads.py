@@ -23,9 +23,9 @@ from fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_adapter.peer_geometry import PeerGeometry
-from vllm_adapter.peers import PeerLimits
-from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
+from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.worker.transfer.peers import PeerLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 

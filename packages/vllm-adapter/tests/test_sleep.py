@@ -10,13 +10,13 @@ from factories import facts
 from fakes import Order
 
 from kv_scheduler_state import EMPTY_PLAN, FenceOrder, GrantOrder, StepPlan
-from vllm_adapter import registration
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.reads import ReadEnd
-from vllm_adapter.registration import Registration
-from vllm_adapter.served_registration import RankRegistration, ServedRegistration
-from vllm_adapter.sleep import Announced, fail_reads, unusable
-from vllm_adapter.worker_side import WorkerSide
+from vllm_adapter.scheduler.served_registration import RankRegistration, ServedRegistration
+from vllm_adapter.worker import registration
+from vllm_adapter.worker.announced import Announced, fail_reads, unusable
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
+from vllm_adapter.worker.transfer.reads import ReadEnd
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
 

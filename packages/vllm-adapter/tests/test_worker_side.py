@@ -13,8 +13,8 @@ from factories import facts
 from fakes import Order
 
 from kv_scheduler_state import EMPTY_PLAN
-from vllm_adapter.reads import ReadEnd
-from vllm_adapter.worker_side import WorkerSide
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.transfer.reads import ReadEnd
 
 
 def _worker() -> WorkerSide:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_adapter.connector import KVTransferConnector as KVTransferConnector
-    from vllm_adapter.connector import NixlConnector as NixlConnector
+    from vllm_adapter.host.connector import KVTransferConnector as KVTransferConnector
+    from vllm_adapter.host.connector import NixlConnector as NixlConnector
 
 __version__ = "0.1.0"
 
@@ -18,7 +18,7 @@ __all__ = ["KVTransferConnector", "NixlConnector", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name in {"NixlConnector", "KVTransferConnector"}:
-        from vllm_adapter import connector
+        from vllm_adapter.host import connector
 
         return getattr(connector, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

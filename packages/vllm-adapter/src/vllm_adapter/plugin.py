@@ -12,4 +12,4 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001  (the factory has no public look-up)
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_adapter.connector", CONNECTOR_NAME)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_adapter.host.connector", CONNECTOR_NAME)

@@ -16,14 +16,14 @@ from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptio
 from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
 from kv_topology import CostModel, Planner, peer_document_from_vllm
 from vllm_adapter import ports
-from vllm_adapter.envelope import metadata_fields
-from vllm_adapter.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.cache.envelope import metadata_fields
+from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
-    from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
 
 __all__ = ["SchedulerParts", "WorkerParts"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_adapter.facts import KEYS_BY_CHANNEL
-from vllm_adapter.fields import dense_bytes, make_field, unknown_shape, whole_page
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL
+from vllm_adapter.cache.fields import dense_bytes, make_field, unknown_shape, whole_page
 
 if TYPE_CHECKING:
-    from vllm_adapter.facts import EngineFacts, LayerCache
-    from vllm_adapter.fields import Axis, Field
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.cache.fields import Axis, Field
 
 __all__ = ["attention_fields", "latent_fields"]
 

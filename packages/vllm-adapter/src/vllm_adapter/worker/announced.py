@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.reads import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.reads import ReadEnd, ReadTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,11 +10,11 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from vllm_adapter.fields import make_field, unknown_shape, whole_page
+from vllm_adapter.cache.fields import make_field, unknown_shape, whole_page
 
 if TYPE_CHECKING:
-    from vllm_adapter.facts import EngineFacts, LayerCache
-    from vllm_adapter.fields import Axis, Field
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.cache.fields import Axis, Field
 
 __all__ = ["state_fields"]
 

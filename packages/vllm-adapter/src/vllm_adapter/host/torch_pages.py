@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from vllm_adapter._torch_views import PageFinder, rounds
+from vllm_adapter.host.torch_views import PageFinder, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm_adapter._torch_views import PageFamily
-    from vllm_adapter.conversion import ConversionStep, Permutation
+    from vllm_adapter.host.torch_views import PageFamily
     from vllm_adapter.ports import PageNumbers
+    from vllm_adapter.worker.conversion import ConversionStep, Permutation
 
 __all__ = ["TorchPages"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm_adapter.peer_geometry import PeerGeometry
+    from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.ports import (
         HandshakeClient,
         HandshakeOutcome,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.facts import EngineFacts, LayerCache
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
 
 __all__ = ["metadata_fields"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from vllm_adapter._host import init_logger
+from vllm_adapter.host.vllm import init_logger
 
 if TYPE_CHECKING:
-    from vllm_adapter.reads import ReadEnd
+    from vllm_adapter.worker.transfer.reads import ReadEnd
 
 __all__ = ["CORRUPT_VARIABLE", "HOST_BUFFER_VARIABLE", "PageCorrupter", "is_host_buffer_forced", "page_corrupter"]
 

@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter._host import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
-from vllm_adapter.observations import FAILURE_KEYS, PATH_KEY, SERIES_KEYS, empty_observations
+from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from vllm_adapter.observe.recorder import FAILURE_KEYS, PATH_KEY, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm_adapter.observe.trace_links import TraceLink
     from vllm_adapter.ports import StepPlan
-    from vllm_adapter.served_registration import RankRegistration
-    from vllm_adapter.trace_links import TraceLink
+    from vllm_adapter.scheduler.served_registration import RankRegistration
 
 __all__ = ["RankEnvelope", "RegistrationReport", "StepMetadata"]
 

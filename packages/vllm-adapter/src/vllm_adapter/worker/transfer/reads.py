@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.conversion import conversion_steps, page_ranges
-from vllm_adapter.peers import PeerDirectory, PeerEngine, PeerLimits, PeerObserver, code_of
+from vllm_adapter.worker.conversion import conversion_steps, page_ranges
+from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEngine, PeerLimits, PeerObserver, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.conversion import ConversionStep
-    from vllm_adapter.peer_geometry import PeerGeometry
-    from vllm_adapter.peers import Rank
+    from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.ports import (
         HandshakeClient,
         HeartbeatOrder,
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
         TransferThread,
         WireCodec,
     )
+    from vllm_adapter.worker.conversion import ConversionStep
+    from vllm_adapter.worker.transfer.peers import Rank
 
 __all__ = ["ReadCoordinator", "ReadEnd", "ReadLimits", "ReadObserver", "ReadTimes"]
 

@@ -9,18 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.geometry import local_document, registration_ranges
-from vllm_adapter.holds import HoldCoordinator, HoldObserver
-from vllm_adapter.peers import PeerLimits
-from vllm_adapter.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
-from vllm_adapter.sleep import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.worker.announced import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.worker.transfer.leases import HoldCoordinator, HoldObserver
+from vllm_adapter.worker.transfer.peers import PeerLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.facts import LayerCache
-    from vllm_adapter.observations import StatsBuffer
+    from vllm_adapter.cache.facts import LayerCache
+    from vllm_adapter.observe.recorder import StatsBuffer
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
     from vllm_adapter.wiring import WorkerParts
 

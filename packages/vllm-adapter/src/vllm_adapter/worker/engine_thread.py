@@ -12,23 +12,23 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.geometry import local_document
-from vllm_adapter.host_mirror import HostMirror
-from vllm_adapter.observations import StatsBuffer
-from vllm_adapter.registration import Registration, open_registration
-from vllm_adapter.served_registration import RankRegistration
-from vllm_adapter.sleep import Announced, fail_reads, unusable
+from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.observe.recorder import StatsBuffer
+from vllm_adapter.scheduler.served_registration import RankRegistration
+from vllm_adapter.worker.announced import Announced, fail_reads, unusable
+from vllm_adapter.worker.host_mirror import HostMirror
+from vllm_adapter.worker.registration import Registration, open_registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.conversion import ConversionStep, PageConverter
-    from vllm_adapter.facts import EngineFacts, LayerCache
-    from vllm_adapter.host_mirror import MirrorMemory
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.observe.trace_links import TraceLink
     from vllm_adapter.ports import StepPlan
-    from vllm_adapter.reads import ReadEnd
-    from vllm_adapter.trace_links import TraceLink
     from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.worker.conversion import ConversionStep, PageConverter
+    from vllm_adapter.worker.host_mirror import MirrorMemory
+    from vllm_adapter.worker.transfer.reads import ReadEnd
 
 __all__ = ["StepResults", "WorkerSide"]
 

@@ -6,12 +6,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from vllm_adapter._host import drop_prompt_tail, end_reason, init_logger, select_groups
-from vllm_adapter.metadata import RankEnvelope, RegistrationReport, StepMetadata
-from vllm_adapter.observations import StatsBuffer
-from vllm_adapter.prefill_chunks import PrefillChunks, ScheduledTokens
-from vllm_adapter.served_registration import ServedRegistration
-from vllm_adapter.trace_links import TraceLinks
+from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
+from vllm_adapter.host.vllm import drop_prompt_tail, end_reason, init_logger, select_groups
+from vllm_adapter.observe.recorder import StatsBuffer
+from vllm_adapter.observe.trace_links import TraceLinks
+from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.served_registration import ServedRegistration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_adapter.facts import EngineFacts
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.trace_links import TraceLink
     from vllm_adapter.ports import FinishDecision, HandshakeListener
-    from vllm_adapter.prefill_chunks import PrefillChunk
-    from vllm_adapter.trace_links import TraceLink
+    from vllm_adapter.scheduler.prefill_chunks import PrefillChunk
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]

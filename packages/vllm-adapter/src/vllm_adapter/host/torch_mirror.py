@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Literal, final
 
 import torch
 
-from vllm_adapter._torch_views import PageFinder, rounds
+from vllm_adapter.host.torch_views import PageFinder, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 
-    from vllm_adapter._torch_views import PageFamily
-    from vllm_adapter.conversion import PageRange
-    from vllm_adapter.host_mirror import PageCopy
+    from vllm_adapter.host.torch_views import PageFamily
+    from vllm_adapter.worker.conversion import PageRange
+    from vllm_adapter.worker.host_mirror import PageCopy
 
 __all__ = ["TorchMirror"]
 

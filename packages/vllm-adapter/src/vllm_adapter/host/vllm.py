@@ -37,9 +37,9 @@ from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindo
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
-from vllm_adapter._drafting import backoff_tokens, speculative_factors
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.host.drafting import backoff_tokens, speculative_factors
 
 if TYPE_CHECKING:
     import torch

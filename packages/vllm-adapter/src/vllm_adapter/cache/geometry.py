@@ -20,16 +20,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_adapter.attention_fields import attention_fields, latent_fields
+from vllm_adapter.cache.attention import attention_fields, latent_fields
+from vllm_adapter.cache.fields import dense_bytes
+from vllm_adapter.cache.state import state_fields
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.fields import dense_bytes
-from vllm_adapter.state_fields import state_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_adapter.facts import CacheGroup, EngineFacts, LayerCache
-    from vllm_adapter.fields import Field
+    from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.cache.fields import Field
     from vllm_adapter.ports import MemoryKind
 
 __all__ = ["local_document", "region_caches", "registration_ranges"]

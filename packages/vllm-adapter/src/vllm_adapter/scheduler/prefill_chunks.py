@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_adapter.facts import CacheGroup
+    from vllm_adapter.cache.facts import CacheGroup
 
 __all__ = ["PrefillChunk", "PrefillChunks", "ScheduledTokens"]
 

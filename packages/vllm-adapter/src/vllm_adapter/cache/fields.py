@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from vllm_adapter.facts import EngineFacts, LayerCache
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
 
 __all__ = ["Axis", "Field", "dense_bytes", "make_field", "unknown_shape", "whole_page"]
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_adapter._host import (
+from vllm_adapter.config import load_settings
+from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
+from vllm_adapter.host.metrics import PromMetrics, TransferStats
+from vllm_adapter.host.testing_switches import is_host_buffer_forced, page_corrupter
+from vllm_adapter.host.torch_mirror import TorchMirror
+from vllm_adapter.host.torch_pages import TorchPages
+from vllm_adapter.host.vllm import (
     P2P_HITS,
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -18,15 +24,9 @@ from vllm_adapter._host import (
     load_failure_policy,
     wants_host_buffer,
 )
-from vllm_adapter._torch_mirror import TorchMirror
-from vllm_adapter._torch_pages import TorchPages
-from vllm_adapter.config import load_settings
-from vllm_adapter.metadata import RankEnvelope, RegistrationReport, StepMetadata
-from vllm_adapter.scheduler_side import SchedulerSide
-from vllm_adapter.stats import PromMetrics, TransferStats
-from vllm_adapter.testing_switches import is_host_buffer_forced, page_corrupter
+from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
-from vllm_adapter.worker_side import WorkerSide
+from vllm_adapter.worker.engine_thread import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_adapter._host import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
-    from vllm_adapter._spans import SpanWriter
-    from vllm_adapter.facts import EngineFacts
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
+    from vllm_adapter.observe.spans import SpanWriter
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -274,6 +274,6 @@ def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] |
     """Return what writes spans, None where the engine does not trace; OpenTelemetry is only imported where it does."""
     if not is_tracing(config):
         return None
-    from vllm_adapter._spans import SpanWriter
+    from vllm_adapter.observe.spans import SpanWriter
 
     return SpanWriter(facts.engine_id, rank)

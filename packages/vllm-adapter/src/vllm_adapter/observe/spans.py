@@ -25,8 +25,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from vllm_adapter.reads import ReadEnd
-    from vllm_adapter.trace_links import TraceLink
+    from vllm_adapter.observe.trace_links import TraceLink
+    from vllm_adapter.worker.transfer.reads import ReadEnd
 
 __all__ = ["SpanWriter"]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 import numpy as np
 
-from vllm_adapter.conversion import PageRange, page_ranges
+from vllm_adapter.worker.conversion import PageRange, page_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

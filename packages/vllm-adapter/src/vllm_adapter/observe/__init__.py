@@ -1,0 +1,3 @@
+"""Statistics, spans and trace links."""
+
+__all__: list[str] = []
