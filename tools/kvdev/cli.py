@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdev.affected import run_affected
 from kvdev.bootstrap import enter_workspace
 from kvdev.envs import DEFAULT_VLLM, describe, host_environment
 from kvdev.steps import DevError, fail
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if options.verb == "affected":  # asked before anything is tested: it needs no environment
+            return run_affected(options.base)
         uv = enter_workspace(arguments)
         verb: Callable[[Path, argparse.Namespace], int] = options.run
         return verb(uv, options)
@@ -84,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
     how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
     release.set_defaults(run=_release)
+
+    affected = verbs.add_parser("affected", help="the packages that the commits since BASE affect, as JSON")
+    affected.add_argument("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
 
     metrics = verbs.add_parser("metrics", help="structure of the packages in numbers")
     metrics.add_argument("checkout", nargs="?", type=Path, help="another checkout (default: this one)")
