@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from typing import TYPE_CHECKING
-
 import tomllib
+from typing import TYPE_CHECKING
 
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.steps import fail
