@@ -10,7 +10,14 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import QuarantineEntry, StallEntry, TransferResult, TransferThread
+from vllm_adapter.ports.agent import (
+    PeerSpec,
+    QuarantineEntry,
+    StallEntry,
+    ThreadHealth,
+    TransferResult,
+    TransferThread,
+)
 from vllm_adapter.ports.handshake import (
     HandshakeClient,
     HandshakeListener,
@@ -57,6 +64,7 @@ __all__ = [
     "PeerOrder",
     "PeerPlan",
     "PeerSizes",
+    "PeerSpec",
     "Planner",
     "QuarantineEntry",
     "ReadOrder",
@@ -65,6 +73,7 @@ __all__ = [
     "StallEntry",
     "StagedRegion",
     "StepPlan",
+    "ThreadHealth",
     "TransferResult",
     "TransferThread",
     "WireCodec",
