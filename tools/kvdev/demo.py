@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, start_all
-from kvdev.paths import ROOT, TEST_CONNECTORS
+from kvdev.paths import ROOT
 from kvdev.steps import fail, note
 
 if TYPE_CHECKING:
@@ -60,14 +60,10 @@ def connector_config(role: str, **extra: object) -> dict[str, object]:
 def run_demo(uv: Path, options: argparse.Namespace) -> int:
     """Run the demo; exit code 0 when the texts agree (with --corrupt: when they differ)."""
     python, model = local_model(uv, options.family, options.vllm)
-    decode = connector_config("kv_consumer")
-    decode_environment: dict[str, str] = {}
-    if options.corrupt:
-        decode["kv_connector_module_path"] = "kv_corrupting"
-        decode_environment["PYTHONPATH"] = str(TEST_CONNECTORS)
+    decode_environment = {"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"} if options.corrupt else {}
     specs = [
         EngineSpec("prefill", model, "0", connector_config("kv_producer")),
-        EngineSpec("decode", model, "1", decode, environment=decode_environment),
+        EngineSpec("decode", model, "1", connector_config("kv_consumer"), environment=decode_environment),
         EngineSpec("alone", model, "1"),
     ]
     note("starting three engines: prefill, decode, and one that does the whole job alone")

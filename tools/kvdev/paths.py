@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["HOST_VENV", "LOCK", "PACKAGES", "ROOT", "STATE", "TEST_CONNECTORS", "WORKSPACE_VENV", "package_sources"]
+__all__ = ["HOST_VENV", "LOCK", "PACKAGES", "ROOT", "STATE", "WORKSPACE_VENV", "package_sources"]
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".dev"
 LOCK = ROOT / "uv.lock"
 WORKSPACE_VENV = ROOT / ".venv"
 HOST_VENV = ROOT / ".venv-host"
-TEST_CONNECTORS = ROOT / "tools" / "kvdev" / "connectors"
-"""Connectors that an engine under test loads by `kv_connector_module_path`: for its `PYTHONPATH`."""
 PACKAGES = ("kv-handshake", "kv-topology", "kv-nixl-agent", "kv-scheduler-state", "vllm-adapter")
 
 

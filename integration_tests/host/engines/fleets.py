@@ -16,7 +16,6 @@ import aiohttp
 
 from kvdev.demo import connector_config, running_router
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
-from kvdev.paths import TEST_CONNECTORS
 
 VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -26,8 +25,7 @@ OWN_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 Other engines here have their worker in the scheduler's process, as vLLM has it on one GPU: they start in two thirds of the time.
 """
-MIRRORED = "kv_mirrored"
-CORRUPTING = "kv_corrupting"
+MIRRORED = {"KV_TRANSFER_TEST_HOST_BUFFER": "1"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
 """Of pairs: half of the default, because a test waits until a lease that nobody renews has ended."""
@@ -56,11 +54,6 @@ def own_name(role: str = "kv_both", **keys: object) -> dict[str, object]:
     config = {**ours(role, **keys), "kv_connector": "KVTransferConnector"}
     del config["kv_connector_module_path"]
     return config
-
-
-def loaded_from(module: str, config: dict[str, object]) -> dict[str, object]:
-    """Return a configuration whose connector is one of `tools/kvdev/connectors`."""
-    return {**config, "kv_connector_module_path": module}
 
 
 def hosts_own(**keys: object) -> dict[str, object]:
@@ -192,13 +185,13 @@ def started_fleet(
     *,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
+    environments: Mapping[str, Mapping[str, str]] | None = None,
     cores: Mapping[str, str] | None = None,
 ) -> Iterator[Fleet]:
     """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any."""
     python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": str(TEST_CONNECTORS),
         **(STATE_MODEL if family == "mamba" else {}),
         **(environment or {}),
     }
@@ -211,7 +204,7 @@ def started_fleet(
             (cores or {}).get(name, str(number % count)),
             config,
             [*more, *(arguments or {}).get(name, ())],
-            extra,
+            {**extra, **(environments or {}).get(name, {})},
         )
         for number, (name, config) in enumerate(configs.items())
     ]
@@ -229,12 +222,9 @@ def started_pair(
     *,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
-    connectors: str = "vllm_adapter",
 ) -> Iterator[Fleet]:
-    """Start `prefill`, `decode` and a router between them; both load their connector from the module `connectors`."""
-    configs = {
-        name: loaded_from(connectors, ours(role, kv_lease_duration=LEASE_S)) for name, role in ROLES.items()
-    }
+    """Start `prefill`, `decode` and a router between them."""
+    configs = {name: ours(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
     with (
         started_fleet(family, configs, arguments=arguments, environment=environment) as fleet,
         running_router([fleet.engines["prefill"].url], [fleet.engines["decode"].url]) as fleet.router,

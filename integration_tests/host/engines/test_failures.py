@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleets import COMPUTED, CORRUPTING, TRANSFERS, Fleet, client, loaded_from, ours, own_name, prompt, started_fleet
+from fleets import COMPUTED, TRANSFERS, Fleet, client, ours, own_name, prompt, started_fleet
 
 HOSTILE = int(os.environ.get("KVDEV_HOSTILE_REQUESTS", "2000"))
 AT_ONCE = 16
@@ -23,12 +23,13 @@ LEASE_S = 2
 def fleet() -> Iterator[Fleet]:
     configs = {
         "prefill": ours(),
-        # What `doomed` reads is corrupted (the control below); it is read from as well, which that does not touch.
-        "doomed": loaded_from(CORRUPTING, own_name(kv_lease_duration=LEASE_S)),
+        "doomed": own_name(kv_lease_duration=LEASE_S),
         "recompute": ours(kv_load_failure_policy="recompute", remote_hosts=["127.0.0.0/8"], handshake_timeout_s=1.0),
         "fail": ours(kv_load_failure_policy="fail", handshake_timeout_s=1.0),
     }
-    with started_fleet("dense", configs) as running:
+    # What `doomed` reads is corrupted (the control below); it is read from as well, which that does not touch.
+    environments = {"doomed": {"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"}}
+    with started_fleet("dense", configs, environments=environments) as running:
         yield running
 
 

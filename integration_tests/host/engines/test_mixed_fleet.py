@@ -22,7 +22,6 @@ from fleets import (
     Fleet,
     client,
     hosts_own,
-    loaded_from,
     ours,
     own_name,
     prompt,
@@ -148,8 +147,8 @@ def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer
     once and to ask n times for one token gives different texts.
     """
     texts = [prompt(0, 20), prompt(3, 200)]
-    configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": loaded_from(MIRRORED, ours())}
-    with started_fleet("mla", configs) as fleet:
+    configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": ours()}
+    with started_fleet("mla", configs, environments={"mirrored": MIRRORED}) as fleet:
         fleet.only("hosts", "peer")
         fleet.let_meet("hosts", "peer")
         # One at a time: the batch that a prompt is computed in changes its text here.

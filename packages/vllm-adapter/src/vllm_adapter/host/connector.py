@@ -64,7 +64,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         is_worker = role == KVConnectorRole.WORKER
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
-        self._has_mirror = self._wants_mirror(vllm_config)
+        self._has_mirror = wants_host_buffer(vllm_config)
         self._mirror: TorchMirror | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -81,11 +81,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 SchedulerParts(facts, settings, policy, self._has_mirror),
                 lease_ended=spans.lease_ended if spans is not None else None,
             )
-
-    @classmethod
-    def _wants_mirror(cls, vllm_config: VllmConfig) -> bool:
-        """Tell whether peers read and write a mirror of the cache in host memory."""
-        return wants_host_buffer(vllm_config)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
