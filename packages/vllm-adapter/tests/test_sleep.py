@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import Order
+from vllm_adapter.worker.announced import Announced, fail_reads, unusable
 
 from kv_scheduler_state import EMPTY_PLAN, FenceOrder, GrantOrder, StepPlan
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.scheduler.served_registration import RankRegistration, ServedRegistration
 from vllm_adapter.worker import registration
-from vllm_adapter.worker.announced import Announced, fail_reads, unusable
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
 from vllm_adapter.worker.transfer.reads import ReadEnd
