@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm_adapter.ports.requests import BlockList
     from vllm_adapter.ports.values import Indices, MemoryKind, PageNumbers, Rows
 
 __all__ = [
     "AxisEntry",
-    "BlockList",
     "FieldDocument",
     "GeometryDocument",
     "GroupDocument",
@@ -26,29 +26,6 @@ __all__ = [
     "Reshard",
     "StagedRegion",
 ]
-
-
-class BlockList(Protocol):
-    """Blocks of one request in one KV-cache group.
-
-    Example: blocks of 4 tokens, a prefix hit of 8 tokens, null block 0: ids (5, 6), first_token 8, null 0. Block 5 holds
-    tokens 8..11.
-    """
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Scheduler block ids in token order; of a state group the last one is the state after the ordered tokens."""
-        ...
-
-    @property
-    def first_token(self) -> int:
-        """Global number of the first token that the first id stands for."""
-        ...
-
-    @property
-    def null(self) -> int | None:
-        """The id that means "no block here"."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------- geometry documents
