@@ -10,8 +10,8 @@ from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
 from vllm_adapter.worker.transfer.peers import PeerLimits
-from vllm_adapter.worker.transfer.read import FinishedRead
 from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm_adapter.steps import ReadEnd
     from vllm_adapter.worker.conversion import ConversionStep, PageConverter
     from vllm_adapter.worker.host_mirror import HostMirror
-    from vllm_adapter.worker.transfer.read import FinishedRead
+    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["ReadCompletion"]
 

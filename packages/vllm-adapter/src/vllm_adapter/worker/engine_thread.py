@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.conversion import PageConverter
     from vllm_adapter.worker.host_mirror import MirrorMemory
-    from vllm_adapter.worker.transfer.read import FinishedRead
+    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["WorkerSide"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import HandshakeClient, StepPlan, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.transfer.read import FinishedRead
+    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["Registration", "RegistrationEvents", "open_registration"]
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.transfer.read import FinishedRead
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 if TYPE_CHECKING:
     from vllm_adapter.ports import StepPlan

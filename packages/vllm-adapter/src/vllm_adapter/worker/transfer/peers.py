@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.ports import PeerSpec
-from vllm_adapter.worker.transfer.engines import PeerEngine
 from vllm_adapter.worker.transfer.parts import code_of
+from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
     from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
-    from vllm_adapter.worker.transfer.read import Read
+    from vllm_adapter.worker.transfer.records import Read
 
 __all__ = ["PeerDirectory", "PeerEvents", "PeerLimits"]
 

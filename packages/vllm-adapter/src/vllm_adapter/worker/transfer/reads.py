@@ -20,7 +20,7 @@ from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.conversion import conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.parts import code_of
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
-from vllm_adapter.worker.transfer.read import FinishedRead, Read
+from vllm_adapter.worker.transfer.records import FinishedRead, Read
 from vllm_adapter.worker.transfer.stalls import StallWatch
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import HeartbeatOrder, Indices, PeerPlan, ReadOrder, TransferResult
     from vllm_adapter.worker.conversion import ConversionStep
-    from vllm_adapter.worker.transfer.engines import PeerEngine
     from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
     from vllm_adapter.worker.transfer.peers import PeerLimits
+    from vllm_adapter.worker.transfer.records import PeerEngine
 
 __all__ = ["ReadCoordinator", "ReadLimits"]
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import StallEntry
     from vllm_adapter.worker.transfer.parts import TransferParts
-    from vllm_adapter.worker.transfer.read import Read
+    from vllm_adapter.worker.transfer.records import Read
 
 __all__ = ["StallWatch"]
 
