@@ -13,7 +13,7 @@ from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._ticket import HandoffTicket, PeerAddress, prefill_request_params
 from kv_scheduler_state._ticket_reader import TicketReader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # the scheduler process

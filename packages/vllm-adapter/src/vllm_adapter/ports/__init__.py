@@ -10,7 +10,14 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import QuarantineEntry, StallEntry, TransferResult, TransferThread
+from vllm_adapter.ports.agent import (
+    PeerSpec,
+    QuarantineEntry,
+    StallEntry,
+    ThreadHealth,
+    TransferResult,
+    TransferThread,
+)
 from vllm_adapter.ports.handshake import (
     HandshakeClient,
     HandshakeListener,
@@ -36,25 +43,45 @@ from vllm_adapter.ports.requests import (
     SchedulerState,
     StepPlan,
 )
-from vllm_adapter.ports.topology import DeriveDocument, PageMove, PeerPlan, PeerSizes, Planner, StagedRegion
+from vllm_adapter.ports.topology import (
+    AxisEntry,
+    FieldDocument,
+    GeometryDocument,
+    GroupDocument,
+    HeadOrder,
+    MemberEntry,
+    PageMove,
+    PeerPlan,
+    PeerSizes,
+    Planner,
+    RankShape,
+    RegionDocument,
+    Reshard,
+    StagedRegion,
+)
 from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, PageNumbers, Rows
 
 __all__ = [
     "Admission",
     "AnnouncedFences",
+    "AxisEntry",
     "BlockIds",
     "BlockList",
-    "DeriveDocument",
     "FenceOrder",
+    "FieldDocument",
     "FinishDecision",
+    "GeometryDocument",
     "GrantOrder",
+    "GroupDocument",
     "HandshakeClient",
     "HandshakeListener",
     "HandshakeOutcome",
+    "HeadOrder",
     "HeartbeatOrder",
     "Indices",
     "LeaseEnd",
     "LeaseTable",
+    "MemberEntry",
     "MemoryKind",
     "NotificationView",
     "PageMove",
@@ -63,16 +90,21 @@ __all__ = [
     "PeerMetadata",
     "PeerPlan",
     "PeerSizes",
+    "PeerSpec",
     "Planner",
     "PromptIdentity",
     "QuarantineEntry",
+    "RankShape",
     "ReadOrder",
     "Refusal",
+    "RegionDocument",
+    "Reshard",
     "Rows",
     "SchedulerState",
     "StagedRegion",
     "StallEntry",
     "StepPlan",
+    "ThreadHealth",
     "TransferResult",
     "TransferThread",
     "WireCodec",
