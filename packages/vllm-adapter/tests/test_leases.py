@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Bench:
             lambda: self.now_s,
             "P",
         )
-        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=1e9), heartbeat_s=5.0, sent=self.sent.append)
+        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
 
     @property
     def lags(self) -> list[float]:

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import Order
-from vllm_adapter.worker.announced import fail_reads
 
-from kv_scheduler_state import EMPTY_PLAN, GrantOrder, StepPlan
+from kv_scheduler_state import GrantOrder, StepPlan
+from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.scheduler.served_registration import RankRegistration, ServedRegistration
+from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
+from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.reads import ReadEnd
+from vllm_adapter.worker.sleep import fail_reads, failed_instead
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
 
@@ -120,8 +124,8 @@ def _worker(thread: str = "well") -> tuple[WorkerSide, Parts]:
     return worker, parts
 
 
-def _orders(plan: StepPlan = EMPTY_PLAN, question: int = 0) -> StepOrders:
-    return StepOrders(plan, question=question)
+def _orders(plan: StepPlan | None = None, question: int = 0) -> StepOrders:
+    return StepOrders(plan if plan is not None else StepPlan(), question=question)
 
 
 def test_a_sleeping_worker_answers_every_order_once() -> None:

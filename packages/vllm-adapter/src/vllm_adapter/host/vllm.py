@@ -216,7 +216,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         total_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_count=cache.num_blocks,
-        generation=_generation(transfer.engine_id, config.instance_id),
+        generation=_generation(transfer.engine_id, _shared_instance_id(config) if is_worker else config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
         kernel_order=_kernel_order(config, cache, backend),
         attention_backend=backend,
@@ -321,9 +321,28 @@ def drop_prompt_tail(request: Request, tokens: int) -> bool:
 
 
 def _generation(engine_id: str, instance_id: str) -> int:
-    """Return a number that all processes of one engine agree on and that a restarted engine does not repeat."""
+    """Return a number that all processes of one engine agree on and that a restarted engine does not repeat.
+
+    It is below 2**53, because routers may keep the numbers of a ticket as doubles.
+    """
     digest = hashlib.sha256(f"{engine_id}/{instance_id}".encode()).digest()
-    return int.from_bytes(digest[:7], "big") + 1
+    return int.from_bytes(digest[:6], "big") + 1
+
+
+def _shared_instance_id(config: VllmConfig) -> str:
+    """Return the instance id of the engine's first rank, which is that of the scheduler; all workers call this at once.
+
+    Every node of an engine makes an id of its own. Source: vLLM broadcasts its engine id from the same ranks, right before
+    it makes the workers' connectors.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():  # a single process that drives the connector by itself
+        return config.instance_id
+    shared: Any = get_tp_group().broadcast_object(config.instance_id, src=0)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        shared = get_pp_group().broadcast_object(shared, src=0)
+    return str(shared)
 
 
 def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from vllm_adapter.ports import TransferResult
 
@@ -141,7 +141,7 @@ class Recorder:
         self._logger.error("%s", message)
 
     @contextmanager
-    def guarded(self, action: str) -> Iterator[None]:
+    def guarded(self, action: str) -> Generator[None]:
         """Turn an exception inside the block into a count and, the first time, a log line with its traceback."""
         try:
             yield
