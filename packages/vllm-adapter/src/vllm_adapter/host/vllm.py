@@ -60,16 +60,17 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_host",
+    "check_readback",
     "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
     "engine_facts",
     "extra_config",
+    "has_content_ids",
     "init_logger",
     "is_tracing",
     "layer_caches",
     "load_failure_policy",
-    "select_groups",
     "wants_host_buffer",
 ]
 
@@ -132,6 +133,40 @@ def load_failure_policy(config: VllmConfig) -> str:
     """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
+
+
+def check_readback(config: VllmConfig, *, is_bidirectional: bool) -> None:
+    """Refuse an engine that hands blocks back for the next turn while its host may still write into freed blocks.
+
+    Source: vLLM defers the frees of blocks that a running step writes to only under the role `kv_both`.
+
+    Raises:
+        UnsupportedHost: `readback-needs-kv-both`.
+    """
+    transfer = config.kv_transfer_config
+    if is_bidirectional and transfer is not None and transfer.kv_role != "kv_both":
+        raise UnsupportedHost(
+            f"bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{transfer.kv_role}': only then does vLLM keep a step "
+            "that still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+            code="readback-needs-kv-both",
+            context={"kv_role": transfer.kv_role},
+        )
+
+
+def has_content_ids(config: VllmConfig) -> bool:
+    """Return whether the host identifies images by their content; warn where it does not.
+
+    Source: vLLM gives images ids of their request when neither its processor cache nor its prefix cache needs content ids.
+    """
+    media: Any = getattr(config.model_config, "multimodal_config", None)
+    if media is None or media.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
+        return True
+    _logger.warning_once(
+        "vllm-adapter: with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by their "
+        "content. No ticket can then be bound to a prompt with images: such prompts are computed on each engine "
+        "(ticket-media-unidentified). Set mm_processor_cache_gb above 0 or enable_prefix_caching on all engines."
+    )
+    return False
 
 
 def is_tracing(config: VllmConfig) -> bool:
@@ -257,12 +292,6 @@ def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
         "key_size": getattr(spec, "head_size", 0),
         "value_size": getattr(spec, "head_size_v", None) or 0,
     }
-
-
-def select_groups(facts: EngineFacts, block_ids: object) -> tuple[list[int], ...]:
-    """Keep the transferable groups of the scheduler's per-group block ids."""
-    groups: Any = block_ids
-    return tuple(list(groups[group_id]) for group_id in facts.group_ids)
 
 
 def end_reason(request: Request) -> Literal["length", "stop", "abort", "error"]:
