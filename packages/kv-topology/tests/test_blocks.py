@@ -1,13 +1,14 @@
 """Block lists into pairs: prefix hits, ratios, windows, null blocks, and every refusal."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from block_lists import lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_lists import lists
 from kv_topology import BlockList, GeometryMismatch, Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
 from kv_topology._aliases import find_aliases
 from kv_topology._blocks import _is_one_to_one, _pages, pair_blocks
@@ -16,7 +17,7 @@ from kv_topology._link import _indices
 from kv_topology._lists import Blocks, ListRules, read_lists
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
-from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -161,9 +162,10 @@ def test_malformed_first_tokens(first):
 
 @pytest.mark.parametrize("tokens", [10**30, -5, 2.5, float("nan"), True, None, "16"])
 def test_malformed_tokens(tokens):
-    for call in (plan_of().indices, lambda rank, *rest, tokens: plan_of().expected_bytes(*rest, tokens=tokens)):
+    plan = plan_of()
+    for call in (partial(plan.indices, (0, 0)), plan.expected_bytes, plan.staged_pages):
         with pytest.raises(InvalidBlocks) as caught:
-            call((0, 0), lists([4]), lists([1]), tokens=tokens)
+            call(lists([4]), lists([1]), tokens=tokens)
         assert (caught.value.code, caught.value.fault) == ("tokens-malformed", "local")
 
 
@@ -203,7 +205,7 @@ def test_windows_with_spare_and_missing_blocks_are_not_shifted():
 @pytest.mark.parametrize(("local", "peer"), [([1], []), ([1, 2, 3], [4, 5])])
 def test_a_peer_list_that_ends_early_is_refused(local, peer):
     plan = plan_of()
-    for call in (plan.expected_bytes, lambda *rest, tokens: plan.indices((0, 0), *rest, tokens=tokens)):
+    for call in (plan.expected_bytes, partial(plan.indices, (0, 0))):
         with pytest.raises(InvalidBlocks) as caught:
             call(lists(local), lists(peer), tokens=16 * len(local))
         assert (caught.value.code, caught.value.fault) == ("peer-blocks-too-few", "peer")
@@ -221,7 +223,9 @@ def test_windows_clip_both_sides():
         ([0, 3, 4, 5], 16, [11, 12, 13, 14, 15], 0),
         ([2, 3, 4, 5], 16, [13, 14, 15], 32),
     ):
-        found = plan.indices((0, 0), lists(local, first=first, null=0), lists(peer, first=peer_first, null=0), tokens=80)
+        found = plan.indices(
+            (0, 0), lists(local, first=first, null=0), lists(peer, first=peer_first, null=0), tokens=80
+        )
         assert tuple(side.tolist() for side in found) == ([3, 4, 5], [13, 14, 15])
 
 
@@ -335,7 +339,7 @@ def test_only_the_null_block_may_be_there_twice():
 
 
 def test_which_lists_need_no_arithmetic():
-    plain, with_null = Blocks(np.array([1]), 0, -1, False), Blocks(np.array([1]), 0, 1, True)  # noqa: FBT003
+    plain, with_null = Blocks(np.array([1]), 0, -1, False), Blocks(np.array([1]), 0, 1, True)
     whole = pairing(16, 16)
     assert _is_one_to_one(whole, plain, plain)
     assert _is_one_to_one(pairing(16, 16, window=4), plain, plain)
@@ -395,7 +399,9 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     pair = Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
     peer = held_places(theirs, peer_ids, peer_first)
     here = held_places(mine, local_ids, first)
-    expected = {(*peer[token], *place) for token, place in here.items() if token in peer and token // unit * unit < tokens}
+    expected = {
+        (*peer[token], *place) for token, place in here.items() if token in peer and token // unit * unit < tokens
+    }
     expected = sorted(both for both in expected if both[1] % unit == 0)
     expected = [(page, inside // unit, at, within // unit) for at, within, page, inside in expected]
     found = pairs(pair, np.array(local_ids, dtype=np.int64), peer_ids, (first, peer_first), tokens=tokens)

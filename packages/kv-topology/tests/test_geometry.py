@@ -30,7 +30,8 @@ from kv_topology import (
     to_document,
 )
 from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
-from kv_topology.tools._engine import KV_LAYOUTS, EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools._engine import KV_LAYOUTS
 
 STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)
 MODEL = ModelSpec(("attention", "mamba2"), 4, 4, state=STATE)
@@ -99,7 +100,10 @@ TOKENS = axis("token", 4, 0, 4, 8)
         (lambda: replace(rank(field(axis())), pp_rank=1), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), groups=()), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), regions=()), "size-out-of-range"),
-        (lambda: replace(rank(field(axis())), stage_layers=((StageLayer("a"),), (StageLayer("b"),))), "stage-layers-count"),
+        (
+            lambda: replace(rank(field(axis())), stage_layers=((StageLayer("a"),), (StageLayer("b"),))),
+            "stage-layers-count",
+        ),
         (
             lambda: rank(field(axis()), extra=(Region(0, 64, 64, 1, (Member("b", Layout((field(axis()),)), 1),)),)),
             "size-out-of-range",
@@ -310,7 +314,9 @@ def test_groups_may_be_numbered_otherwise():
     found = other.indices((0, 0), mine, theirs[::-1], tokens=32)
     assert [side.tolist() for side in found] == [side.tolist() for side in expected]
     only = replace(local, groups=local.groups[:1], regions=tuple(r for r in local.regions if not r.members[0].group))
-    found = plan_transfer(only, {(0, 0): in_another_order(peer)}).indices((0, 0), lists([1]), lists([6, 7, 8], [4, 5]), tokens=32)
+    found = plan_transfer(only, {(0, 0): in_another_order(peer)}).indices(
+        (0, 0), lists([1]), lists([6, 7, 8], [4, 5]), tokens=32
+    )
     assert [len(side) for side in found] == [2 * 4 * 2] * 2
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
 from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
-from kv_topology import CostModel, Planner, peer_document_from_vllm
+from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
@@ -103,7 +103,7 @@ class WorkerParts:
     @property
     def peer_geometry(self) -> PeerGeometry:
         """Finds the geometry of peers."""
-        return PeerGeometry(peer_document_from_vllm)
+        return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
