@@ -7,6 +7,7 @@ it is computation, and what else runs on the machine should not count.
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,14 @@ def _rows_of(plan: TransferPlan) -> object:
     return link.local_rows, link.peer_rows
 
 
+def _ten_times_rows_of(plan: TransferPlan) -> object:
+    return [_rows_of(plan) for _ in range(10)]
+
+
+def _both_per_block(addresses: list[int], page_bytes: int, blocks: int) -> object:
+    return per_block_rows(addresses, page_bytes, blocks, 0), per_block_rows(addresses, page_bytes, blocks, 0)
+
+
 def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
     """(a) Rows of 64 layers x 2 fields x 20 000 blocks against a loop over blocks, and flatness in the blocks."""
     results: list[dict[str, object]] = []
@@ -77,8 +86,8 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
         report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
         # Ours builds both sides, so the loop does too.
         ours, baseline = _medians(
-            lambda plan=plan: [_rows_of(plan) for _ in range(10)],
-            lambda a=addresses, p=page, b=blocks: (per_block_rows(a, p, b, 0), per_block_rows(a, p, b, 0)),
+            partial(_ten_times_rows_of, plan),
+            partial(_both_per_block, addresses, page, blocks),
             3,
         )
         times[blocks] = ours / 10
