@@ -18,10 +18,10 @@ bandwidth_gb_s = 40.0
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
+
+import tomllib
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
@@ -80,13 +80,6 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
         raise _bad(f"{what} is incomplete: {error}.") from None
 
 
-def _read_toml(text: str) -> object:
-    """Return parsed TOML, with the standard library's parser or, on Python 3.10, the one it was made from."""
-    parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    parsed: object = parser.loads(text)
-    return parsed
-
-
 def load_spec(path: Path) -> DryRun:
     """Return the dry run that a TOML or JSON file describes.
 
@@ -96,7 +89,7 @@ def load_spec(path: Path) -> DryRun:
     """
     text = path.read_text(encoding="utf-8")
     try:
-        data: object = json.loads(text) if path.suffix == ".json" else _read_toml(text)
+        data: object = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise _bad(f"{path} does not parse: {error}.") from None
     return parse_spec(_table(data, "the specification"), path.parent)
