@@ -129,10 +129,10 @@ class Producers:
     ) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence."""
         record.preemptions = preemptions
-        if len(rows) > 1:
-            self.preempt(request_id, record, rows[0], now_s)
+        *before, row = rows
+        for preemption in before:
+            self.preempt(request_id, record, preemption, now_s)
             record.is_preemption_due = True
-        row = rows[-1]
         advance(record, row, now_s, self._trace_length)
         if "announce" in row.effects:
             record.fence = self.fences.take()
