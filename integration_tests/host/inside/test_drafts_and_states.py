@@ -11,7 +11,7 @@ from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, ha
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 
-from kv_handshake import compatibility_hash
+from kv_handshake import Codec
 from vllm_adapter.host import connector
 from vllm_adapter.host.vllm import engine_facts
 
@@ -125,7 +125,7 @@ def test_a_drafter_on_hidden_states_is_part_of_the_hosts_hash(
 
     def digest(drafter: Any) -> str:
         config.speculative_config = drafter
-        found = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+        found = Codec().compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
         assert found == host_metadata.compute_nixl_compatibility_hash(config, "")
         return found
 
