@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
-from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
+from kv_nixl_agent.port import PortFactory, open_nixl
 from kv_scheduler_state import (
     AnnouncedFences,
     GroupConfig,

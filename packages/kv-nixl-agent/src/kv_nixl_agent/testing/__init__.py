@@ -4,16 +4,15 @@ A fake NIXL that moves bytes and fails on demand, a port that counts handles, a 
 and the checks that every implementation of the port must pass.
 """
 
-from ._checks import CHECKS, FAULT_CHECKS, ProducerControl, Stage
-from ._fake import FakeFabric, FakeNixl
-from ._peer_process import PeerProcess, page_pattern, stop_process
-from ._recording import RecordingPort, recording_factory
+from kv_nixl_agent._producer_process import PeerProcess, page_pattern, stop_process
+from kv_nixl_agent.testing._checks import CHECKS, FAULT_CHECKS, ProducerControl, Stage
+from kv_nixl_agent.testing._fake import FakeFabric
+from kv_nixl_agent.testing._recording import RecordingPort, recording_factory
 
 __all__ = [
     "CHECKS",
     "FAULT_CHECKS",
     "FakeFabric",
-    "FakeNixl",
     "PeerProcess",
     "ProducerControl",
     "RecordingPort",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
-from ._environment import Finding, Severity, check_environment, check_nixl
-from ._errors import AgentError
-from ._remote_test import measure_peer
-from ._selftest import Bandwidth, SelfTest, run_selftest
-from ._transports import ReadPath, is_tcp
+from kv_nixl_agent._doctor._environment import Finding, Severity, check_environment, check_nixl
+from kv_nixl_agent._doctor._remote_test import measure_peer
+from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest, run_selftest
+from kv_nixl_agent._doctor._transports import ReadPath, is_tcp
+from kv_nixl_agent._errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from ._agent import TransferAgent
-from ._peer_process import PeerProcess, page_pattern
-from ._transports import TRANSPORT_ENVIRONMENT, ReadPath, read_paths
-from ._values import TransferOrder
+from kv_nixl_agent._agent import TransferAgent
+from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, ReadPath, read_paths
+from kv_nixl_agent._producer_process import PeerProcess, page_pattern
+from kv_nixl_agent._values import PeerSpec, TransferOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class SelfTest:
 def run_selftest() -> SelfTest:
     """Run the test in a child and return what it measured; never raises."""
     ours, theirs = os.pipe()
-    command = [sys.executable, "-c", f"from kv_nixl_agent._selftest import child; child({theirs})"]
+    command = [sys.executable, "-c", f"from kv_nixl_agent._doctor._selftest import child; child({theirs})"]
     environment = {**os.environ, **TRANSPORT_ENVIRONMENT}
     with os.fdopen(ours) as measured:
         try:
@@ -113,7 +113,7 @@ def measure_pages(
     agent = TransferAgent("doctor", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")])
     try:
         local = np.array([[memory.ctypes.data, page_bytes, 0, page_bytes, count]], dtype=np.uint64)
-        agent.add_peer("producer", metadata, local_rows=local, peer_rows=rows, fence=fence)
+        agent.add_peer(PeerSpec("producer", metadata, local, rows, fence=fence))
         ids = np.random.default_rng(0).permutation(count).astype(np.int32)
         spans: list[float] = []
         fences: list[float] = []

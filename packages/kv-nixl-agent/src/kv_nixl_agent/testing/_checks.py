@@ -7,22 +7,22 @@ bodies run on the fake fabric, on real NIXL over DRAM between two processes, and
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
-from ._errors import AgentError
-from ._peer_process import page_pattern
-from ._values import TransferOrder, TransferResult
+from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent._producer_process import page_pattern
+from kv_nixl_agent._values import PeerSpec, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from ._agent import TransferAgent
-    from ._port import MemoryKind
+    from kv_nixl_agent._agent import TransferAgent
+    from kv_nixl_agent._port import MemoryKind
 
 __all__ = ["CHECKS", "FAULT_CHECKS", "ProducerControl", "Stage"]
 
@@ -108,18 +108,23 @@ class Stage:
     results: dict[str, TransferResult] = field(default_factory=dict[str, TransferResult])
     quiet: set[str] = field(default_factory=set[str])
 
-    def connect(self, key: str = "p", *, has_fence: bool = True) -> None:
-        """Add the producer as a peer."""
+    def spec(self, key: str = "p", *, has_fence: bool = True, **changes: object) -> PeerSpec:
+        """Return the producer's description, with changes."""
         local_kind, peer_kind = self.memory_kinds
-        self.consumer.add_peer(
+        spec = PeerSpec(
             key,
             self.producer.agent_metadata,
-            local_rows=self.local_rows,
-            peer_rows=self.producer.rows,
-            memory_kind=peer_kind,
-            local_kind=local_kind,
-            fence=self.producer.fence if has_fence else None,
+            self.local_rows,
+            self.producer.rows,
+            peer_kind,
+            local_kind,
+            self.producer.fence if has_fence else None,
         )
+        return replace(spec, **changes)  # type: ignore[arg-type]
+
+    def connect(self, key: str = "p", *, has_fence: bool = True) -> None:
+        """Add the producer as a peer."""
+        self.consumer.add_peer(self.spec(key, has_fence=has_fence))
 
     def read(self, transfer_id: str, local: object, peer: object, **arguments: object) -> TransferResult:
         """Read and wait for the result."""
@@ -261,10 +266,9 @@ def check_bad_input(stage: Stage) -> None:
     outside[0, 0] += outside[0, 3] * np.uint64(1 << 20)
     far = np.array(theirs)
     far[0, 0] += far[0, 3] * np.uint64(1 << 20)
-    mine, kind = stage.memory_kinds
 
     def add(blob: bytes = metadata, local: object = rows, peer: object = theirs) -> None:
-        agent.add_peer("p", blob, local_rows=local, peer_rows=peer, memory_kind=kind, local_kind=mine)
+        agent.add_peer(stage.spec(has_fence=False, agent_metadata=blob, local_rows=local, peer_rows=peer))
 
     expect_error("rows-unregistered", lambda: add(local=outside))
     expect_error("bad-rows", lambda: add(local=rows[:, :3]))
@@ -294,9 +298,7 @@ def check_metadata_flips(stage: Stage) -> None:
             damaged[position] ^= flip
             expect_error(
                 "metadata-damaged",
-                lambda blob=bytes(damaged): stage.consumer.add_peer(  # type: ignore[misc]
-                    "p", blob, local_rows=stage.local_rows, peer_rows=stage.producer.rows
-                ),
+                lambda blob=bytes(damaged): stage.consumer.add_peer(stage.spec(agent_metadata=blob)),  # type: ignore[misc]
             )
     stage.connect()
     expect(stage.read("r", [0], [0]).outcome == "done", "the true metadata does not work")
@@ -311,12 +313,7 @@ def check_unequal_lengths(stage: Stage) -> None:
         return np.array([[address, full, device, stride, 4], [address, half, device, stride, 4]], dtype=np.uint64)
 
     stage.consumer.add_peer(
-        "p",
-        stage.producer.agent_metadata,
-        local_rows=table(stage.local_rows),
-        peer_rows=table(stage.producer.rows),
-        memory_kind=stage.memory_kinds[1],
-        local_kind=stage.memory_kinds[0],
+        stage.spec(has_fence=False, local_rows=table(stage.local_rows), peer_rows=table(stage.producer.rows))
     )
     expect_error("length-mismatch", lambda: stage.consumer.post(make_order("x", [0], [5])))
     result = stage.read("r", [0, 5], [1, 6])
@@ -332,14 +329,7 @@ def check_remove_and_add_again(stage: Stage) -> None:
     expect_error("unknown-peer", lambda: stage.consumer.post(make_order("x", [0], [0])))
     stage.connect()
     expect(stage.read("b", [1], [1]).outcome == "done", "second")
-    stage.consumer.replace_peer(
-        "p",
-        stage.producer.agent_metadata,
-        local_rows=stage.local_rows,
-        peer_rows=stage.producer.rows,
-        memory_kind=stage.memory_kinds[1],
-        local_kind=stage.memory_kinds[0],
-    )
+    stage.consumer.replace_peer(stage.spec(has_fence=False))
     expect(stage.read("c", [2], [2]).outcome == "done", "third")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from ._errors import AgentError
+from kv_nixl_agent._errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ._port import Handle, MemoryKind, NixlPort, Operation, PortFactory, PortFeatures, Progress, WireTelemetry
+    from kv_nixl_agent._port import (
+        Handle,
+        MemoryKind,
+        NixlPort,
+        Operation,
+        PortFactory,
+        PortFeatures,
+        Progress,
+        WireTelemetry,
+    )
 
 __all__ = ["RecordingPort", "recording_factory"]
 

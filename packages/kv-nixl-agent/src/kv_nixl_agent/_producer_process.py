@@ -72,7 +72,7 @@ class PeerProcess:
         self.page_bytes = page_bytes
         self.page_count = page_count
         self._connection: Connection[Any, Any] = Connection(ours.detach())
-        code = f"from kv_nixl_agent._peer_process import serve; serve({theirs.fileno()})"
+        code = f"from kv_nixl_agent._producer_process import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, final
 
-from ._bindings import available_plugins, open_nixl
-from ._errors import AgentError
+from kv_nixl_agent._bindings import available_plugins, open_nixl
+from kv_nixl_agent._errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

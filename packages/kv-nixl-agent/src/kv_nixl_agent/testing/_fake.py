@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 
-from ._errors import AgentError
-from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
-from ._rows import expand_rows
+from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
+from kv_nixl_agent._rows import expand_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

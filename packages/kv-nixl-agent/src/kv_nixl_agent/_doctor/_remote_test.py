@@ -13,8 +13,8 @@ from typing import Final, cast
 
 import numpy as np
 
-from ._peer_process import PeerProcess
-from ._selftest import Bandwidth, measure_pages
+from kv_nixl_agent._doctor._selftest import Bandwidth, measure_pages
+from kv_nixl_agent._producer_process import PeerProcess
 
 __all__ = ["measure_peer", "serve_peer"]
 
