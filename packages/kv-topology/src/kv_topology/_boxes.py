@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from kv_topology._compare import check_fields_match, check_groups_match
-from kv_topology._errors import GeometryMismatch, UnsupportedTopology
+from kv_topology._compare import check_fields_match, check_groups_match, check_names_match
+from kv_topology._errors import UnsupportedTopology
 from kv_topology._readers import field_class
 from kv_topology._select import choose_pieces
 from kv_topology._shards import common_unit_tokens
@@ -29,7 +29,7 @@ from kv_topology._shards import common_unit_tokens
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kv_topology._model import FieldLayout, Group, Layout, Member, RankGeometry
+    from kv_topology._model import FieldLayout, Group, Layout, RankGeometry
     from kv_topology._runs import BoxAxis
 
 __all__ = ["Box", "Overlap", "Pairing", "find_overlaps"]
@@ -190,7 +190,7 @@ def find_overlaps(
             pairings[key] = pairing_of(local, peer, *key)
         layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
         if layouts not in checked:
-            _check_names(mine, theirs, layer)
+            check_names_match(mine, theirs, layer)
             checked.add(layouts)
         known = overlaps.setdefault(key, {})
         for local_region, one in mine:
@@ -200,15 +200,3 @@ def find_overlaps(
                     known[pair] = Overlap(_layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer), [])
                 known[pair].places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
     return [(pairings[key], [item for item in known.values() if item.boxes]) for key, known in overlaps.items()]
-
-
-def _check_names(mine: tuple[tuple[int, Member], ...], theirs: tuple[tuple[int, Member], ...], layer: str) -> None:
-    wanted = {field.name for _, member in mine for field in member.layout.fields}
-    offered = {field.name for _, member in theirs for field in member.layout.fields}
-    if not wanted <= offered:
-        raise GeometryMismatch(
-            f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
-            code="field-missing",
-            fault="peer",
-            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
-        )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kv_topology._errors import GeometryMismatch
 
 if TYPE_CHECKING:
-    from kv_topology._model import FieldLayout, Group
+    from kv_topology._model import FieldLayout, Group, Member
 
-__all__ = ["check_fields_match", "check_groups_match"]
+__all__ = ["check_fields_match", "check_groups_match", "check_names_match"]
 
 
 def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
@@ -54,3 +54,19 @@ def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> Non
             raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
         if axis.split != other.split:
             raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)
+
+
+Placed = tuple[tuple[int, "Member"], ...]
+
+
+def check_names_match(mine: Placed, theirs: Placed, layer: str) -> None:
+    """Raise `GeometryMismatch` (`field-missing`) unless the peer has every field of a layer that this rank has."""
+    wanted = {field.name for _, member in mine for field in member.layout.fields}
+    offered = {field.name for _, member in theirs for field in member.layout.fields}
+    if not wanted <= offered:
+        raise GeometryMismatch(
+            f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
+            code="field-missing",
+            fault="peer",
+            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
+        )

@@ -138,5 +138,3 @@ def _enumerate(parts: Sequence[_Part], budget: Budget) -> Shared | None:
     owner = np.repeat([part.number for part in parts], [len(run) for run in runs])[order]
     place = int(overlap[0])
     return Shared(int(owner[place]), int(owner[place + 1]), int(starts[order][place + 1]))
-
-

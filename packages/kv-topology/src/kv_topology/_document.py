@@ -18,7 +18,7 @@ Layers that look alike refer to one layout, which keeps the document of a 64-lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from kv_topology._errors import InvalidGeometry
@@ -97,12 +97,12 @@ def _bad(path: str, expected: str, value: object) -> InvalidGeometry:
     )
 
 
-def _check_size(document: object) -> None:
+def _check_size(document: Mapping[str, object]) -> None:
     """Raise `document-too-large` if there are more values than any rank needs; looks at no more than that many."""
-    count, open_values = 0, [document]
+    count = 0
+    open_values: list[Collection[object]] = [document.values()]
     while open_values:
-        value = open_values.pop()
-        inside = value.values() if isinstance(value, Mapping) else value
+        inside = open_values.pop()
         count += len(inside)
         if count > MAX_VALUES:
             raise InvalidGeometry(
@@ -110,7 +110,11 @@ def _check_size(document: object) -> None:
                 code="document-too-large",
                 context={"limit": MAX_VALUES},
             )
-        open_values += [item for item in inside if isinstance(item, (list, tuple, Mapping))]
+        for item in inside:
+            if isinstance(item, Mapping):
+                open_values.append(cast("Mapping[str, object]", item).values())
+            elif isinstance(item, (list, tuple)):
+                open_values.append(cast("Sequence[object]", item))
 
 
 def _int(value: object, path: str) -> int:

@@ -68,9 +68,7 @@ class MemoryOfRank:
         self.data = np.full(stop - self.start, SENTINEL, dtype=np.uint8)
         self.marks = np.zeros(stop - self.start, dtype=np.bool_)
 
-    def view(
-        self, region: Region, member: Member, part: FieldLayout, of: npt.NDArray[_Byte]
-    ) -> npt.NDArray[_Byte]:
+    def view(self, region: Region, member: Member, part: FieldLayout, of: npt.NDArray[_Byte]) -> npt.NDArray[_Byte]:
         """Return the field as (pages, *axes, element bytes), a view into `data` or `marks`."""
         at = region.base_address + member.offset_bytes + part.offset_bytes - self.start
         shape = (region.page_count, *(axis.count for axis in part.axes), part.element_bytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
+from kv_topology._compare import check_names_match
 from kv_topology._errors import GeometryMismatch, UnsupportedTopology
 from kv_topology._select import FieldClass, notify_home, ranks_read
 from kv_topology._shown import shown, shown_ranks
@@ -186,8 +187,10 @@ class Readers:
 
     def required(self) -> list[Rank]:
         """Return the producer ranks to read, after checking that every local layer is held and every rank is known."""
-        for layer in self._local.placements:
-            if layer not in self._owners:
+        for layer, placed in self._local.placements.items():
+            if layer in self._owners:
+                check_names_match(placed, self._stages[self._owners[layer]].placements[layer], layer)
+            else:
                 raise GeometryMismatch(
                     f"No producer rank in {shown_ranks(sorted(self._peers))} holds layer {layer!r}.",
                     code="layer-not-held",

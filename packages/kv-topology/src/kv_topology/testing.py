@@ -239,9 +239,7 @@ def check_readers(plans: Sequence[ReadPlan], producers: Sequence[Rank]) -> None:
             raise OracleFailure(f"producer rank {rank} gets {reports} reports, plans say {sorted(counts)}")
 
 
-def _covered(
-    local: RankGeometry, producers: Mapping[Rank, RankGeometry], request: Request
-) -> list[tuple[int, int]]:
+def _covered(local: RankGeometry, producers: Mapping[Rank, RankGeometry], request: Request) -> list[tuple[int, int]]:
     """Return per local group the tokens that must arrive: all that are ordered, but none that only a window hides."""
     limits = [(0, request.tokens)] * len(local.groups)
     for producer in producers.values():

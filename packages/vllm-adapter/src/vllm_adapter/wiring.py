@@ -22,7 +22,7 @@ from kv_scheduler_state import (
     SchedulerState,
     prompt_digest,
 )
-from kv_topology import CostModel, Planner, peer_document_from_vllm
+from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
@@ -117,7 +117,7 @@ class WorkerParts:
     @property
     def peer_geometry(self) -> PeerGeometry:
         """Finds the geometry of peers."""
-        return PeerGeometry(peer_document_from_vllm)
+        return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_topology.tools._engine import KV_LAYOUTS
 from kv_topology._errors import InvalidGeometry, TopologyError
+from kv_topology.tools._engine import KV_LAYOUTS
 from kv_topology.tools._picture import draw
 from kv_topology.tools._report import report_json, report_text
 from kv_topology.tools._spec import load_spec
@@ -78,8 +78,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
-    from kv_topology.tools._proof_cases import FAMILIES, run_proofs
     from kv_topology.testing import OracleFailure
+    from kv_topology.tools._proof_cases import FAMILIES, run_proofs
 
     unknown = [name for name in options.families if name not in FAMILIES]
     if unknown or options.step < 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
-from kv_topology._errors import InvalidGeometry
 from kv_topology._attention_layouts import (
     AttentionShape,
     cpu_layout,
@@ -21,9 +20,10 @@ from kv_topology._attention_layouts import (
     packed_layout,
     split_layouts,
 )
-from kv_topology._state_layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
-from kv_topology._model import Group, Layout, Member, RankGeometry, Region
+from kv_topology._errors import InvalidGeometry
+from kv_topology._model import Group, Layout, Member, RankGeometry, Region, StageLayer
 from kv_topology._shards import TokenDeal
+from kv_topology._state_layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -252,7 +252,7 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
     stages = tuple(
         tuple(range(stage * count // engine.pp, (stage + 1) * count // engine.pp)) for stage in range(engine.pp)
     )
-    names = tuple(tuple(f"layers.{number}" for number in stage) for stage in stages)
+    entries = tuple(tuple(_stage_layer(model, engine, number) for number in stage) for stage in stages)
     ranks: dict[tuple[int, int], RankGeometry] = {}
     for pp_rank, stage in enumerate(stages):
         for tp_rank in range(engine.tp):
@@ -263,9 +263,15 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
                 regions=tuple(_regions(model, engine, stage, tp_rank)),
                 pp_size=engine.pp,
                 pp_rank=pp_rank,
-                stage_layers=names if engine.pp > 1 else (),
+                stage_layers=entries if engine.pp > 1 else (),
             )
     return ranks
+
+
+def _stage_layer(model: ModelSpec, engine: EngineSpec, number: int) -> StageLayer:
+    kind = model.kinds[number]
+    fields = [field.name for layout in engine_layouts(model, engine, kind, 0) for field in layout.fields]
+    return StageLayer(f"layers.{number}", model.group_kinds.index(kind), tuple(dict.fromkeys(fields)))
 
 
 def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], tp_rank: int) -> list[Region]:

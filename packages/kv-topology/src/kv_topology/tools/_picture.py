@@ -66,7 +66,7 @@ def _own_spans(geometry: RankGeometry, colour: str) -> list[tuple[float, float, 
 
 def _read_spans(found: Survey, consumer: Rank) -> list[tuple[float, float, str]]:
     """Return the consumer's parts, each in the colour of the producer rank that it is read from."""
-    from kv_topology._boxes import field_class
+    from kv_topology._readers import field_class
     from kv_topology._select import choose_pieces
 
     geometry = found.consumers[consumer]

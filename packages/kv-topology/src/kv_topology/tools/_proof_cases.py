@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._lists import BlockList
 from kv_topology._plan import plan_transfer
 from kv_topology.testing import Proof, Request, prove
+from kv_topology.tools._engine import STATE_KINDS, EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,14 +58,15 @@ class ProofCase:
         return prove(consumers, producers, request_for(self), plan_transfer)
 
 
-def _blocks(engine: EngineSpec, kinds: tuple[LayerKind, ...], tokens: int, skip: int, seed: int) -> list[list[int]]:
-    """Return scattered block ids per group; groups never share an id, since they may share memory."""
+def _lists(engine: EngineSpec, kinds: tuple[LayerKind, ...], tokens: int, skip: int, seed: int) -> list[BlockList]:
+    """Return scattered blocks per group; groups never share an id, since they may share memory."""
     ids = np.random.default_rng(seed).permutation(engine.block_count).tolist()
-    lists: list[list[int]] = []
+    span = engine.block_tokens * engine.dcp
+    lists: list[BlockList] = []
     for kind in kinds:
-        is_state = kind in {"mamba2", "mamba1", "gated-delta"}
-        count = 1 if is_state else -(-tokens // (engine.block_tokens * engine.dcp))
-        lists.append(ids[0 if is_state else skip : count])
+        is_state = kind in STATE_KINDS
+        count = 1 if is_state else -(-tokens // span)
+        lists.append(BlockList(ids[:count]) if is_state else BlockList(ids[skip:count], skip * span))
         ids = ids[count:]
     return lists
 
@@ -72,13 +74,10 @@ def _blocks(engine: EngineSpec, kinds: tuple[LayerKind, ...], tokens: int, skip:
 def request_for(case: ProofCase) -> Request:
     """Return the case's request: block lists as two schedulers would give them."""
     kinds = case.model.group_kinds
-    skip = case.cached_blocks
     return Request(
-        local_blocks=_blocks(case.consumer, kinds, case.tokens, skip, 1),
-        peer_blocks=_blocks(case.producer, kinds, case.tokens, 0, 2),
-        local_first=[skip] * len(kinds),
-        peer_first=[0] * len(kinds),
-        tokens=case.tokens,
+        _lists(case.consumer, kinds, case.tokens, case.cached_blocks, 1),
+        _lists(case.producer, kinds, case.tokens, 0, 2),
+        case.tokens,
     )
 
 

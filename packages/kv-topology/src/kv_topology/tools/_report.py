@@ -141,26 +141,6 @@ def _table_json(table: SliceTable) -> dict[str, object]:
         "unit_tokens": pairing.unit_tokens,
         "local_units": pairing.local_units,
         "peer_units": pairing.peer_units,
-        "columns": [
-            "local_region",
-            "local_offset",
-            "local_step",
-            "peer_region",
-            "peer_offset",
-            "peer_step",
-            "length_bytes",
-        ],
-        "slices": [
-            list(row)
-            for row in zip(
-                table.local_region.tolist(),
-                table.local_offset.tolist(),
-                table.local_step.tolist(),
-                table.peer_region.tolist(),
-                table.peer_offset.tolist(),
-                table.peer_step.tolist(),
-                table.length.tolist(),
-                strict=True,
-            )
-        ],
+        "columns": [*table.columns._fields[:-1], "length_bytes"],
+        "slices": [list(row) for row in zip(*(column.tolist() for column in table.columns), strict=True)],
     }

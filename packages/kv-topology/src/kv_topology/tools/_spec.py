@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
 
-from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
+from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

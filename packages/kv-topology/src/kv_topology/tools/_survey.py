@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from kv_topology.tools._engine import build_engine
 from kv_topology._estimate import bytes_per_token
 from kv_topology._plan import plan_transfer
+from kv_topology.tools._engine import build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +58,9 @@ class Survey:
     def warnings(self) -> list[str]:
         """Return what a person should know before running this pair."""
         found: list[str] = []
-        lengths = [int(t.length.min()) for p in self.plans.values() for r in p.producer_ranks for t in p.slices(r)]
+        lengths = [
+            int(t.columns.length.min()) for p in self.plans.values() for r in p.producer_ranks for t in p.slices(r)
+        ]
         if lengths and min(lengths) < TINY_BYTES:
             found.append(
                 f"tiny descriptors: slices as small as {min(lengths)} bytes; larger blocks or equal layouts help"
