@@ -220,7 +220,7 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 
 def _reserved_prefixes() -> tuple[str, ...]:
     """Return how ids begin that no notification can name."""
-    return tuple(getattr(Codec(), "reserved_prefixes", ("HB:", "PUSH_REG:")))
+    return tuple(Codec().reserved_prefixes)
 
 
 if TYPE_CHECKING:
