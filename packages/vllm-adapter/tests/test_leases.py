@@ -25,15 +25,9 @@ class Bench:
         self.agent = FakeAgent()
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
-        unused: Any = None
-        parts = TransferParts(
-            self.agent,  # type: ignore[arg-type]
-            unused,
-            Codec(),
-            self.recorder,  # type: ignore[arg-type]
-            lambda: self.now_s,
-            "P",
-        )
+        untyped: Any = (self.agent, None, self.recorder)
+        agent, handshakes, recorder = untyped
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P")
         self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
 
     @property

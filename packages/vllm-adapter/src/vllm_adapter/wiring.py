@@ -189,7 +189,8 @@ class WorkerParts:
             facts,
             caches,
             agent_metadata=agent.agent_metadata(),
-            fence=agent.fence,
+            # An engine that hands out no fence words announces none, so that its tickets are not refused for want of one.
+            fence=agent.fence if self.settings.fence_slots else None,
             geometry=pack_document(document),
             generation=generation,
         )
@@ -219,7 +220,7 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 
 def _reserved_prefixes() -> tuple[str, ...]:
     """Return how ids begin that no notification can name."""
-    return tuple(getattr(Codec(), "reserved_prefixes", ("HB:", "PUSH_REG:")))
+    return tuple(Codec().reserved_prefixes)
 
 
 if TYPE_CHECKING:
