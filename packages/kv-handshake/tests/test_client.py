@@ -267,6 +267,21 @@ def test_a_reply_of_endless_frames_does_not_keep_others_waiting(client, listener
         assert fetch(client, listener.port).is_ok
 
 
+def test_sockets_are_made_and_closed_when_there_is_time(listener):
+    hub = Hub()
+    assert hub.poll(30) == ([], []), "it waits no longer than until it can make the sockets of the next connection"
+    prepared = hub._prepared
+    connections = [hub.open("127.0.0.1", listener.port) for _ in range(40)]
+    assert connections[0] is prepared
+    for connection in connections:
+        hub.discard(connection)
+    assert len(hub._ended) < 40, "not too many are kept open"
+    until(lambda: hub.poll(30) == ([], []) and hub._ended == [])
+    assert all(connection.socket.closed and connection.monitor.closed for connection in connections)
+    hub.close()
+    assert hub._prepared.socket.closed
+
+
 def test_a_reply_before_the_end_of_the_connection_counts():
     """Also if the end is noticed first; and the reason of the end stays."""
     context = zmq.Context()

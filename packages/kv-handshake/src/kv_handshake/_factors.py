@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._limits import MAX_FACTORS
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +107,8 @@ class Difference:
     group: Group
 
     def __str__(self) -> str:
-        return f"{self.name}: local {_canonical(self.local)}, peer {_canonical(self.peer)}"
+        local, peer = shortened(_canonical(self.local)), shortened(_canonical(self.peer))
+        return f"{shortened(self.name)}: local {local}, peer {peer}"
 
 
 def compatibility_hash(factors: Mapping[str, object]) -> str:
