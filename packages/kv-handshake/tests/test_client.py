@@ -135,8 +135,9 @@ class MovedClock:
         return time.monotonic() + self.ahead_s
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_refused_connection_is_an_answer(client, free_port):
-    """One attempt, no retry within the request, however long its deadline is."""
+    """A single attempt and no retry within the request, however long its deadline is."""
     outcome = fetch(client, free_port)
     assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
     assert f"127.0.0.1 port {free_port}" in outcome.message
@@ -152,6 +153,7 @@ def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, liste
     assert (outcome.code, outcome.attempts) == ("", 1), outcome.message
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     """Requests fail at once all the while; the first one after the peer has answered succeeds."""
     timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.05)
@@ -171,6 +173,7 @@ def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     listener.close()
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
     """While the one background attempt hangs, every request fails at once."""
     client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=1, attempt_s=0.5, hold_first_s=0.01), seed=1)

@@ -87,6 +87,7 @@ NONCES = st.from_regex(r"[!-~]{1,64}", fullmatch=True)
 CONSUMERS = st.text(st.characters(categories=("L", "N", "P")), max_size=40)
 
 
+@pytest.mark.never_wrong("C6")
 @given(REQUEST_IDS.filter(lambda text: not text.startswith("KVH:")), NONCES, CONSUMERS, st.integers(1, 65_536))
 def test_read_with_nonce_and_consumer_survives_the_way(request_id, nonce, consumer, count):
     seen = parse_notification(encode_read_complete(request_id, count, nonce=nonce, consumer=consumer))
@@ -94,6 +95,7 @@ def test_read_with_nonce_and_consumer_survives_the_way(request_id, nonce, consum
     assert (seen.nonces, seen.consumer) == ((nonce,), consumer)
 
 
+@pytest.mark.never_wrong("C6")
 @given(st.lists(st.tuples(REQUEST_IDS.filter(lambda text: not text.startswith("KVH:")), st.just("") | NONCES)))
 def test_heartbeats_with_and_without_nonces_survive_the_way(readers):
     found = []
@@ -104,6 +106,7 @@ def test_heartbeats_with_and_without_nonces_survive_the_way(readers):
     assert sorted(found) == sorted(set(readers))
 
 
+@pytest.mark.never_wrong("C6")
 def test_vllms_form_is_unchanged_without_a_nonce():
     codec = Codec()
     assert codec.read_complete("r", 2) == b"r:2"
@@ -131,6 +134,7 @@ def read_by_release_0_1(payload):
     return "read-complete", [request_id]
 
 
+@pytest.mark.never_wrong("C6")
 def test_older_peers_find_unknown_ids_in_our_forms():
     """Nothing there raises, and no id that could be a request's own is among them."""
     read = encode_read_complete("r,1", 4, nonce="n", consumer="e")
@@ -141,6 +145,7 @@ def test_older_peers_find_unknown_ids_in_our_forms():
     assert int(read.decode().rsplit(":", 1)[1]) == 4, "vLLM takes the text behind the last colon for a number"
 
 
+@pytest.mark.never_wrong("B2")
 @pytest.mark.parametrize("prefix", Codec().reserved_prefixes)
 @pytest.mark.parametrize("nonce", ["", "n"])
 def test_ids_with_a_reserved_prefix_are_coded_refusals(prefix, nonce):

@@ -140,6 +140,7 @@ def test_a_hostile_envelope_makes_no_long_text():
 OURS = Codec(capabilities={"nonce": "supported", "prompt-digest": "supported"})
 
 
+@pytest.mark.never_wrong("B11")
 def test_capabilities_are_those_of_both_sides():
     offer = LocalOffer(capabilities={"nonce": "supported", "streaming": "supported"})
     frame = OURS.encode_envelope(sample_metadata(), {}, dialect=14)
@@ -148,6 +149,7 @@ def test_capabilities_are_those_of_both_sides():
     assert decode_metadata(decode_envelope(frame)).capabilities == ("nonce", "prompt-digest")
 
 
+@pytest.mark.never_wrong("B11")
 def test_a_peer_of_release_0_1_is_recognised_and_accepted():
     """Its envelope, a published vector, announces our protocol but not the capability."""
     (vector,) = [each for each in load_vectors() if each.name == "envelope-extended-v14"]
@@ -173,6 +175,7 @@ class EnvelopeOfRelease01(msgspec.Struct, frozen=True, kw_only=True):
     kvh_refusal: dict | None = None
 
 
+@pytest.mark.never_wrong("B11")
 def test_release_0_1_reads_an_envelope_with_capabilities():
     frame = OURS.encode_envelope(sample_metadata(), {"a": 1}, dialect=14, rank=(0, 0))
     read = msgspec.msgpack.decode(frame, type=EnvelopeOfRelease01)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kv_handshake import Advertisement, ConfigurationError, Timing, WireError
 from kv_handshake._endpoint import endpoint_of, parse_endpoint
-from kv_handshake._keys import read_authorized_keys, read_keypair, read_public_key
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
 from kv_handshake._text import printable, shortened
+from kv_handshake._zmq._keys import read_authorized_keys, read_keypair, read_public_key
 from kv_handshake.machine import StreamReader, encode_stream, state_diagram
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
@@ -252,12 +252,14 @@ def test_state_diagram_shows_every_transition():
     assert "    failed --> [*]\n" in text
 
 
+@pytest.mark.never_wrong("B3")
 @pytest.mark.parametrize("generation", [2**53, 2**53 + 1, -1])
 def test_an_advertisement_holds_no_number_that_a_float_rounds(generation):
     with pytest.raises(ConfigurationError):
         changed(generation=generation).encode()
 
 
+@pytest.mark.never_wrong("B3")
 def test_numbers_up_to_2_53_survive_a_router_that_keeps_floats():
     def through_floats(data):
         return json.dumps(json.loads(data, parse_int=lambda text: int(float(text))))

@@ -4,8 +4,9 @@ import pytest
 
 from kv_handshake import LocalOffer, TransportError, WireError
 from kv_handshake._endpoint import endpoint_of
-from kv_handshake._outcome import Timing, outcome_of
+from kv_handshake._outcome import outcome_of
 from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._timing import Timing
 from kv_handshake.machine import ServerCore
 from kv_handshake.testing import FakeClient, FakeListener, FakeNetwork, check_client, check_listener, sample_envelopes
 

@@ -29,7 +29,7 @@ _DIGEST = frozenset("0123456789abcdef")
 
 @final
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in short.
+    """An engine in short.
 
     Attributes:
         engine_id: The engine.

@@ -103,7 +103,7 @@ class Wire:
 
 @final
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer rank's metadata: where its KV cache lies and how it is laid out.
+    """Metadata of a peer rank: where its KV cache lies and how it is laid out.
 
     Names are those of vLLM's wire; lists are parallel, one entry per registered region. The order is that in which
     vLLM 0.32 writes the keys.
@@ -172,7 +172,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
 @final
 @dataclass(frozen=True, slots=True)
 class MetadataField:
-    """One row of the field table.
+    """A row of the field table.
 
     Attributes:
         name: The attribute's name.

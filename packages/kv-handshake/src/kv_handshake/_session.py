@@ -36,7 +36,7 @@ _MAX_NAMES = 64
 
 
 class Reply(NamedTuple):
-    """One accepted reply.
+    """An accepted reply.
 
     Attributes:
         envelope: The envelope's bytes.

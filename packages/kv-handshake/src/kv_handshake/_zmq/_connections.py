@@ -32,7 +32,7 @@ from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 
 if TYPE_CHECKING:
-    from kv_handshake._keys import ClientSecurity
+    from kv_handshake._zmq._keys import ClientSecurity
 
 __all__ = ["Connection", "Hub", "WakeupPipe"]
 
@@ -65,7 +65,7 @@ _MONITORED = (
 
 @final
 class Connection:
-    """One client connection to one listener; belongs to its hub's thread."""
+    """A client connection to a listener; belongs to its hub's thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
         self.socket = context.socket(zmq.DEALER)
