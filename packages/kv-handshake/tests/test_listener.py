@@ -260,13 +260,13 @@ def keys():
 def secure_client(keys, name, *, server="server"):
     return Client(
         LocalOffer(policy="off"),
-        security=ClientSecurity(*keys[name], keys[server][0]),
+        security=ClientSecurity(keys[name][0], keys[name][1], keys[server][0]),
         timing=Timing(deadline_s=30, attempt_s=20),
     )
 
 
 def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
-    security = ServerSecurity(*keys["server"], authorized={keys["friend"][0]: "friend"})
+    security = ServerSecurity(keys["server"][0], keys["server"][1], {keys["friend"][0]: "friend"})
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=security)
     listener.start()
     friend, stranger = secure_client(keys, "friend"), secure_client(keys, "stranger")

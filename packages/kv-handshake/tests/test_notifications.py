@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError
 from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake.testing import sample_envelopes
 
 REQUEST_IDS = (
     st.text(min_size=1, max_size=60)
@@ -20,7 +21,7 @@ def test_read_complete_survives_the_way(request_id, count):
 
 @given(st.lists(st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)))
 def test_heartbeats_survive_the_way(request_ids):
-    found = []
+    found: list[str] = []
     for payload in encode_heartbeats([(each, "") for each in request_ids], target_bytes=64):
         seen = parse_notification(payload)
         assert seen.kind == "heartbeat"
@@ -81,6 +82,8 @@ def test_codec_offers_the_same():
     assert codec.heartbeats([("r", "")]) == (b"HB:r",)
     assert codec.parse_notification(b"r:2").reader_count == 2
     assert len(codec.compatibility_hash({})) == 64
+    envelope = codec.decode_envelope(sample_envelopes()[0, 0])
+    assert codec.decode_metadata(envelope).engine_id == "engine-a"
 
 
 NONCES = st.from_regex(r"[!-~]{1,64}", fullmatch=True)
@@ -98,7 +101,7 @@ def test_read_with_nonce_and_consumer_survives_the_way(request_id, nonce, consum
 @pytest.mark.never_wrong("C6")
 @given(st.lists(st.tuples(REQUEST_IDS.filter(lambda text: not text.startswith("KVH:")), st.just("") | NONCES)))
 def test_heartbeats_with_and_without_nonces_survive_the_way(readers):
-    found = []
+    found: list[tuple[str, str]] = []
     for payload in encode_heartbeats(readers, target_bytes=100):
         seen = parse_notification(payload)
         assert (seen.kind, len(seen.nonces)) == ("heartbeat", len(seen.request_ids))

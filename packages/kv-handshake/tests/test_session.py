@@ -24,7 +24,7 @@ def session(ranks=RANKS, version=14, **arguments):
 
 def ask_all(asker, core, *, chunk=None, ahead=1, now_s=1.0):
     """Pipe a session into a core, with `ahead` queries under way, in chunks of bytes."""
-    replies = []
+    replies: list[tuple[bytes, ...]] = []
     while not asker.is_over:
         while asker.queries_left and len(replies) < ahead:
             replies.append(core.respond(asker.next_query(now_s=now_s), clock_s=100.0))

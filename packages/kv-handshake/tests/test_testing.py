@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_handshake import LocalOffer, TransportError, WireError
+from kv_handshake import LocalOffer, Outcome, TransportError, WireError
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._outcome import outcome_of
 from kv_handshake._task import HandshakeRequest, Question, Task
@@ -15,7 +15,7 @@ FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 
 def fetch_with(network, client, listener):
     def fetch(ranks, engine_id, dialect):
-        ends = []
+        ends: list[Outcome] = []
         client.request(
             host="127.0.0.1", port=listener.port, ranks=ranks, engine_id=engine_id, dialect=dialect, on_done=ends.append
         )
