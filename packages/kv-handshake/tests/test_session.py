@@ -9,7 +9,7 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._states import EVENTS, TRANSITIONS, next_step
+from kv_handshake._states import EVENTS, TRANSITIONS, IllegalEvent, next_step
 from kv_handshake._writing import encode_clock
 from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
@@ -225,4 +225,5 @@ def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, le
     if events:
         assert step == TRANSITIONS[state][events[0]]
     else:
+        assert isinstance(step, IllegalEvent)
         assert step.fault == ("peer" if cause in ("bytes", "reply") and state != "idle" else "local")
