@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -154,8 +154,8 @@ def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
     """(c) Indices of 10 000 block ids x 128 regions against bare outer sums of the same size."""
     plan = plan_transfer(*_dense_pair(20_000))
     generator = np.random.default_rng(5)
-    mine = generator.permutation(20_000)[:10_000]
-    theirs = generator.permutation(20_000)[:10_000]
+    mine: Any = generator.permutation(20_000)[:10_000]
+    theirs: Any = generator.permutation(20_000)[:10_000]
     local, peer = [BlockList(mine)], [BlockList(theirs)]
     first = (np.arange(128, dtype=np.int32) * 20_000)[:, None]
     report(f"indices: {len(plan.indices((0, 0), local, peer, tokens=160_000)[0])} pairs")
