@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_topology import from_document, plan_transfer, to_document
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology import BlockList, from_document, plan_transfer, to_document
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,19 +143,19 @@ def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
 
 def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
     """(c) Indices of 10 000 block ids x 128 regions against bare outer sums of the same size."""
-    local, peers = _dense_pair(20_000)
-    plan = plan_transfer(local, peers)
+    plan = plan_transfer(*_dense_pair(20_000))
     generator = np.random.default_rng(5)
     mine = generator.permutation(20_000)[:10_000]
     theirs = generator.permutation(20_000)[:10_000]
+    local, peer = [BlockList(mine)], [BlockList(theirs)]
     first = (np.arange(128, dtype=np.int32) * 20_000)[:, None]
-    report(f"indices: {len(plan.indices((0, 0), [mine], [theirs])[0])} pairs")
+    report(f"indices: {len(plan.indices((0, 0), local, peer, tokens=160_000)[0])} pairs")
 
     def bare() -> object:
         left, right = mine.astype(np.int32), theirs.astype(np.int32)
         return (first + left).ravel(), (first + right).ravel()
 
-    ours, baseline = _medians(lambda: plan.indices((0, 0), [mine], [theirs]), bare, 101)
+    ours, baseline = _medians(lambda: plan.indices((0, 0), local, peer, tokens=160_000), bare, 101)
     return [_entry("indices of 10000 ids x 128 regions", "ms", ours * 1e3, baseline * 1e3, 1.3)]
 
 
