@@ -96,7 +96,9 @@ class TransferPlan:
         by_group: dict[int, list[Ints]] = {}
         for link, pairs in self._pairs(local, peer, tokens):
             for table, pair in zip(link.tables, pairs, strict=True):
-                by_group.setdefault(table.pairing.local_group, []).append(pair.local // table.pairing.local_units)
+                by_group.setdefault(table.pairing.local_group, []).append(
+                    (pair.local // table.pairing.local_units).astype(np.int64)
+                )
         pages = {group: np.unique(np.concatenate(parts)) for group, parts in by_group.items()}
         return tuple((region, pages[region.group]) for region in self._staged)
 
