@@ -39,13 +39,13 @@ def agents_are_unloaded_with_their_peer(patch):
 
 @revert
 def orders_that_wait_are_dropped_when_the_thread_dies(patch):
-    fail = Loop._fail
+    fail = Loop.fail
 
     def old(self, failure):
         fail(self, failure)
         self.mailbox._items.clear()
 
-    patch.setattr(Loop, "_fail", old)
+    patch.setattr(Loop, "fail", old)
 
 
 @revert

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["run_episode"]
 
 _LOCAL_PAGES: Final = 96
-_RATES: Final = (
+_RATES: Final[tuple[dict[str, float], ...]] = (
     {},
     {"stall": 0.2},
     {"check-error": 0.02, "post-error": 0.02, "make-error": 0.02, "release-error": 0.02},
@@ -87,7 +87,7 @@ def _draw(chance: random.Random, trace: Callable[[TraceEvent], None]) -> _Config
 
 @final
 class _Episode:
-    """One consumer's loop, its producers, and the events that befall them."""
+    """A consumer's loop, its producers, and the events that befall them."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)  # noqa: S311 - reproducible, no secrets
@@ -108,13 +108,13 @@ class _Episode:
         self.loop = Loop("consumer", self._make_agent, self._callbacks(), options, self.clock)
         self.loop.timers.add(0.01, self.world.timer_ran, self.clock.now_s)
         self.loop.timers.add(0.0037, _do_nothing, self.clock.now_s)  # a round of timers that opens at other times
-        agent = self.loop._set_up()  # noqa: SLF001 - the loop is stepped by hand, not run
+        agent = self.loop.set_up()
         demand(agent is not None, "the agent does not start")
         self.agent: TransferAgent = agent  # type: ignore[assignment]
         self.producers = [self._start_producer(f"p{number}", 1) for number in range(self.configuration.peers)]
         for producer in self.producers:
             self._add(producer)
-        fences = self.agent._memory.fences  # noqa: SLF001
+        fences = self.agent._memory.fences  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         for _ in range(SCRATCH_WORDS - self.configuration.scratch_words):
             fences.take_scratch(0)
         self.fabric.fault_rates = self.configuration.rates
@@ -154,7 +154,7 @@ class _Episode:
     def turn(self) -> None:
         """Run one turn of the loop."""
         self.world.turn_begins()
-        self.loop._turn(self.agent)  # noqa: SLF001
+        self.loop.turn(self.agent)
 
     def step(self) -> None:
         """Let one random event happen, and some turns pass."""
@@ -173,11 +173,11 @@ class _Episode:
             [10, 3, 2, 1, 0.5, 1, 2, 0.2, 0.1],
         )
         events[0]()
-        self.loop._deliver_ends(self.agent)  # noqa: SLF001 - of an event that acted on the agent itself
+        self.loop.deliver_ends(self.agent)
         for _ in range(self.chance.choice([0, 1, 1, 2, 5])):
             self.clock.now_s += 0.002
             self.turn()
-        kept, live = len(self.agent._transfers._deadlines), len(self.world.live_ids())  # noqa: SLF001
+        kept, live = self.agent.statistics()["deadlines_kept"], len(self.world.live_ids())
         demand(kept <= 2 * live + 130, f"{kept} transfers are kept for {live} that are live")
 
     def _burst(self) -> None:
@@ -311,11 +311,11 @@ class _Episode:
             self.turn()
             for _ in range(20):
                 self._order()
-            self.loop._fail(AgentError("thread-dead", "the driver ended it"))  # noqa: SLF001
+            self.loop.fail(AgentError("thread-dead", "the driver ended it"))
         self.loop.is_closing = True
-        self.loop._tear_down(self.agent)  # noqa: SLF001
+        self.loop.tear_down(self.agent)
         self.world.expect_all_ended()
-        fences = self.agent._memory.fences  # noqa: SLF001
+        fences = self.agent._memory.fences  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         words = {fences.read(slot) for slot in range(4)}
         demand(words == {CLOSED_GENERATION}, f"fence words {words} after the close")
         handles = self.ports[0].open_handles()

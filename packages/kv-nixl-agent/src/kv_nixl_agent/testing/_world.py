@@ -52,7 +52,7 @@ def _rows_of(memory: npt.NDArray[np.uint8]) -> Rows:
 
 @final
 class Producer:
-    """One producer process: four slots of four pages, whose content is the generation of their lease."""
+    """A producer process: four slots of four pages, whose content is the generation of their lease."""
 
     def __init__(self, fabric: FakeFabric, name: str, incarnation: int) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Producer:
         """Generation of the current lease, by slot."""
         self._fabric = fabric
         self._memory = np.zeros((_SLOTS * _PAGES_PER_SLOT, PAGE_BYTES), dtype=np.uint8)
-        region = (int(self._memory.ctypes.data), int(self._memory.nbytes), 0, "DRAM")
+        region: MemoryRegion = (int(self._memory.ctypes.data), int(self._memory.nbytes), 0, "DRAM")
         self.agent = TransferAgent(
             name, [region], AgentOptions(fence_words=_SLOTS, wire_up=False), port_factory=fabric.port
         )
