@@ -63,6 +63,7 @@ class TransferTable:
             "queued_bytes": float(self.schedule.waiting_bytes()),
             "inflight": float(len(self._posted)),
             "inflight_bytes": float(self.schedule.inflight_bytes),
+            "deadlines_kept": float(len(self._deadlines)),
         }
 
     # ----------------------------------------------------------------------------------------------------------- turn
