@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,7 @@ class NumpyPort:
     def __init__(self, fabric: Fabric, name: str, memory: RankMemory) -> None:
         self.fabric, self.name, self.memory = fabric, name, memory
         self.regions: dict[int, list[tuple[int, int, str, Array]]] = {}
-        self.inbox: list[tuple[str, bytes]] = []
+        self.inbox: deque[tuple[str, bytes]] = deque()
         self.known: set[str] = set()
         self.is_closed = False
 
@@ -192,8 +193,7 @@ class NumpyPort:
         return None
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
-        taken, self.inbox = self.inbox, []
-        return taken
+        return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def send_notification(self, agent_name: str, payload: bytes) -> None:
         if agent_name not in self.known:

@@ -242,7 +242,7 @@ def state_facts(model: Model, group: Group) -> dict[str, Any]:
     return {}
 
 
-def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, generation: int) -> EngineFacts:
+def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port: int, generation: int) -> EngineFacts:
     """Return what the host's seam says of an engine and a rank."""
     names = layer_names(model)
     kinds: dict[str, Any] = {"full": "attention", "chunked": "attention", "window": "sliding-window", "latent": "latent", "state": "state"}
@@ -257,7 +257,7 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, gene
         for number, group in enumerate(model.groups)
     )
     return EngineFacts(
-        engine_id=name, host="127.0.0.1", port=5600, tp=side.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=side.dcp,
+        engine_id=name, host="127.0.0.1", port=port, tp=side.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=side.dcp,
         total_kv_heads=model.heads, head_size=model.head_size, block_count=blocks, generation=generation, layout=side.layout,
         kernel_order="", attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
         factors={"model": "m"},
