@@ -39,7 +39,7 @@ from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._vectors import Vector, load_vectors
 from kv_handshake._zmq import generate_keypair
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # doing handshakes

@@ -27,7 +27,7 @@ from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TAB
 from kv_scheduler_state._ticket import HandoffTicket, TicketKind, prefill_request_params
 from kv_scheduler_state._ticket_reader import ParamsKind, TicketReader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # the scheduler process

@@ -33,7 +33,7 @@ from kv_topology._slices import SliceTable
 from kv_topology._staged import CostModel, PageMove, StagedRegion
 from kv_topology._vllm import peer_document_from_vllm, peer_geometry_from_vllm, state_pages_per_block
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Planner",
