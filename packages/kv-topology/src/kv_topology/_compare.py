@@ -1,4 +1,4 @@
-"""Whether a field, a group or an engine of a peer can be paired with ours at all: every refusal names both numbers."""
+"""Refusals of fields and groups of a peer that cannot be paired with ours; each names both values."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def check_groups_match(local: Group, peer: Group, layer: str) -> None:
         raise _differ("group-kind-differs", "The kind", where, local.kind, peer.kind)
     if local.window_tokens != peer.window_tokens:
         raise _differ("window-differs", "The attention window", where, local.window_tokens, peer.window_tokens)
+    if local.is_state and local.pages_per_block != peer.pages_per_block:
+        raise _differ("state-pages-differ", "Pages of a state", where, local.pages_per_block, peer.pages_per_block)
 
 
 def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> None:

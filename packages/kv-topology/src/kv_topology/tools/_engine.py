@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_topology._errors import InvalidGeometry
-from kv_topology._families import (
+from kv_topology._attention_layouts import (
     AttentionShape,
     cpu_layout,
     halves_layout,
@@ -21,14 +21,14 @@ from kv_topology._families import (
     packed_layout,
     split_layouts,
 )
-from kv_topology._families_state import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
+from kv_topology._state_layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
 from kv_topology._model import Group, Layout, Member, RankGeometry, Region
 from kv_topology._shards import TokenDeal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_topology._families import PageOrder
+    from kv_topology._attention_layouts import PageOrder
 
 __all__ = ["KV_LAYOUTS", "EngineSpec", "LayerKind", "ModelSpec", "StateSpec", "build_engine", "engine_layouts"]
 

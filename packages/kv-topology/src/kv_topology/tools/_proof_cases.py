@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology._plan import plan_transfer
 from kv_topology.testing import Proof, Request, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kv_topology._engine import LayerKind
+    from kv_topology.tools._engine import LayerKind
 
 __all__ = ["FAMILIES", "ProofCase", "request_for", "run_proofs"]
 

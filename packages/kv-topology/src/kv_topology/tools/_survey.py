@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from kv_topology._engine import build_engine
+from kv_topology.tools._engine import build_engine
 from kv_topology._estimate import bytes_per_token
 from kv_topology._plan import plan_transfer
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kv_topology._model import RankGeometry
     from kv_topology._plan import TransferPlan
-    from kv_topology._spec import DryRun
+    from kv_topology.tools._spec import DryRun
 
     Rank = tuple[int, int]
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
 
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec
+from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from kv_topology._engine import LayerKind
+    from kv_topology.tools._engine import LayerKind
 
 __all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 
