@@ -5,7 +5,6 @@ The objects behind are production's: the agent and loop of `TransferThread`, the
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -45,6 +44,15 @@ class Clock(types.SimpleNamespace):
                 module.time = self  # type: ignore[attr-defined]
 
 
+class _Sleepless:
+    """A pacer that never waits: the next turn comes when it is asked for."""
+
+    def progressed(self) -> None: ...
+    def wake(self) -> None: ...
+    def wait_busy(self) -> None: ...
+    def wait_idle(self, *_: object) -> None: ...
+
+
 class HandThread:
     """A `TransferThread` that runs when it is told to, on the calling thread."""
 
@@ -56,20 +64,21 @@ class HandThread:
         return getattr(self._thread, name)
 
     def start(self) -> None:
+        loop = self._thread._loop
         self._thread._thread = threading.current_thread()
-        if self._thread._loop._set_up() is None:
-            raise self._thread._loop.failure
+        loop.pacer = _Sleepless()
+        if loop._set_up() is None:
+            raise loop.failure
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
         self._timers.append(function)
 
     def turn(self) -> None:
-        """One turn of the loop."""
+        """Run one turn of the loop."""
         loop = self._thread._loop
-        loop._run_calls(math.inf)
-        loop.agent.advance()
-        loop._hand_out(loop.agent)
-        assert not loop.callback_errors and not loop.loop_errors, f"the transfer thread raised: {loop.last_error}"
+        loop._turn(loop.agent)
+        health = self._thread.health()
+        assert not health.callback_errors and not health.loop_errors, f"the transfer thread raised: {health.last_error}"
 
     def tick(self) -> None:
         """Run all timers."""
