@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
-from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
+from kv_scheduler_state import AnnouncedFences, GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
 from kv_topology import CostModel, Planner, peer_document_from_vllm
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,14 @@ class WorkerParts:
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
         return LeaseTable()
+
+    def make_announced_fences(self) -> ports.AnnouncedFences:
+        """Return an empty record of announced fence words."""
+        return AnnouncedFences()
+
+    def make_recorder(self) -> Recorder:
+        """Return this rank's recorder."""
+        return Recorder(ucx_tls=self.ucx_tls, is_lead=(self.facts.pp_rank, self.facts.tp_rank) == (0, 0))
 
     def make_transfer_thread(
         self,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import load_settings
 from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
-from vllm_adapter.host.testing_switches import is_host_buffer_forced, page_corrupter
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -65,8 +64,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         is_worker = role == KVConnectorRole.WORKER
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
-        self._corrupt = page_corrupter() if is_worker else None
-        self._has_mirror = wants_host_buffer(vllm_config) or is_host_buffer_forced()
+        self._has_mirror = wants_host_buffer(vllm_config)
         self._mirror: TorchMirror | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -74,7 +72,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             spans = _span_writer(vllm_config, facts, (facts.pp_rank, facts.tp_rank))
             trace = spans.read_ended if spans is not None else None
             parts = WorkerParts(facts, settings)
-            self._worker = WorkerSide(facts, parts, read_ended=self._corrupt, trace=trace)
+            self._worker = WorkerSide(facts, parts, trace=trace)
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
@@ -191,8 +189,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and get ready for peers."""
-        if self._corrupt is not None:
-            self._corrupt.attach(kv_caches)
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors

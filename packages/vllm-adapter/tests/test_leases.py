@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import Any
 
 import pytest
-from fakes import FakeAgent
+from fakes import FakeAgent, FakeRecorder
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
-from vllm_adapter.worker.transfer.leases import HoldCoordinator, HoldObserver
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.parts import TransferParts
 
 FENCE = (3, 77)
 
@@ -20,34 +21,39 @@ class Bench:
     def __init__(self) -> None:
         self.now_s = 50.0
         self.sent: list[str] = []
-        self.counts: Counter[str] = Counter()
         self.agent = FakeAgent()
-        self.lags: list[float] = []
-        self.log: list[str] = []
-        observer = HoldObserver(
-            self.sent.append,
-            lambda key: self.counts.update([key]),
-            lambda _, lag_s: self.lags.append(lag_s),
-            self.log.append,
+        self.recorder = FakeRecorder()
+        self.counts, self.log = self.recorder.counts, self.recorder.lines
+        unused: Any = None
+        parts = TransferParts(
+            self.agent,  # type: ignore[arg-type]
+            unused,
+            Codec(),
+            self.recorder,  # type: ignore[arg-type]
+            lambda: self.now_s,
+            "P",
         )
-        self.holds = HoldCoordinator(
-            LeaseTable(max_pause_s=1e9), Codec(), observer, heartbeat_s=5.0, now_s=lambda: self.now_s
-        )
-        self.holds.attach(self.agent)  # type: ignore[arg-type]
+        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=1e9), heartbeat_s=5.0, sent=self.sent.append)
+
+    @property
+    def lags(self) -> list[float]:
+        return [value for key, value in self.recorder.observed if key == "heartbeat_lag"]
 
     def expect(self, request_id: str = "r") -> None:
-        self.holds.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))
+        self.leases.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))
 
-    def grant(self, request_id: str = "r", lease_s: float = 30.0) -> None:
-        self.holds.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE),)))
+    def grant(self, request_id: str = "r", lease_s: float = 30.0, nonce: str = "") -> None:
+        self.leases.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE, nonce),)))
 
-    def beat(self, after_s: float, *request_ids: str, reader: str = "D") -> None:
+    def beat(self, after_s: float, *request_ids: str, reader: str = "D", nonce: str = "") -> None:
         self.now_s += after_s
-        for payload in Codec().heartbeats(request_ids or ("r",)):
-            self.holds.notified(reader, payload)
+        for payload in Codec().heartbeats([(name, nonce) for name in request_ids or ("r",)]):
+            self.leases.notified(reader, payload)
 
-    def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1) -> None:
-        self.holds.notified(reader, Codec().read_complete(request_id, count))
+    def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1, nonce: str = "") -> None:
+        self.leases.notified(
+            reader, Codec().read_complete(request_id, count, nonce=nonce, consumer=nonce and "engine D")
+        )
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
     bench.grant()
     bench.read()
     assert bench.sent == []
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["r"]
     ((slot, generation),) = bench.agent.fences
     assert slot == FENCE[0]
@@ -71,7 +77,7 @@ def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
     bench.expect()
     bench.read()
     bench.grant()
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["r"]
 
 
@@ -80,10 +86,10 @@ def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
     bench.grant()
     bench.read(reader="D0", count=2)
     bench.read(reader="D0", count=2)
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == []
     bench.read(reader="D1", count=2)
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["r"]
 
 
@@ -91,13 +97,13 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
     bench.expect()
     bench.grant(lease_s=30)
     bench.now_s += 25
-    for payload in Codec().heartbeats(["r", "unknown"]):
-        bench.holds.notified("D", payload)
+    for payload in Codec().heartbeats([("r", ""), ("unknown", "")]):
+        bench.leases.notified("D", payload)
     bench.now_s += 19
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == []
     bench.now_s += 2
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["r"]
     assert bench.counts["num_kv_expired_reqs"] == 1
     bench.read()
@@ -141,7 +147,7 @@ def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) ->
         bench.grant(request_id)
     bench.beat(29.0, "heard")
     bench.now_s += 20.5
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["heard", "unheard"]
     assert bench.lags == [15.5]
     assert "last heartbeat 20.5 s ago" in bench.log[0]
@@ -154,31 +160,31 @@ def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
         bench.grant()
         bench.beat(20.0)
         bench.read()
-        bench.holds.tick()
+        bench.leases.tick()
     assert bench.lags == []
 
 
 def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:
     bench.expect()
-    bench.holds.apply(StepPlan(releases=("r",)))
-    bench.holds.tick()
+    bench.leases.apply(StepPlan(releases=("r",)))
+    bench.leases.tick()
     assert bench.sent == []
 
 
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     bench.expect()
     bench.grant()
-    bench.holds.apply(StepPlan(revokes=("r",)))
-    bench.holds.tick()
+    bench.leases.apply(StepPlan(revokes=("r",)))
+    bench.leases.tick()
     assert bench.sent == ["r"]
 
 
 def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:
-    bench.holds.apply(
+    bench.leases.apply(
         StepPlan(expects=("a", "a"), grants=(GrantOrder("ghost", 3.0, None), GrantOrder("a", 30.0, None)))
     )
     bench.read("a")
-    bench.holds.tick()
+    bench.leases.tick()
     assert bench.sent == ["a"]
 
 
@@ -188,8 +194,8 @@ def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
     bench = Bench()
     bench.expect()
     bench.grant()
-    bench.holds.notified("stranger", payload)
-    bench.holds.tick()
+    bench.leases.notified("stranger", payload)
+    bench.leases.tick()
     assert bench.sent == []
 
 
@@ -197,26 +203,62 @@ def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench)
     bench.expect("granted")
     bench.grant("granted")
     bench.expect("expected")
-    bench.holds.end_all()
+    bench.leases.end_all()
     assert bench.sent == ["granted"], "nobody waits for a request that was never handed over"
     assert bench.agent.fences == [(FENCE[0], FENCE[1] | 1 << 63)]
     bench.read("granted")
-    bench.holds.end_all()
-    bench.holds.tick()
+    bench.leases.end_all()
+    bench.leases.tick()
     assert bench.sent == ["granted"]
-    assert bench.holds.live_count() == 0
+    assert bench.leases.live_count() == 0
 
 
 def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
     bench.expect()
     bench.grant()
-    bench.holds.end_all(has_fences=False)
+    bench.leases.end_all(has_fences=False)
     assert (bench.sent, bench.agent.fences) == (["r"], [])
 
 
 def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
-    bench.holds.expect(["r"])
-    bench.holds.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
-    bench.holds.tick()
+    bench.leases.expect(["r"])
+    bench.leases.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
+    bench.leases.tick()
     assert bench.sent == ["r"]
-    assert bench.holds.live_count() == 1
+    assert bench.leases.live_count() == 1
+
+
+# ---------------------------------------------------------------------------------------------- nonces
+
+
+def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(nonce="mine")
+    bench.read(nonce="of-a-former-life")
+    bench.beat(20.0, nonce="of-a-former-life")
+    bench.leases.tick()
+    assert bench.sent == []
+    assert bench.counts["num_lease_renewals"] == 0
+    bench.read(nonce="mine")
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(nonce="n")
+    for reader, consumer in (("D1/0", "D1"), ("D2/1", "D2")):
+        bench.leases.notified(reader, Codec().read_complete("r", 2, nonce="n", consumer=consumer))
+    bench.leases.tick()
+    assert bench.sent == []
+    bench.leases.notified("D1/1", Codec().read_complete("r", 2, nonce="n", consumer="D1"))
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_an_expiry_is_a_warning(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.now_s += 31
+    bench.leases.tick()
+    assert len(bench.recorder.warnings) == 1
