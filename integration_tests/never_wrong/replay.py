@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import geometry  # noqa: E402
-from runner import explain, run  # noqa: E402
+from oracle import geometry
+from oracle.runner import explain, run
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
         print(explain(int(text)))
         return 1
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    case = geometry.draw(int(text)) if text.isdigit() else eval(text, vars(geometry))
+    case = geometry.draw(int(text)) if text.isdigit() else eval(text, dict(vars(geometry)))
     print(case)
     try:
         print(run(case))

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from geometry import draw
-from runner import Router, run
+from oracle.geometry import draw
+from oracle.runner import Router, run
 
 GO = """package main
 import ("encoding/json"; "os")
@@ -52,7 +52,10 @@ def through(command: list[str]) -> Router:
 
 def test_doubles_change_what_they_cannot_hold() -> None:
     """The reader of these tests is as bad as the ones it stands for."""
-    assert as_doubles('{"n": [9007199254740993, 2.5, true, "9007199254740993"]}') == '{"n": [9007199254740992, 2.5, true, "9007199254740993"]}'
+    assert (
+        as_doubles('{"n": [9007199254740993, 2.5, true, "9007199254740993"]}')
+        == '{"n": [9007199254740992, 2.5, true, "9007199254740993"]}'
+    )
 
 
 @pytest.mark.parametrize("seed", [3, 5, 11, 21, 34])
@@ -94,7 +97,9 @@ def test_no_number_in_a_ticket_needs_more_than_a_double() -> None:
     assert seen
     numbers = [n for ticket in seen for n in _numbers(ticket)]
     assert max(numbers) < 2**53
-    assert all(as_doubles(json.dumps(ticket)) == json.dumps(json.loads(as_doubles(json.dumps(ticket)))) for ticket in seen)
+    assert all(
+        as_doubles(json.dumps(ticket)) == json.dumps(json.loads(as_doubles(json.dumps(ticket)))) for ticket in seen
+    )
     for ticket in seen:
         assert json.loads(as_doubles(json.dumps(ticket))) == ticket
 

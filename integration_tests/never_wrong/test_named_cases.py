@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from geometry import Case, Group, Model, Request, Side
-from runner import run
+from oracle.geometry import Case, Group, Model, Request, Side
+from oracle.runner import run
 
 FULL = (Group("full"),)
 LATENT = (Group("latent", layers=2),)
@@ -14,17 +15,22 @@ MAMBA = (Group("state", state="MAMBA2"), Group("full"))
 
 
 def case(
-    groups: tuple[Group, ...], producer: int, consumer: int, *requests: Request, block: int = 4, peer_block: int = 4, seed: int = 1,
-    **model: int,
+    groups: tuple[Group, ...], producer: int, consumer: int, *requests: Request, block: int = 4, peer_block: int = 4,
+    seed: int = 1, **model: int,
 ) -> Case:  # fmt: skip
     """A pair of engines that differ in nothing but what is named."""
-    counts = {"scratch": tuple(0 for _ in groups)}
 
     def side(tp: int, size: int) -> Side:
         sizes = tuple(64 if group.kind == "state" else size for group in groups)
-        return Side(tp=tp, block_tokens=sizes, conversion="never", **counts)  # type: ignore[arg-type]
+        return Side(tp, sizes, tuple(0 for _ in groups), conversion="never")
 
-    return Case(seed, Model(groups, **model), side(producer, peer_block), side(consumer, block), requests or (Request(prompt=11),))
+    return Case(
+        seed,
+        Model(groups, **model),
+        side(producer, peer_block),
+        side(consumer, block),
+        requests or (Request(prompt=11),),
+    )
 
 
 def assert_read(one: Case) -> None:
@@ -32,8 +38,8 @@ def assert_read(one: Case) -> None:
     assert outcome.read == len(one.requests), outcome
 
 
-def changed(one: Case, side: str, **changes: object) -> Case:
-    return replace(one, **{side: replace(getattr(one, side), **changes)})  # type: ignore[arg-type]
+def changed(one: Case, side: str, **changes: Any) -> Case:
+    return replace(one, **{side: replace(getattr(one, side), **changes)})
 
 
 @pytest.mark.parametrize(("producer", "consumer"), [(2, 1), (4, 2), (1, 2), (8, 1), (5, 4)])
@@ -50,10 +56,14 @@ def test_fewer_heads_than_ranks(producer: int, consumer: int) -> None:
 @pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1), (2, 4), (1, 8), (3, 2)])
 def test_states_with_fewer_groups_than_ranks(producer: int, consumer: int) -> None:
     """The groups of B and C are replicated where they are fewer than the ranks (Granite-4, Bamba)."""
-    assert_read(case(MAMBA, producer, consumer, heads=6 if 3 in (producer, consumer) else 8, state_heads=24, state_groups=1))
+    assert_read(
+        case(MAMBA, producer, consumer, heads=6 if 3 in (producer, consumer) else 8, state_heads=24, state_groups=1)
+    )
 
 
-@pytest.mark.parametrize(("producer", "consumer"), [((1, 1), (2, 2)), ((2, 2), (1, 1)), ((4, 4), (4, 2)), ((8, 4), (2, 2))])
+@pytest.mark.parametrize(
+    ("producer", "consumer"), [((1, 1), (2, 2)), ((2, 2), (1, 1)), ((4, 4), (4, 2)), ((8, 4), (2, 2))]
+)
 @pytest.mark.parametrize("block", [2, 64])
 def test_context_parallel_ranks_take_turns_block_by_block(
     producer: tuple[int, int], consumer: tuple[int, int], block: int
@@ -80,7 +90,15 @@ def test_a_producer_that_decoded_on_shifts_nothing(further: int) -> None:
 
 def test_a_window_peer_with_exactly_the_needed_tokens() -> None:
     for tokens in range(6, 14):
-        assert_read(case((Group("window", reach=5),), 1, 1, Request(prompt=tokens, producer_nulls=1.0, consumer_nulls=1.0), block=2))
+        assert_read(
+            case(
+                (Group("window", reach=5),),
+                1,
+                1,
+                Request(prompt=tokens, producer_nulls=1.0, consumer_nulls=1.0),
+                block=2,
+            )
+        )
 
 
 def test_null_blocks_of_groups_that_share_memory() -> None:
@@ -93,7 +111,9 @@ def test_null_blocks_of_a_chunked_first_group_are_no_prefix_hit() -> None:
     """Llama 4: prompts beyond one chunk."""
     chunked = (Group("chunked", reach=4), Group("full"))
     for tokens in (5, 8, 9, 17):
-        assert_read(case(chunked, 1, 1, Request(prompt=tokens, producer_nulls=1.0, consumer_nulls=1.0), block=2, peer_block=2))
+        assert_read(
+            case(chunked, 1, 1, Request(prompt=tokens, producer_nulls=1.0, consumer_nulls=1.0), block=2, peer_block=2)
+        )
 
 
 def test_a_lease_that_ends_while_its_read_is_on_the_wire_is_never_trusted() -> None:

@@ -48,7 +48,8 @@ class Process:
         return answer
 
     def end(self) -> int:
-        assert self.child.stdin is not None and self.child.stdout is not None
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
         self.child.stdin.close()
         try:
             return self.child.wait(30)
@@ -63,7 +64,7 @@ def _start(python: Path, folder: Path, name: str) -> Process:
     # Contents are drawn from hashes of request ids, so both processes must hash alike.
     env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ""}
     with (OLD / f"{name}.log").open("w") as log:
-        command = [python, HERE / "driver.py", folder, name]
+        command = [str(part) for part in (python, HERE / "driver.py", folder, name)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env, text=True)
     return Process(name, child)
 
@@ -93,7 +94,9 @@ def old_python() -> Path:
     for name in PACKAGES:
         _run(uv, "build", "--wheel", "--quiet", "--out-dir", OLD / "wheels", OLD / "source" / "packages" / name)
     _run(uv, "venv", "--quiet", "--python", sys.executable, OLD / "venv")
-    _run(uv, "pip", "install", "--no-config", "--quiet", "--no-deps", "--python", python, *(OLD / "wheels").glob("*.whl"))
+    _run(
+        uv, "pip", "install", "--no-config", "--quiet", "--no-deps", "--python", python, *(OLD / "wheels").glob("*.whl")
+    )
     # A plain path in a .pth file is searched last, and the .pth files in it (our editable packages) are not read.
     site = next((OLD / "venv" / "lib").glob("python*/site-packages"))
     (site / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")

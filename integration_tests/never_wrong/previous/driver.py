@@ -1,4 +1,4 @@
-"""One simulated engine of one release in a process of its own, driven by JSON lines; runs in that release's environment.
+"""A simulated engine of one release in a process of its own, driven by JSON lines; runs in that release's environment.
 
     driver.py FOLDER NAME    FOLDER holds that release's `engines.py` (integration_tests/sim); NAME names the engine.
 
@@ -7,6 +7,7 @@ It only uses what the simulated engines of both releases offer. Between two comm
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -18,7 +19,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 sys.path.insert(0, sys.argv[1])
 
-from engines import Engine  # noqa: E402
+Engine: Any = importlib.import_module("engines").Engine
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def answer(value: object) -> None:
     answers.flush()
 
 
-def obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+def obey(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Perform one command and return its answer."""
     if order["do"] == "prefill":
         request, ticket = engine.prefill(order["tokens"])

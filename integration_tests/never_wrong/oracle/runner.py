@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from blocks import Lists, consumer_lists, owed, producer_lists, refusal_is_fair
-from engines import Engine, LEASE_S
-from fabric import Fabric
-from geometry import Case, Request, draw, shrink
-from hands import Clock, SideChannel
-from memory import Array, Content, span_tokens
+
+from oracle.blocks import Lists, consumer_lists, owed, producer_lists, refusal_is_fair
+from oracle.engines import LEASE_S, Engine
+from oracle.fabric import Fabric
+from oracle.geometry import Case, Request, draw, shrink
+from oracle.hands import Clock, SideChannel
+from oracle.memory import Array, Content, span_tokens
 
 __all__ = ["Outcome", "Router", "Wrong", "explain", "run", "try_seed", "try_threads"]
 
@@ -25,10 +26,9 @@ Router = Callable[[str], str]
 """Carries a ticket's JSON text from one engine to the other."""
 
 _MOST_TURNS = 60
-_CONTENT_TOKENS = 160
 
 
-class Wrong(AssertionError):
+class Wrong(AssertionError):  # noqa: N818  (it reads as what it says)
     """A wrong byte, an order without its end, an uncoded or needless refusal."""
 
 
@@ -60,7 +60,7 @@ class _Handover:
 
 
 class _Play:
-    """One case on stage."""
+    """A case on stage."""
 
     def __init__(self, case: Case, *, router: Router | None = None, is_threaded: bool = False) -> None:
         self.case = case
@@ -71,15 +71,23 @@ class _Play:
         self.clock.install()
         self.fabric = Fabric(random.Random(case.seed + 1))
         channel = SideChannel()
-        common = {"clock": self.clock, "fabric": self.fabric, "channel": channel, "rng": self.rng, "is_threaded": is_threaded}
-        self.producer = Engine("P", 5600, case.model, case.producer, **common)  # type: ignore[arg-type]
-        self.consumer = Engine("D", 5601, case.model, case.consumer, **common)  # type: ignore[arg-type]
+        common = {
+            "clock": self.clock,
+            "fabric": self.fabric,
+            "channel": channel,
+            "rng": self.rng,
+            "is_threaded": is_threaded,
+        }
+        self.producer = Engine("P", 5600, case, case.producer, **common)  # type: ignore[arg-type]
+        self.consumer = Engine("D", 5601, case, case.consumer, **common)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
         self.outcome = Outcome()
         self.first_id = 1
+        self.untold: set[str] = set()
 
     def run(self) -> Outcome:
-        handovers = [self._prefill(number, request) for number, request in enumerate(self.case.requests)]
+        made = [self._prefill(number, request) for number, request in enumerate(self.case.requests)]
+        handovers = [handover for handover in made if handover is not None]
         self.producer.step()
         before = [data.copy() for data in self.consumer.data()]
         self.rng.shuffle(handovers)
@@ -98,21 +106,26 @@ class _Play:
 
     # ------------------------------------------------------------------------------------------------- producer
 
-    def _prefill(self, number: int, request: Request) -> _Handover:
+    def _prefill(self, number: int, request: Request) -> _Handover | None:
         case, engine, source = self.case, self.producer, f"p{number}"
         prompt = [self.rng.randrange(1000) for _ in range(request.prompt)]
-        refused, dropped = engine.arrive(source, {"do_remote_decode": True}, prompt)
+        asked = list(prompt)
+        refused, dropped = engine.arrive(source, {"do_remote_decode": True}, asked)
         assert not refused
         computed = request.prompt - dropped + request.further
-        theirs = producer_lists(case, request, engine.pool, computed, self.rng)
-        content = Content(case.model, _CONTENT_TOKENS, self.first_id)
+        theirs = producer_lists(case, request, engine.pool, computed + request.in_flight, self.rng)
+        content = Content(case.model, case.most_tokens, self.first_id)
         self.first_id += 1 << 22
         engine.allocate(source, theirs, 0)
         engine.step()
         engine.compute(content, theirs)
-        ticket = engine.finish(source, theirs, computed)
+        ticket, withheld = engine.finish(source, theirs, computed, asked, request.in_flight)
         if ticket is None:
-            raise Wrong(f"{source} is not handed over")
+            # A state that went on cannot be set back; nothing else keeps a finished prompt from being handed over.
+            if not withheld or not (case.has_state and (request.further or request.in_flight)):
+                raise Wrong(f"{source} is not handed over: {withheld or 'uncoded'}")
+            self.outcome.codes[withheld] += 1
+            return None
         ticket = json.loads(self.router(json.dumps(ticket)))
         return _Handover(request, source, f"d{number}", content, theirs, prompt, ticket)
 
@@ -120,10 +133,16 @@ class _Play:
 
     def _decode(self, handover: _Handover) -> None:
         case, engine, request = self.case, self.consumer, handover.request
+        if request.fate == "foreign":
+            other = self.rng.randrange(len(handover.prompt) - case.has_state)
+            handover.prompt[other] += 1000
         handover.refused, _ = engine.arrive(handover.reader, handover.ticket, handover.prompt)
-        spans = [span_tokens(case.model, case.consumer, n) for n, g in enumerate(case.model.groups) if g.kind != "state"]
+        spans = [
+            span_tokens(case.model, case.consumer, n) for n, g in enumerate(case.model.groups) if g.kind != "state"
+        ]
         hit = request.hit_blocks * math.lcm(*spans) if spans else 0
         external = engine.external_tokens(handover.reader, hit)
+        assert external is not None
         handover.tokens = hit + external
         handover.mine = consumer_lists(case, request, engine.pool, hit, max(handover.tokens, request.prompt), self.rng)
         handover.is_hit = not external
@@ -150,7 +169,8 @@ class _Play:
             if wanted <= self.consumer.received.keys() and leases <= self.producer.sent:
                 return
             if turn == _MOST_TURNS // 2 and not self.is_threaded:
-                self._pass(LEASE_S + 1)  # what nobody reads, or could not be told, ends by its lease
+                self.untold = leases - self.producer.sent
+                self._pass(LEASE_S + 1)  # a lease that nobody ends by a completion expires
         missing = wanted - self.consumer.received.keys(), leases - self.producer.sent
         raise Wrong(f"without an end: reads {sorted(missing[0])}, leases {sorted(missing[1])}")
 
@@ -174,7 +194,7 @@ class _Play:
 
     def _reuse(self, handover: _Handover) -> None:
         """Let another request compute in the blocks that have just become free."""
-        other = Content(self.case.model, _CONTENT_TOKENS, self.first_id)
+        other = Content(self.case.model, self.case.most_tokens, self.first_id)
         self.first_id += 1 << 22
         self.producer.compute(other, handover.theirs)
 
@@ -205,7 +225,7 @@ class _Play:
             else:
                 tokens, either = owed(self.case, number, lists, handover.tokens)
                 blocks = list(ids)
-            if failed:  # what was ordered may hold anything; all else must be as it was
+            if failed:  # the ordered pages may hold anything; all else must be as it was
                 touched = np.union1d(tokens, either) if either is not None else tokens
                 shadow = np.zeros(len(expected), np.uint8)
                 memory.write(shadow, handover.content, number, blocks, touched, ones=True)
@@ -214,12 +234,32 @@ class _Play:
             memory.write(expected, handover.content, number, blocks, tokens)
             if either is not None and len(either):
                 memory.write(other, handover.content, number, blocks, either)
-                memory.write(may_differ, handover.content, number, blocks, either, ones=True)
+                shadow = np.zeros(len(expected), np.uint8)
+                memory.write(shadow, handover.content, number, blocks, either, ones=True)
+                # Pages put in order as a whole hold anything where they hold no ordered token.
+                may_differ[shadow != 0] = 1 if self.consumer.pages_converted else 255
 
     def _judge_end(self, handover: _Handover) -> None:
         code = handover.refused or self.consumer.received.get(handover.reader, "")
+        assert handover.mine is not None
+        if handover.request.fate == "foreign":
+            if handover.refused != "ticket-prompt":
+                raise Wrong(
+                    f"{handover.reader} comes with another prompt's ticket, and that is no reason to refuse it: {code!r}"
+                )
+            self.outcome.codes[code] += 1
+            return
+        # Told to convert all pages, a consumer finds no plan for some producers, and without a plan it cannot tell them either.
+        is_met = self.case.consumer.conversion != "always"
+        if not code and handover.source in self.untold and not self.is_expired and is_met:
+            raise Wrong(f"{handover.source} was read, and kept its blocks until its lease ended")
         if handover.is_hit and not code:
             self.outcome.hits += 1
+            ends = len(handover.prompt) - self.case.has_state
+            # The machine decides at arrival, before it knows of a prefix hit.
+            without_hit = replace(handover.mine, hits=tuple(0 for _ in handover.mine.hits))
+            if handover.tokens < ends and not refusal_is_fair(self.case, handover.theirs, without_hit, ends):
+                raise Wrong(f"{handover.reader} is computed locally, for no reason")
             return
         if not code:
             self.outcome.read += 1
@@ -228,6 +268,8 @@ class _Play:
         if "uncoded" in code or not all(part and part == part.lower() for part in code.split(",")):
             raise Wrong(f"{handover.reader} ended with the code {code!r}")
         assert handover.mine is not None
+        if code == "not-stageable" and self.case.consumer.conversion == "always":
+            return  # told to convert all pages, also those that cannot be read whole
         if not self.is_expired and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
             raise Wrong(f"{handover.reader} is refused for no reason: {code}")
 
@@ -241,8 +283,8 @@ class _Play:
                 part = is_wrong[at + page * stride : at + page * stride + min(stride, cache.page_bytes)]
                 if part.any():
                     return (
-                        f"rank {rank}: {int(is_wrong.sum())} wrong bytes, the first in page {page} of {cache.layer} ({group.kind}), "
-                        f"byte {int(part.argmax())}"
+                        f"rank {rank}: {int(is_wrong.sum())} wrong bytes, the first in page {page} of {cache.layer} "
+                        f"({group.kind}), byte {int(part.argmax())}"
                     )
         return f"rank {rank}: {int(is_wrong.sum())} wrong bytes, outside all pages"
 
@@ -292,4 +334,5 @@ def try_threads(seed: int) -> tuple[Outcome, str]:
 def explain(seed: int) -> str:
     """Shrink a failing seed and return one line that reproduces it."""
     small = shrink(draw(seed), lambda case: bool(failure(case)))
-    return f"seed {seed}: {failure(small) or try_seed(seed)[1]}\n  .venv/bin/python integration_tests/never_wrong/replay.py '{small!r}'"
+    why, quoted = failure(small) or try_seed(seed)[1], repr(small).replace("'", '"')
+    return f"seed {seed}: {why}\n  .venv/bin/python integration_tests/never_wrong/replay.py '{quoted}'"

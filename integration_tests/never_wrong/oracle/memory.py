@@ -1,7 +1,7 @@
 """The memory of one rank and the truth about it: numpy arrays, filled and judged by slicing global tensors.
 
-`Content` holds, per request and layer, the one global tensor whose elements all differ. `RankMemory` allocates a rank's cache as an
-engine does, tells the adapter of it in the words of the host's seam (`LayerCache`), and writes a request's part of the global
+`Content` holds, per request and layer, the one global tensor whose elements all differ. `RankMemory` allocates a rank's cache as
+an engine does, tells the adapter of it in the words of the host's seam (`LayerCache`), and writes a request's part of the global
 tensors where an engine of that rank keeps it. Nothing here comes from the libraries under test.
 
 Example: 2 heads, 2 ranks, blocks of 4 tokens. Rank 1 keeps head 1. Token 6 of a request whose list is (5, 9) lies in block 9 at
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from geometry import Group, Model, Side
 
+from oracle.geometry import Group, Model, Side
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +75,7 @@ def _bytes(ids: Array, element_bytes: int) -> Array:
 
 
 class RankMemory:
-    """One rank's cache. `data` are its bytes, `base` their address as the rank's process sees it."""
+    """The cache of a rank. `data` are its bytes, `base` their address as the rank's process sees it."""
 
     def __init__(self, model: Model, side: Side, rank: int, blocks: int, random: np.random.Generator) -> None:
         self.model, self.side, self.rank, self.blocks = model, side, rank, blocks
@@ -122,7 +122,13 @@ class RankMemory:
         at = start + layer * (page if is_across else page * self.blocks)
         size, tokens = model.element_bytes, side.block_tokens[number] // side.split
         count = self.blocks * side.split
-        common: dict[str, Any] = {"layer": name, "group": number, "memory_kind": "DRAM", "device": 0, "page_bytes": page}
+        common: dict[str, Any] = {
+            "layer": name,
+            "group": number,
+            "memory_kind": "DRAM",
+            "device": 0,
+            "page_bytes": page,
+        }
         if group.kind == "state":
             shapes, sizes = self._state_shapes(group)
             cache = LayerCache(
@@ -163,6 +169,7 @@ class RankMemory:
         groups = max(1, model.state_groups // tp)
         if group.state == "LINEAR":
             return ((heads, size, size),), (_SSM_BYTES,)
+        ssm: tuple[int, ...]
         if group.state == "MAMBA1":
             channels, ssm = heads * 4, (heads * 4, size)
         else:
@@ -190,16 +197,19 @@ class RankMemory:
                 start = at + blocks[0] * self.caches[number].stride_bytes[0]
                 data[start : start + len(page)] = 255 if ones else page
             return
-        size, dcp = self.side.block_tokens[group], self.side.dcp
+        size, dcp, turn = self.side.block_tokens[group], self.side.dcp, self.side.turn_tokens
+        # Example: 2 ranks, blocks of 4, turns of 2: of tokens 0 to 7 rank 0 has 0 1 4 5, at places 0 to 3 of its block.
         inside = tokens % (size * dcp)
-        mine = inside // size == self.rank % dcp
-        tokens, inside = tokens[mine], inside[mine] % size
-        page = size // self.side.split
-        pages = np.asarray(blocks, np.int64)[tokens // (size * dcp)] * self.side.split + inside // page
+        mine = inside // turn % dcp == self.rank % dcp
+        tokens, inside = tokens[mine], inside[mine] // (turn * dcp) * turn + inside[mine] % turn
+        page_tokens = size // self.side.split
+        pages = np.asarray(blocks, np.int64)[tokens // (size * dcp)] * self.side.split + inside // page_tokens
         for layer in range(kind.layers):
-            part = np.int64(-1) if ones else self._cells(content, group, layer)[tokens]
             view = self.view(data, group, layer)
-            view[pages, :, inside % page] = part.astype(view.dtype) if ones else part
+            if ones:
+                view[pages, :, inside % page_tokens] = np.iinfo(view.dtype).max
+            else:
+                view[pages, :, inside % page_tokens] = self._cells(content, group, layer)[tokens]
 
     def _cells(self, content: Content, group: int, layer: int) -> Array:
         model = self.model
@@ -238,14 +248,20 @@ class RankMemory:
 
 
 def state_facts(model: Model, group: Group) -> dict[str, Any]:
-    """Return what the host's seam further says of a state layer."""
-    return {}
+    """Return what the host's seam says of the whole model's groups in a state layer."""
+    return {"state_groups": model.state_groups} if group.state in {"MAMBA2", "GDN_ATTN"} else {}
 
 
 def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port: int, generation: int) -> EngineFacts:
     """Return what the host's seam says of an engine and a rank."""
     names = layer_names(model)
-    kinds: dict[str, Any] = {"full": "attention", "chunked": "attention", "window": "sliding-window", "latent": "latent", "state": "state"}
+    kinds: dict[str, Any] = {
+        "full": "attention",
+        "chunked": "attention",
+        "window": "sliding-window",
+        "latent": "latent",
+        "state": "state",
+    }
     groups = tuple(
         CacheGroup(
             kinds[group.kind],
@@ -260,5 +276,5 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port
         engine_id=name, host="127.0.0.1", port=port, tp=side.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=side.dcp,
         total_kv_heads=model.heads, head_size=model.head_size, block_count=blocks, generation=generation, layout=side.layout,
         kernel_order="", attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
-        factors={"model": "m"},
+        factors={"model": "m"}, interleave_tokens=side.turn_tokens,
     )  # fmt: skip

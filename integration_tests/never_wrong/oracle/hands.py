@@ -1,4 +1,4 @@
-"""What stands in for a thread, a socket and a clock: the transfer thread turned by hand, handshakes without a wire, time that waits.
+"""Stand-ins for a thread, a socket and a clock: the transfer thread turned by hand, handshakes without a wire, time that waits.
 
 The objects behind are production's: the agent and loop of `TransferThread`, the sessions and the server core of the side channel.
 """
@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 import types
-from dataclasses import dataclass
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kv_handshake import ClientSession, LocalOffer, ServerCore
+from kv_handshake import LocalOffer
+from kv_handshake.machine import ClientSession, ServerCore
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 
@@ -40,8 +41,10 @@ class Clock(types.SimpleNamespace):
     def install(self) -> None:
         """Give this clock to every module of the adapter that asks the time."""
         for name, module in list(sys.modules.items()):
-            if name.startswith("vllm_adapter.") and isinstance(getattr(module, "time", None), (types.ModuleType, Clock)):
-                module.time = self  # type: ignore[attr-defined]
+            if name.startswith("vllm_adapter.") and isinstance(
+                getattr(module, "time", None), (types.ModuleType, Clock)
+            ):
+                setattr(module, "time", self)  # noqa: B010  (no type knows that attribute)
 
 
 class _Sleepless:
@@ -78,7 +81,7 @@ class HandThread:
         loop = self._thread._loop
         loop._turn(loop.agent)
         health = self._thread.health()
-        assert not health.callback_errors and not health.loop_errors, f"the transfer thread raised: {health.last_error}"
+        assert health.callback_errors + health.loop_errors == 0, f"the transfer thread raised: {health.last_error}"
 
     def tick(self) -> None:
         """Run all timers."""
@@ -109,8 +112,21 @@ class SideChannel:
     def __init__(self) -> None:
         self.listeners: dict[tuple[str, int], ServerCore] = {}
 
-    def serve(self, host: str, port: int, envelopes: Mapping[tuple[int, int], bytes]) -> None:
-        self.listeners[host, port] = ServerCore(envelopes)
+
+class StillListener:
+    """A listener without a socket: the server core of the side channel, found by its address."""
+
+    def __init__(self, channel: SideChannel, host: str, port: int) -> None:
+        self._channel, self._host, self.port = channel, host, port
+        self._core = ServerCore()
+
+    def start(self) -> None:
+        self._channel.listeners[self._host, self.port] = self._core
+
+    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        self._core.replace(payloads)
+
+    def close(self) -> None: ...
 
 
 class StillClient:
@@ -124,7 +140,9 @@ class StillClient:
         self, *, host: str, port: int, ranks: Sequence[tuple[int, int]], engine_id: str, dialect: int,
         on_done: Callable[[Any], None], generation: int | None = None,
     ) -> None:  # fmt: skip
-        session = ClientSession(ranks=ranks, version=dialect, offer=self._offer, engine_id=engine_id, generation=generation)
+        session = ClientSession(
+            ranks=ranks, version=dialect, offer=self._offer, engine_id=engine_id, generation=generation
+        )
         core = self._channel.listeners[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)

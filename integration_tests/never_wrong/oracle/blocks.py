@@ -1,7 +1,7 @@
 """Block lists as vLLM's managers make them, and what a hand-over owes the consumer.
 
-Example: window of 5 tokens, blocks of 2, 11 tokens computed. The next token, 11, sees tokens 7 to 11, so blocks 0 to 2 (tokens 0 to 5)
-may be null: the list is (0, 0, 0, 8, 4, 6).
+Example: window of 5 tokens, blocks of 2, 11 tokens computed. The next token, 11, sees tokens 7 to 11, so blocks 0 to 2 (tokens 0
+to 5) may be null: the list is (0, 0, 0, 8, 4, 6).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
-from geometry import Case, Group, Request, Side
-from memory import Array, span_tokens
+
+from oracle.geometry import Case, Group, Request, Side
+from oracle.memory import Array, span_tokens
 
 __all__ = ["Lists", "consumer_lists", "first_needed", "producer_lists", "refusal_is_fair"]
 
@@ -26,7 +27,7 @@ class Lists:
 
     @property
     def new(self) -> tuple[tuple[int, ...], ...]:
-        """What vLLM calls unhashed blocks: neither covered by a prefix hit nor null."""
+        """Return the blocks that vLLM calls unhashed: neither covered by a prefix hit nor null."""
         return tuple(tuple(b for b in ids[hit:] if b) for ids, hit in zip(self.ids, self.hits, strict=True))
 
 

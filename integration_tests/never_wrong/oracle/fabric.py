@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_nixl_agent import AgentError
-from memory import RankMemory
+from oracle.memory import RankMemory
 
 Array = np.ndarray[Any, Any]
 _MAGIC = b"never-wrong "
@@ -35,10 +35,10 @@ class Fabric:
     bytes_moved: int = 0
     wild: list[str] = field(default_factory=list)
 
-    def factory(self, memory: RankMemory) -> Callable[..., NumpyPort]:
+    def factory(self, memory: RankMemory) -> Any:
         """Return the port factory of a rank."""
 
-        def make(agent_name: str, backends: object, *, sync_mode: str, progress_thread: bool) -> NumpyPort:
+        def make(agent_name: str, _: object, **__: object) -> NumpyPort:
             port = NumpyPort(self, agent_name, memory)
             self.agents[agent_name] = port
             return port
@@ -74,7 +74,7 @@ class _Features:
 
 
 class NumpyPort:
-    """One agent."""
+    """An agent."""
 
     features = _Features()
 
@@ -98,10 +98,11 @@ class NumpyPort:
             if address + length > base + len(data):
                 raise AgentError("nixl-invalid-param", f"{address:#x}+{length} ends outside the cache")
             return data[address - base : address - base + length]
-        return np.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
     def deregister(self, registration: object) -> None:
-        del self.regions[registration]  # type: ignore[arg-type]
+        assert isinstance(registration, int)
+        del self.regions[registration]
 
     def spot(self, address: int, length: int, kind: str) -> Array:
         """Return registered bytes, or raise what NIXL raises."""
@@ -146,7 +147,9 @@ class NumpyPort:
         self, operation: str, local: object, local_indices: NDArray[np.int32], peer: object, peer_indices: NDArray[np.int32],
         notification: bytes,
     ) -> object:  # fmt: skip
-        assert operation == "read" and isinstance(local, _List) and isinstance(peer, _List)
+        assert operation == "read"
+        assert isinstance(local, _List)
+        assert isinstance(peer, _List)
         if len(local_indices) != len(peer_indices) or not len(local_indices):
             raise AgentError("nixl-invalid-param", f"{len(local_indices)} against {len(peer_indices)} indices")
         for indices, prepared in ((local_indices, local), (peer_indices, peer)):
@@ -177,7 +180,11 @@ class NumpyPort:
         if self.fabric.before_copy is not None:
             self.fabric.before_copy(self, owner, int(transfer.here[0].length[transfer.here[1]].sum()))
         (here, mine), (there, theirs) = transfer.here, transfer.there
-        targets, sources, lengths = here.address[mine].tolist(), there.address[theirs].tolist(), here.length[mine].tolist()
+        targets, sources, lengths = (
+            here.address[mine].tolist(),
+            there.address[theirs].tolist(),
+            here.length[mine].tolist(),
+        )
         for target, source, length in zip(targets, sources, lengths, strict=True):
             self.spot(target, length, here.kind)[:] = owner.spot(source, length, there.kind)
         self.fabric.bytes_moved += sum(lengths)
