@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from oracle.geometry import Case, Group, Model, Request, Side
-from oracle.runner import run
+from oracle.runner import Play, Router, run
 
 FULL = (Group("full"),)
 LATENT = (Group("latent", layers=2),)
@@ -127,3 +128,69 @@ def test_a_lease_that_ends_while_its_read_is_on_the_wire_is_never_trusted() -> N
 
 def test_requests_of_one_step_stay_apart() -> None:
     assert_read(case(FULL, 2, 1, *(Request(prompt=n) for n in (3, 9, 14, 1)), heads=4))
+
+
+def changing(**changes: Any) -> Router:
+    """A router that changes the first ticket which it carries; None takes a key away."""
+    left = [changes]
+
+    def router(text: str) -> str:
+        ticket = {**json.loads(text), **(left.pop() if left else {})}
+        return json.dumps({key: value for key, value in ticket.items() if value is not None})
+
+    return router
+
+
+def test_a_ticket_of_another_prompt_is_refused_and_the_honest_ones_are_read() -> None:
+    """Same length, one token differs: the prompt is computed here, and nothing of the other prompt is in any block."""
+    requests = (Request(prompt=9, fate="foreign"), Request(prompt=9), Request(prompt=9))
+    outcome = run(case(FULL, 2, 1, *requests, heads=2))
+    assert outcome.read == 2
+    assert outcome.codes == {"ticket-prompt": 1}
+
+
+@pytest.mark.parametrize("name", ["HB:x", "PUSH_REG:x", "KVH:x"])
+def test_an_id_that_cannot_be_notified_costs_nobody_else_a_thing(name: str) -> None:
+    """It is refused at admission; every other order of its step is performed."""
+    requests = (Request(prompt=9), Request(prompt=7), Request(prompt=5))
+    outcome = run(case(FULL, 2, 2, *requests, heads=2), router=changing(remote_request_id=name), is_hostile=True)
+    assert outcome.read == 2
+    assert sum(outcome.codes.values()) == 1
+    assert next(iter(outcome.codes)).startswith("ticket-")
+
+
+def test_a_ticket_without_the_fence_that_its_engine_has_is_refused() -> None:
+    requests = (Request(prompt=9), Request(prompt=7))
+    outcome = run(case(FULL, 1, 1, *requests), router=changing(kv_fence=None), is_hostile=True)
+    assert (outcome.read, dict(outcome.codes)) == (1, {"fence-missing": 1})
+
+
+def test_a_wrong_fence_is_never_trusted() -> None:
+    requests = (Request(prompt=9), Request(prompt=7))
+    outcome = run(case(FULL, 1, 2, *requests, heads=2), router=changing(kv_fence=[0, 77]), is_hostile=True)
+    assert (outcome.read, dict(outcome.codes)) == (1, {"fence-mismatch": 1})
+
+
+def test_the_children_of_one_prompt_share_one_read() -> None:
+    """n = 2: the second child waits, hits the prefix that the first has read, and the producer is told once."""
+    play = Play(case(FULL, 2, 2, Request(prompt=9), heads=2))
+    handover, engine = play.prefill(0, play.case.requests[0]), play.consumer
+    assert handover is not None
+    play.producer.step()
+    before = [data.copy() for data in engine.data()]
+    assert engine.arrive("twin", handover.ticket, list(handover.prompt)) == ("", 0)
+    play.decode(handover)
+    assert engine.external_tokens("twin", 0) is None
+    engine.step()
+    play.play_out([handover])
+    assert engine.external_tokens("twin", 8) == 0
+    assert handover.mine is not None
+    engine.allocate("twin", handover.mine, 0)
+    moved = play.fabric.bytes_moved
+    engine.step()
+    for thread in [*engine.threads, *play.producer.threads] * 5:
+        thread.turn()
+    play.judge([handover], before)
+    assert play.outcome.read == 1
+    assert play.fabric.bytes_moved == moved
+    assert "twin" not in engine.received

@@ -134,7 +134,7 @@ class RankMemory:
             cache = LayerCache(
                 address=self.base + at, shape=(self.blocks, 1, 1, own), stride_bytes=(stride, own, own, 1), element_bytes=1,
                 state_shapes=shapes, state_element_bytes=sizes, state_kind=group.state,
-                **state_facts(model, group), **common,
+                **common,
             )  # fmt: skip
         elif group.kind == "latent":
             content = model.head_size * _LATENT
@@ -247,11 +247,6 @@ class RankMemory:
         return np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in parts])
 
 
-def state_facts(model: Model, group: Group) -> dict[str, Any]:
-    """Return what the host's seam says of the whole model's groups in a state layer."""
-    return {"state_groups": model.state_groups} if group.state in {"MAMBA2", "GDN_ATTN"} else {}
-
-
 def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port: int, generation: int) -> EngineFacts:
     """Return what the host's seam says of an engine and a rank."""
     names = layer_names(model)
@@ -277,4 +272,5 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port
         total_kv_heads=model.heads, head_size=model.head_size, block_count=blocks, generation=generation, layout=side.layout,
         kernel_order="", attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
         factors={"model": "m"}, interleave_tokens=side.turn_tokens,
+        state_groups=model.state_groups if any(group.state == "MAMBA2" for group in model.groups) else 0,
     )  # fmt: skip

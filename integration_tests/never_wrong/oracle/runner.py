@@ -20,7 +20,7 @@ from oracle.geometry import Case, Request, draw, shrink
 from oracle.hands import Clock, SideChannel
 from oracle.memory import Array, Content, span_tokens
 
-__all__ = ["Outcome", "Router", "Wrong", "explain", "run", "try_seed", "try_threads"]
+__all__ = ["Outcome", "Play", "Router", "Wrong", "explain", "run", "try_seed", "try_threads"]
 
 Router = Callable[[str], str]
 """Carries a ticket's JSON text from one engine to the other."""
@@ -59,11 +59,14 @@ class _Handover:
     is_hit: bool = False
 
 
-class _Play:
+class Play:
     """A case on stage."""
 
-    def __init__(self, case: Case, *, router: Router | None = None, is_threaded: bool = False) -> None:
+    def __init__(
+        self, case: Case, *, router: Router | None = None, is_hostile: bool = False, is_threaded: bool = False
+    ) -> None:
         self.case = case
+        self.is_hostile = is_hostile  # whether the router changes tickets, which may then be refused
         self.rng = random.Random(case.seed)
         self.router = router or str
         self.is_threaded = is_threaded
@@ -86,16 +89,16 @@ class _Play:
         self.untold: set[str] = set()
 
     def run(self) -> Outcome:
-        made = [self._prefill(number, request) for number, request in enumerate(self.case.requests)]
+        made = [self.prefill(number, request) for number, request in enumerate(self.case.requests)]
         handovers = [handover for handover in made if handover is not None]
         self.producer.step()
         before = [data.copy() for data in self.consumer.data()]
         self.rng.shuffle(handovers)
         for handover in handovers:
-            self._decode(handover)
+            self.decode(handover)
         self.consumer.step()
-        self._play_out(handovers)
-        self._judge(handovers, before)
+        self.play_out(handovers)
+        self.judge(handovers, before)
         self.outcome.bytes_moved = self.fabric.bytes_moved
         self.outcome.pages_converted = self.consumer.pages_converted
         return self.outcome
@@ -106,7 +109,7 @@ class _Play:
 
     # ------------------------------------------------------------------------------------------------- producer
 
-    def _prefill(self, number: int, request: Request) -> _Handover | None:
+    def prefill(self, number: int, request: Request) -> _Handover | None:
         case, engine, source = self.case, self.producer, f"p{number}"
         prompt = [self.rng.randrange(1000) for _ in range(request.prompt)]
         asked = list(prompt)
@@ -131,7 +134,7 @@ class _Play:
 
     # ------------------------------------------------------------------------------------------------- consumer
 
-    def _decode(self, handover: _Handover) -> None:
+    def decode(self, handover: _Handover) -> None:
         case, engine, request = self.case, self.consumer, handover.request
         if request.fate == "foreign":
             other = self.rng.randrange(len(handover.prompt) - case.has_state)
@@ -149,7 +152,7 @@ class _Play:
         if not (handover.refused and self.rng.random() < 0.5):
             engine.allocate(handover.reader, handover.mine, external)
 
-    def _play_out(self, handovers: list[_Handover]) -> None:
+    def play_out(self, handovers: list[_Handover]) -> None:
         """Turn all ranks' threads in random order until every read has ended and every lease is over."""
         wanted = {h.reader for h in handovers if not h.is_hit}
         leases = {h.source for h in handovers}
@@ -200,7 +203,7 @@ class _Play:
 
     # ---------------------------------------------------------------------------------------------------- judge
 
-    def _judge(self, handovers: list[_Handover], before: list[Array]) -> None:
+    def judge(self, handovers: list[_Handover], before: list[Array]) -> None:
         for rank, memory in enumerate(self.consumer.memories):
             expected = before[rank].copy()
             other, may_differ = expected.copy(), np.zeros(len(expected), np.uint8)
@@ -270,7 +273,8 @@ class _Play:
         assert handover.mine is not None
         if code == "not-stageable" and self.case.consumer.conversion == "always":
             return  # told to convert all pages, also those that cannot be read whole
-        if not self.is_expired and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
+        is_asked_for = self.is_expired or self.is_hostile
+        if not is_asked_for and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
             raise Wrong(f"{handover.reader} is refused for no reason: {code}")
 
     def _where(self, rank: int, is_wrong: Array) -> str:
@@ -289,15 +293,15 @@ class _Play:
         return f"rank {rank}: {int(is_wrong.sum())} wrong bytes, outside all pages"
 
 
-def run(case: Case, *, router: Router | None = None) -> Outcome:
+def run(case: Case, *, router: Router | None = None, is_hostile: bool = False) -> Outcome:
     """Play a case; raise `Wrong` if it went wrong."""
-    return _Play(case, router=router).run()
+    return Play(case, router=router, is_hostile=is_hostile).run()
 
 
 def failure(case: Case) -> str:
     """Return what is wrong with a case, "" for nothing; a case that cannot be set up is not wrong."""
     try:
-        play = _Play(case)
+        play = Play(case)
     except Exception:
         return ""
     try:
@@ -310,7 +314,7 @@ def failure(case: Case) -> str:
 def try_seed(seed: int) -> tuple[Outcome, str]:
     """Run the case of a seed; return its outcome and, if it went wrong, why."""
     logging.disable(logging.CRITICAL)
-    play = _Play(draw(seed))
+    play = Play(draw(seed))
     try:
         return play.run(), ""
     except Exception as error:
@@ -322,7 +326,7 @@ def try_threads(seed: int) -> tuple[Outcome, str]:
     logging.disable(logging.CRITICAL)
     case = draw(seed)
     case = replace(case, requests=tuple(replace(request, fate="") for request in case.requests))
-    play = _Play(case, is_threaded=True)
+    play = Play(case, is_threaded=True)
     try:
         return play.run(), ""
     except Exception as error:
