@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
+from kv_nixl_agent.port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.timeout(90)
@@ -333,7 +334,8 @@ def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later
     """Nothing is unloaded when a peer is removed, so its fresh metadata must be taken beside the former."""
     options = AgentOptions(backends=(BackendOptions(engine_config=transport),))
     pages = [np.full((8, 4096), number, dtype=np.uint8) for number in range(3)]
-    regions = [(memory.ctypes.data, memory.nbytes, 0, "DRAM") for memory in pages]
+    kind: MemoryKind = "DRAM"
+    regions = [(memory.ctypes.data, memory.nbytes, 0, kind) for memory in pages]
     mine, first, second = [np.array([[memory.ctypes.data, 4096, 0, 4096, 8]], dtype=np.uint64) for memory in pages]
     consumer, producer = TransferAgent("reader", regions[:1], options), TransferAgent("grows", regions[1:2], options)
 

@@ -22,11 +22,15 @@ class ParallelConfig:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     decode_context_parallel_size: int
+    cp_kv_cache_interleave_size: int
     data_parallel_index: int
 
 class CacheConfig:
     enable_prefix_caching: bool
     cache_dtype: str
+
+class CompilationConfig:
+    static_forward_context: dict[str, Any]
 
 class SchedulerConfig:
     disable_hybrid_kv_cache_manager: bool
@@ -47,6 +51,7 @@ class VllmConfig:
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
     kv_transfer_config: KVTransferConfig | None
     observability_config: ObservabilityConfig
     speculative_config: SpeculativeConfig | None
