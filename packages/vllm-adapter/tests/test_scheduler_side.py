@@ -100,7 +100,9 @@ class Engine:
     def step(self, preempted: tuple[str, ...] = (), scheduled: tuple[ScheduledTokens, ...] = ()) -> Any:
         return self.side.build_step(preempted, scheduled).plan
 
-    def allocate(self, request_id: str, blocks: list[int], *, external: int = 0, hits: int = 0, preemptions: int = 0) -> None:
+    def allocate(
+        self, request_id: str, blocks: list[int], *, external: int = 0, hits: int = 0, preemptions: int = 0
+    ) -> None:
         groups = [blocks for _ in self.facts.groups]
         new = [blocks[hits:] for _ in self.facts.groups]
         self.side.allocated(request_id, groups, new, external_tokens=external, preemptions=preemptions)
@@ -122,7 +124,9 @@ class Engine:
     def admit(self, request_id: str, ticket: Any, text: str) -> None:
         self.side.arrived(Arrival(request_id, ticket, len(text), Prompt(text)))
 
-    def report(self, *, sent: tuple[str, ...] = (), received: tuple[str, ...] = (), failed: tuple[str, ...] = ()) -> None:
+    def report(
+        self, *, sent: tuple[str, ...] = (), received: tuple[str, ...] = (), failed: tuple[str, ...] = ()
+    ) -> None:
         self.side.update_output(sent=sent, received=received, failed=failed)
 
     def refusals(self) -> list[str]:
@@ -133,7 +137,9 @@ TEXT = "a prompt of forty characters, no more..."
 
 
 def test_the_module_loads_without_the_host_and_without_torch() -> None:
-    code = "import sys, vllm_adapter.scheduler.side; assert not {'vllm', 'torch'} & set(sys.modules), sorted(sys.modules)"
+    code = (
+        "import sys, vllm_adapter.scheduler.side; assert not {'vllm', 'torch'} & set(sys.modules), sorted(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
