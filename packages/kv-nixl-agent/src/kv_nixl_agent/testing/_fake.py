@@ -70,7 +70,10 @@ class FakeFabric:
         self.has_late_writes = has_late_writes
         self.random = random.Random(seed)  # noqa: S311 - reproducible faults, no secrets
         self.fault_rates: dict[str, float] = {}
-        """Probability by fault: `post-error`, `check-error`, `disconnect`, `drop-notification`, `stall`."""
+        """Probability by fault: `post-error` and the like for each call, `disconnect`, `sticky-error`, `stall`,
+        `drop-notification`."""
+        self.agents_unloaded_alive = 0
+        """Peers' agents that were unloaded while their process lived: each leaks its sockets."""
         self._agents: dict[str, FakeNixl] = {}
         self._incarnations = 0
         self._orphans: list[_Transfer] = []
@@ -222,8 +225,12 @@ class FakeNixl:
         """Forget a peer."""
         self._live("remove_peer")
         known = self._peers.pop(agent_name, None)
-        if known is not None and self._fabric.find(agent_name, known[0]) is None:
+        if known is None:
+            return
+        if self._fabric.find(agent_name, known[0]) is None:
             self.sockets -= _SOCKETS_PER_PEER
+        else:
+            self._fabric.agents_unloaded_alive += 1
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
         """Prepare strided rows."""
@@ -305,11 +312,14 @@ class FakeNixl:
     def _advance(self, transfer: _Transfer) -> Progress:
         if transfer.is_done:
             return "done"
-        if self._fabric.chance("disconnect"):
+        if not transfer.failure and self._fabric.chance("disconnect"):
             transfer.failure = "nixl-disconnected"
-        if transfer.failure or transfer.peer is None or transfer.peer.is_dead:
+        if not transfer.failure and self._fabric.chance("sticky-error"):
+            transfer.failure = "nixl-backend"
+        if not transfer.failure and (transfer.peer is None or transfer.peer.is_dead):
             transfer.failure = "nixl-disconnected"
-            raise AgentError("nixl-disconnected", "the remote agent disconnected")
+        if transfer.failure:
+            raise AgentError(transfer.failure, "the transfer has failed, and NIXL says so for ever")
         if transfer.peer.is_stopped or transfer.polls_left:
             return "in-progress"
         _copy(transfer)
