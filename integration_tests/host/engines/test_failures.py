@@ -149,6 +149,7 @@ def test_a_lost_connection_costs_another_read_and_not_the_request(fleet: Fleet, 
 def test_a_ticket_whose_lease_has_ended_is_never_served_from_reused_pages(fleet: Fleet) -> None:
     texts = [prompt(10 + n, 60) for n in range(2)]
     old = tickets(fleet, "doomed", texts)
+    told = fleet.log("fail").count("its KV was not taken over")
     # Time passes for the lease alone; then other prompts take the pages.
     asyncio.run(asyncio.sleep(2 * LEASE_S))
     fleet.answers([prompt(20 + n, 200) for n in range(8)], decode="doomed", max_tokens=2)
@@ -157,7 +158,7 @@ def test_a_ticket_whose_lease_has_ended_is_never_served_from_reused_pages(fleet:
     assert [answer["choices"][0]["text"]] == fleet.answers(texts[:1], decode="prefill")
     status, answer = send(fleet, "fail", texts[1], old[1])
     assert status >= 500, answer
-    assert fleet.log("fail").count("its KV was not taken over") == 1
+    assert fleet.log("fail").count("its KV was not taken over") - told == 1
     fleet.assert_all_blocks_free()
 
 
@@ -227,6 +228,9 @@ def test_beside_tickets_of_a_grammar_every_honest_request_gets_its_text(fleet: F
         ticket = derived_ticket(draw, others, real["remote_request_id"])
         status, _ = await _send(session, fleet, engine, prompt(7000 + number, 6), ticket, 2)
         statuses[status] += 1
+        # vLLM itself answers 500 to text that is no Unicode, before anything of ours sees it.
+        if status == 500 and engine == "recompute" and "\\ud800" not in json.dumps(ticket):
+            wrong.append((number, ticket, status, None))
         status, answer = await _send(session, fleet, engine, text, real, 8)
         if status != 200 or answer["choices"][0]["text"] != expected:
             wrong.append((number, ticket, status, answer))
@@ -246,7 +250,7 @@ def test_beside_tickets_of_a_grammar_every_honest_request_gets_its_text(fleet: F
     print(f"{engine}: {count} tickets of the grammar answered with {dict(statuses)}")
     assert not wrong, f"{len(wrong)} of {count} honest requests (number, hostile ticket, status, answer): {wrong[:3]}"
     assert sum(statuses.values()) == count
-    assert set(statuses) <= ({200, 400} if engine == "recompute" else {200, 400, 500}), statuses
+    assert set(statuses) <= {200, 400, 500}, statuses
     assert all(running.is_healthy() for running in fleet.engines.values())
     fleet.assert_all_blocks_free(within_s=60)
 
