@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_topology import from_document, plan_transfer, to_document
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,8 @@ from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, ha
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 
-from kv_handshake import compatibility_hash
+from kv_handshake import Codec
+from vllm_adapter.host import connector
 from vllm_adapter.host.vllm import engine_facts
 
 SCRATCH = 2
@@ -124,7 +125,7 @@ def test_a_drafter_on_hidden_states_is_part_of_the_hosts_hash(
 
     def digest(drafter: Any) -> str:
         config.speculative_config = drafter
-        found = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+        found = Codec().compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
         assert found == host_metadata.compute_nixl_compatibility_hash(config, "")
         return found
 
@@ -224,7 +225,7 @@ def test_a_producers_own_prefix_hit_changes_nothing_about_its_ticket(make_engine
 def test_the_mirror_gets_the_running_state_and_no_block_that_was_given_away(
     make_engine, monkeypatch: pytest.MonkeyPatch, state: Any, tokens: int, batch_tokens: int
 ) -> None:
-    monkeypatch.setenv("KV_TRANSFER_TEST_HOST_BUFFER", "1")
+    monkeypatch.setattr(connector, "wants_host_buffer", lambda _config: True)
     producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
     ticket = hand_over(producer, "p", prompt(tokens))
     saves = [blocks for _, blocks in producer.orders("saves")]

@@ -1,28 +1,23 @@
 """Block lists into pairs: prefix hits, ratios, windows, null blocks, and every refusal."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from block_lists import lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_topology import (
-    Group,
-    InvalidBlocks,
-    Region,
-    TokenDeal,
-    clip_window,
-    expand_rows,
-    kernel_pages,
-    plan_transfer,
-)
-from kv_topology._blocks import _is_one_to_one, align, pair_blocks, place_order
+from kv_topology import BlockList, GeometryMismatch, Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
+from kv_topology._aliases import find_aliases
+from kv_topology._blocks import _is_one_to_one, _pages, pair_blocks
 from kv_topology._boxes import Pairing
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology._link import _indices, find_aliases
+from kv_topology._link import _indices
+from kv_topology._lists import Blocks, ListRules, read_lists
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -40,29 +35,38 @@ def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_
     return Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
 
 
-def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None)):
-    found = pair_blocks(pair, np.array(local), np.array(peer), firsts, nulls)
+def read(group, blocks, side="local"):
+    """One checked list, blocks without a limit."""
+    return read_lists([blocks], ListRules(side, (group,), (1 << 20,), None))[0]
+
+
+def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000):
+    """Pairs of two lists that begin at the given places of the sequence, counted in blocks."""
+    mine, theirs = pair.local, pair.peer
+    near = read(mine, BlockList(local, firsts[0] * mine.span_tokens, nulls[0]))
+    far = read(theirs, BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1]), "peer")
+    found = pair_blocks(pair, near, far, tokens)
     return list(
         zip(*(c.tolist() for c in (found.local_page, found.local_unit, found.peer_page, found.peer_unit)), strict=True)
     )
 
 
 def test_a_prefix_hit_reads_the_tail():
-    mine, theirs = plan_of().indices((0, 0), [[8, 3]], [[5, 9, 2, 7]])
+    mine, theirs = plan_of().indices((0, 0), lists([8, 3], first=32), lists([5, 9, 2, 7]), tokens=64)
     assert theirs.tolist() == [2, 7]
     assert mine.tolist() == [8, 3]
 
 
 def test_pairs_are_sorted_at_the_peer():
-    mine, theirs = plan_of().indices((0, 0), [[8, 3, 6]], [[9, 2, 7]])
+    mine, theirs = plan_of().indices((0, 0), lists([8, 3, 6]), lists([9, 2, 7]), tokens=48)
     assert theirs.tolist() == [2, 7, 9]
     assert mine.tolist() == [3, 6, 8]
-    mine, theirs = plan_of().indices((0, 0), [[8, 3, 6]], [[2, 9, 7]])
+    mine, theirs = plan_of().indices((0, 0), lists([8, 3, 6]), lists([2, 9, 7]), tokens=48)
     assert (mine.tolist(), theirs.tolist()) == ([8, 6, 3], [2, 7, 9])
 
 
 def test_smaller_peer_blocks():
-    assert pairs(pairing(32, 16), [5, 1], [7, 8, 9]) == [(5, 0, 7, 0), (5, 1, 8, 0), (1, 0, 9, 0)]
+    assert pairs(pairing(32, 16), [5, 1], [7, 8, 9], tokens=48) == [(5, 0, 7, 0), (5, 1, 8, 0), (1, 0, 9, 0)]
 
 
 def test_larger_peer_blocks():
@@ -81,9 +85,9 @@ def test_blocks_without_a_common_divisor_but_one():
 
 def test_kernel_blocks_on_both_sides():
     assert pairs(pairing(32, 32, 2, 4), [3], [1]) == [(6, 0, 4, 0), (6, 1, 5, 0), (7, 0, 6, 0), (7, 1, 7, 0)]
-    assert kernel_pages(np.array([2, 0]), 3).tolist() == [6, 7, 8, 0, 1, 2]
-    assert kernel_pages(np.array([2, 0]), 2).tolist() == [4, 5, 0, 1]
-    assert kernel_pages(np.array([2, 0]), 1).tolist() == [2, 0]
+    assert _pages(np.array([2, 0]), Group("attention", 48, 3)).tolist() == [6, 7, 8, 0, 1, 2]
+    assert _pages(np.array([2, 0]), Group("attention", 48, 2)).tolist() == [4, 5, 0, 1]
+    assert _pages(np.array([2, 0]), Group("attention", 48, 1)).tolist() == [2, 0]
 
 
 def test_dealt_out_tokens():
@@ -104,136 +108,173 @@ def test_turns_of_several_units():
 
 def test_a_window_that_begins_before_the_peers_list():
     window = pairing(16, 16, window=16)
-    assert pairs(window, [1, 2, 3, 4], [8, 9], (0, 2)) == [(3, 0, 8, 0), (4, 0, 9, 0)]
-    assert pairs(window, [1, 2, 3, 4], [8, 9, 7], (0, 2)) == [(3, 0, 8, 0), (4, 0, 9, 0)]
+    assert pairs(window, [1, 2, 3, 4], [8, 9], (0, 2), tokens=64) == [(3, 0, 8, 0), (4, 0, 9, 0)]
+    assert pairs(window, [1, 2, 3, 4], [8, 9, 7], (0, 2), tokens=64) == [(3, 0, 8, 0), (4, 0, 9, 0)]
 
 
 @pytest.mark.parametrize(
     ("block", "peer_block", "local", "peer", "tokens", "firsts"),
     [
-        (16, 16, 3, 5, None, (2, 0)),
-        (16, 16, 5, 5, None, (0, 0)),
-        (16, 16, 6, 5, None, (0, 0)),
-        (64, 16, 1, 5, None, (1, 0)),
-        (64, 16, 2, 5, None, (0, 0)),
-        (16, 64, 8, 2, None, (0, 0)),
-        (16, 64, 9, 2, None, (0, 0)),
+        (16, 16, 3, 5, 80, (2, 0)),
+        (16, 16, 5, 5, 80, (0, 0)),
+        (16, 16, 6, 5, 80, (0, 0)),
+        (64, 16, 1, 5, 80, (1, 0)),
+        (64, 16, 2, 5, 80, (0, 0)),
+        (16, 64, 8, 2, 128, (0, 0)),
+        (16, 64, 9, 2, 128, (0, 0)),
         (16, 64, 2, 2, 80, (3, 0)),
-        (16, 64, 5, 1, 80, (0, 1)),
-        (48, 32, 2, 2, None, (0, 0)),
+        (48, 32, 2, 2, 64, (0, 0)),
     ],
 )
-def test_alignment(block, peer_block, local, peer, tokens, firsts):
-    assert align(pairing(block, peer_block), local, peer, tokens) == firsts
+def test_every_ordered_token_of_the_lists_is_paired(block, peer_block, local, peer, tokens, firsts):
+    """Lists of every length relation; each unit is found at the place that its token number says."""
+    pair = pairing(block, peer_block)
+    unit = pair.unit_tokens
+    mine, theirs = list(range(100, 100 + local)), list(range(200, 200 + peer))
+    expected = []
+    for token in range(firsts[0] * block, min(tokens, (firsts[0] + local) * block), unit):
+        here, there = divmod(token - firsts[0] * block, block), divmod(token - firsts[1] * peer_block, peer_block)
+        expected.append((mine[here[0]], here[1] // unit, theirs[there[0]], there[1] // unit))
+    found = pairs(pair, mine, theirs, firsts, tokens=tokens)
+    assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("block", "peer_block", "local", "peer", "code"),
-    [
-        (16, 16, 7, 5, "local-list-too-long"),
-        (16, 64, 10, 2, "local-list-too-long"),
-        (16, 64, 5, 2, "alignment-unknown"),
-        (48, 32, 1, 2, "alignment-unknown"),
-        (16, 5, 1, 4, "alignment-unknown"),
-    ],
-)
-def test_alignment_is_never_guessed(block, peer_block, local, peer, code):
-    with pytest.raises(InvalidBlocks) as caught:
-        align(pairing(block, peer_block), local, peer, None)
-    assert caught.value.code == code
-    assert caught.value.context["local"] == local
-    assert caught.value.context["peer"] == peer
-
-
-def test_windows_of_different_spans_need_tokens():
-    with pytest.raises(InvalidBlocks, match="could begin"):
-        align(pairing(64, 16, window=32), 1, 3, None)
-    with pytest.raises(InvalidBlocks, match="could begin"):
-        align(pairing(16, 64, window=32), 8, 2, None)
-    assert align(pairing(16, 16, window=32), 2, 3, None) == (1, 0)
-
-
-def test_told_firsts_win():
+def test_lists_begin_where_they_say():
     plan = plan_of(block_tokens=16, block_count=9)
-    mine, theirs = plan.indices((0, 0), [[4, 5]], [[1, 2, 3]], local_first=[0])
+    for first, peer_ids, peer_first, tokens, expected in (
+        (0, [1, 2, 3], 0, 48, ([4, 5], [1, 2])),
+        (32, [1, 2, 3], 16, 64, ([4, 5], [2, 3])),
+        (16, [2, 3], 16, 48, ([4, 5], [2, 3])),
+        (0, [2, 3], 0, 32, ([4, 5], [2, 3])),
+        (16, [2, 3], 16, 33, ([4, 5], [2, 3])),
+    ):
+        found = plan.indices((0, 0), lists([4, 5], first=first), lists(peer_ids, first=peer_first), tokens=tokens)
+        assert tuple(side.tolist() for side in found) == expected
+
+
+@pytest.mark.parametrize("first", [-16, 8, 16.0, None, True, 1 << 70])
+def test_malformed_first_tokens(first):
+    for side, local, peer in (("local", first, 0), ("peer", 0, first)):
+        with pytest.raises(InvalidBlocks) as caught:
+            plan_of().indices((0, 0), lists([4], first=local), lists([1], first=peer), tokens=16)
+        assert (caught.value.code, caught.value.fault) == ("first-token-unaligned", side)
+
+
+@pytest.mark.parametrize("tokens", [10**30, -5, 2.5, float("nan"), True, None, "16"])
+def test_malformed_tokens(tokens):
+    plan = plan_of()
+    for call in (partial(plan.indices, (0, 0)), plan.expected_bytes, plan.staged_pages):
+        with pytest.raises(InvalidBlocks) as caught:
+            call(lists([4]), lists([1]), tokens=tokens)
+        assert (caught.value.code, caught.value.fault) == ("tokens-malformed", "local")
+
+
+def test_bare_ids_are_no_block_list():
+    for side, local, peer in (("local", [[4]], lists([1])), ("peer", lists([4]), [[1]])):
+        with pytest.raises(InvalidBlocks) as caught:
+            plan_of().indices((0, 0), local, peer, tokens=16)
+        assert (caught.value.code, caught.value.fault) == ("block-list-malformed", side)
+
+
+def test_blocks_beyond_the_ordered_tokens_are_left_alone():
+    mine, theirs = plan_of().indices((0, 0), lists([4, 5, 6]), lists([1, 2]), tokens=32)
     assert (mine.tolist(), theirs.tolist()) == ([4, 5], [1, 2])
-    mine, theirs = plan.indices((0, 0), [[4, 5]], [[1, 2, 3]], local_first=[2], peer_first=[1])
-    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
-    mine, theirs = plan.indices((0, 0), [[4, 5]], [[2, 3]], local_first=[1], tokens=48)
-    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
-    mine, theirs = plan.indices((0, 0), [[4, 5]], [[2, 3]], local_first=[0], tokens=32)
-    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
-    mine, theirs = plan.indices((0, 0), [[4, 5]], [[2, 3]], tokens=33)
-    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [2, 3])
+    for local, peer, first in (([4, 5, 6], [1], 0), ([4], [1], 16)):
+        with pytest.raises(InvalidBlocks) as caught:
+            plan_of().indices((0, 0), lists(local), lists(peer, first=first), tokens=48)
+        assert (caught.value.code, caught.value.fault) == ("peer-blocks-too-few", "peer")
+        assert caught.value.context["token"] == (16 if len(local) == 3 else 0)
 
 
-@pytest.mark.parametrize("firsts", [[-1], [], [0, -1][1:]])
-def test_malformed_firsts(firsts):
-    with pytest.raises(InvalidBlocks) as caught:
-        plan_of().indices((0, 0), [[4]], [[1]], local_first=firsts)
-    assert caught.value.code == "block-id-malformed"
+def test_a_spare_block_does_not_shift_the_others():
+    """Blocks of 4, 8 tokens computed, 1 block cached: 5 stands for tokens 4..7, which the peer keeps in its second."""
+    plan = plan_of(block_tokens=4)
+    mine, theirs = plan.indices((0, 0), lists([5, 6], first=4), lists([1, 2]), tokens=8)
+    assert (mine.tolist(), theirs.tolist()) == ([5], [2])
 
 
-def test_one_more_local_block_is_computed_here():
-    mine, theirs = plan_of().indices((0, 0), [[4, 5, 6]], [[1, 2]])
-    assert (mine.tolist(), theirs.tolist()) == ([4, 5], [1, 2])
-    with pytest.raises(InvalidBlocks) as caught:
-        plan_of().indices((0, 0), [[4, 5, 6]], [[1]], local_first=[0])
-    assert caught.value.code == "peer-blocks-too-few"
-    assert caught.value.context["local"] == (0, 48)
-    assert caught.value.context["peer"] == (0, 16)
-    with pytest.raises(InvalidBlocks) as caught:
-        plan_of().indices((0, 0), [[4]], [[1]], local_first=[0], peer_first=[1])
-    assert caught.value.code == "peer-blocks-too-few"
+def test_windows_with_spare_and_missing_blocks_are_not_shifted():
+    sliding = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=4), block_tokens=4)
+    mine, theirs = sliding.indices((0, 0), lists([9, 9, 9, 3, 4], null=9), lists([0, 1, 2, 3]), tokens=16)
+    assert (mine.tolist(), theirs.tolist()) == ([3], [3])
+    short = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=3), block_tokens=2)
+    mine, theirs = short.indices((0, 0), lists([5, 6, 7]), lists([1, 2], first=2), tokens=6)
+    assert (mine.tolist(), theirs.tolist()) == ([6, 7], [1, 2])
+
+
+@pytest.mark.parametrize(("local", "peer"), [([1], []), ([1, 2, 3], [4, 5])])
+def test_a_peer_list_that_ends_early_is_refused(local, peer):
+    plan = plan_of()
+    for call in (plan.expected_bytes, partial(plan.indices, (0, 0))):
+        with pytest.raises(InvalidBlocks) as caught:
+            call(lists(local), lists(peer), tokens=16 * len(local))
+        assert (caught.value.code, caught.value.fault) == ("peer-blocks-too-few", "peer")
 
 
 def test_windows_clip_both_sides():
+    """The host names no block outside the window: the null block stands there."""
     model = ModelSpec(("sliding",), 2, 4, window_tokens=32)
     plan = plan_of(model)
-    mine, theirs = plan.indices((0, 0), [[1, 2, 3, 4, 5]], [[11, 12, 13, 14, 15]])
-    assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
-    mine, theirs = plan.indices((0, 0), [[1, 2, 3, 4, 5]], [[13, 14, 15]], tokens=80)
-    assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
-    for local, peer, told in (
-        ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15], {"local_first": [0]}),
-        ([1, 2, 3, 4, 5], [13, 14, 15], {"local_first": [0], "peer_first": [2]}),
-        ([3, 4, 5], [11, 12, 13, 14, 15], {"local_first": [2], "peer_first": [0]}),
-        ([2, 3, 4, 5], [11, 12, 13, 14, 15], {"local_first": [1]}),
+    for local, first, peer, peer_first in (
+        ([0, 0, 3, 4, 5], 0, [11, 12, 13, 14, 15], 0),
+        ([0, 0, 3, 4, 5], 0, [0, 0, 13, 14, 15], 0),
+        ([0, 0, 3, 4, 5], 0, [13, 14, 15], 32),
+        ([3, 4, 5], 32, [11, 12, 13, 14, 15], 0),
+        ([0, 3, 4, 5], 16, [11, 12, 13, 14, 15], 0),
+        ([2, 3, 4, 5], 16, [13, 14, 15], 32),
     ):
-        mine, theirs = plan.indices((0, 0), [local], [peer], **told)
-        assert (mine.tolist(), theirs.tolist()) == ([3, 4, 5], [13, 14, 15])
-    group = Group("sliding-window", 16, window_tokens=32)
-    assert clip_window(np.arange(3), group).tolist() == [0, 1, 2]
-    assert clip_window(np.arange(9), Group("attention", 16)).tolist() == list(range(9))
+        found = plan.indices(
+            (0, 0), lists(local, first=first, null=0), lists(peer, first=peer_first, null=0), tokens=80
+        )
+        assert tuple(side.tolist() for side in found) == ([3, 4, 5], [13, 14, 15])
 
 
 def test_a_window_may_begin_inside_a_local_block():
     window = pairing(36, 24, window=16)
-    # Places 0-1 of 36 tokens against places 1-2 of 24: tokens before 24 are outside the window wherever it ends.
-    assert pairs(window, [0, 1], [5, 6], (0, 1)) == [(0, 2, 5, 0), (1, 0, 5, 1), (1, 1, 6, 0), (1, 2, 6, 1)]
-    assert len(pairs(pairing(36, 24, window=25), [0, 1], [5, 6], (0, 1))) == 4
-    with pytest.raises(InvalidBlocks):
-        pairs(pairing(36, 24, window=26), [0, 1], [5, 6], (0, 1))
+    # Places 0-1 of 36 tokens against places 1-2 of 24: tokens before 24 are outside the window of token 72.
+    assert pairs(window, [0, 1], [5, 6], (0, 1), tokens=72) == [
+        (0, 2, 5, 0),
+        (1, 0, 5, 1),
+        (1, 1, 6, 0),
+        (1, 2, 6, 1),
+    ]
+
+
+def test_exactly_the_tokens_in_the_window_suffice():
+    """Blocks of 1 token, window 4, 10 tokens: token 10 sees 7, 8 and 9, so the peer may begin at 7 but not at 8."""
+    window = pairing(1, 1, window=4)
+    local = list(range(10))
+    assert pairs(window, local, [20, 21, 22], (0, 7), tokens=10) == [(7, 0, 20, 0), (8, 0, 21, 0), (9, 0, 22, 0)]
+    assert len(pairs(pairing(1, 2, window=4), local, [20, 21], (0, 3), tokens=10)) == 4
+    with pytest.raises(InvalidBlocks) as caught:
+        pairs(window, local, [21, 22], (0, 8), tokens=10)
+    assert (caught.value.code, caught.value.context["token"]) == ("peer-blocks-too-few", 7)
+    whole = pairing(16, 16, window=16)
+    assert pairs(whole, [3, 4], [8], (0, 1), tokens=32) == [(4, 0, 8, 0)]
 
 
 def test_null_blocks():
-    assert pairs(pairing(16, 16), [0, 4, 5], [0, 8, 9], nulls=(0, 0)) == [(4, 0, 8, 0), (5, 0, 9, 0)]
+    assert pairs(pairing(16, 16), [0, 4, 5], [0, 8, 9], nulls=(0, 0), tokens=48) == [(4, 0, 8, 0), (5, 0, 9, 0)]
     with pytest.raises(InvalidBlocks) as caught:
-        pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, 0))
-    assert caught.value.code == "peer-blocks-too-few"
-    assert caught.value.context["block"] == 3
-    assert pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, None)) == [(3, 0, 0, 0), (4, 0, 8, 0)]
-    assert pairs(pairing(16, 16), [0, 4], [7, 8], nulls=(None, 5)) == [(0, 0, 7, 0), (4, 0, 8, 0)]
+        pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, 0), tokens=32)
+    assert (caught.value.code, caught.value.fault, caught.value.context["token"]) == ("peer-blocks-too-few", "peer", 0)
+    assert pairs(pairing(16, 16), [3, 4], [0, 8], nulls=(0, None), tokens=32) == [(3, 0, 0, 0), (4, 0, 8, 0)]
+    assert pairs(pairing(16, 16), [0, 4], [7, 8], nulls=(None, 5), tokens=32) == [(0, 0, 7, 0), (4, 0, 8, 0)]
     with pytest.raises(InvalidBlocks):
-        pairs(pairing(16, 16), [0, 4], [5, 8], nulls=(None, 5))
-    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, 9)) == [(4, 0, 8, 0)]
-    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, None)) == [(4, 0, 8, 0)]
+        pairs(pairing(16, 16), [0, 4], [5, 8], nulls=(None, 5), tokens=32)
+    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, 9), tokens=32) == [(4, 0, 8, 0)]
+    assert pairs(pairing(16, 16), [5, 4], [7, 8], nulls=(5, None), tokens=32) == [(4, 0, 8, 0)]
+    # Chunked local attention: the peer keeps the last chunk only, and so does this rank.
+    assert pairs(pairing(4, 4), [0, 0, 7], [0, 0, 9], nulls=(0, 0), tokens=12) == [(7, 0, 9, 0)]
+    # Other block sizes, a null block in the middle of either list.
+    assert pairs(pairing(4, 8), [1, 2, 0, 4], [0, 9], (2, 0), nulls=(0, 0), tokens=16) == [(1, 0, 9, 0), (2, 0, 9, 1)]
 
 
 @pytest.mark.parametrize(
     ("local", "peer", "code"),
     [
         ([[4, 4]], [[1, 2]], "local-block-twice"),
+        ([[[]]], [[1]], "block-id-malformed"),
         ([[64]], [[1]], "block-id-out-of-range"),
         ([[-1]], [[1]], "block-id-out-of-range"),
         ([[1]], [[64]], "block-id-out-of-range"),
@@ -249,76 +290,61 @@ def test_null_blocks():
 )
 def test_bad_lists_are_refused(local, peer, code):
     with pytest.raises(InvalidBlocks) as caught:
-        plan_of().indices((0, 0), local, peer)
+        plan_of().indices((0, 0), lists(*local), lists(*peer), tokens=32)
     assert caught.value.code == code
+    assert caught.value.fault == ("peer" if local == [[1]] else "local")
 
 
 def test_the_block_that_does_not_exist_is_named():
     for blocks, worst in (([0, 64], 64), ([5, -3], -3), ([70, -1], -1)):
         with pytest.raises(InvalidBlocks) as caught:
-            plan_of().indices((0, 0), [blocks], [[1, 2]])
+            plan_of().indices((0, 0), lists(blocks), lists([1, 2]), tokens=32)
         assert caught.value.context["block"] == worst
 
 
 def test_blocks_of_several_pages_are_counted_as_blocks():
     plan = plan_of(block_tokens=64, kernel_block_tokens=16, block_count=10)
-    assert plan.indices((0, 0), [[9]], [[9]])[1].tolist()[:4] == [36, 37, 38, 39]
-    for lists in (([[10]], [[9]]), ([[9]], [[10]])):
+    assert plan.indices((0, 0), lists([9]), lists([9]), tokens=64)[1].tolist()[:4] == [36, 37, 38, 39]
+    for local, peer in ([10], [9]), ([9], [10]):
         with pytest.raises(InvalidBlocks) as caught:
-            plan.indices((0, 0), *lists)
+            plan.indices((0, 0), lists(local), lists(peer), tokens=64)
         assert caught.value.context["blocks"] == 10
 
 
 def test_the_highest_block_is_allowed():
-    mine, theirs = plan_of().indices((0, 0), [[63]], [[63]])
+    mine, theirs = plan_of().indices((0, 0), lists([63]), lists([63]), tokens=16)
     assert (mine.tolist(), theirs.tolist()) == ([63], [63])
 
 
 def test_sparse_ids_are_checked_too():
     plan = plan_of(block_count=1 << 20)
     far = (1 << 20) - 1
-    mine, theirs = plan.indices((0, 0), [[far, 2]], [[far, 3]])
+    mine, theirs = plan.indices((0, 0), lists([far, 2]), lists([far, 3]), tokens=32)
     assert (mine.tolist(), theirs.tolist()) == ([2, far], [3, far])
     for blocks, twice in (([far, far], far), ([2, far, far], far), ([4, 2, 4], 4), ([1, 3, 3, 7], 3)):
         with pytest.raises(InvalidBlocks) as caught:
-            plan.indices((0, 0), [blocks], [[far, 3, 5, 6]])
+            plan.indices((0, 0), lists(blocks), lists([far, 3, 5, 6]), tokens=64)
         assert (caught.value.code, caught.value.context["block"]) == ("local-block-twice", twice)
 
 
 def test_only_the_null_block_may_be_there_twice():
     local = replace(build_engine(DENSE, EngineSpec())[0, 0], null_block=0)
     plan = plan_transfer(local, build_engine(DENSE, EngineSpec()))
-    mine, theirs = plan.indices((0, 0), [[0, 0, 5]], [[1, 2, 3]])
-    assert (mine.tolist(), theirs.tolist()) == ([5], [3])
-    with pytest.raises(InvalidBlocks) as caught:
-        plan.indices((0, 0), [[0, 5, 0, 5]], [[1, 2, 3, 4]])
-    assert caught.value.context["block"] == 5
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5000), min_size=1))
-def test_place_order_sorts(values):
-    places = np.array(values)
-    order = place_order(places)
-    if order is None:
-        assert len(set(values)) < len(values) or max(values) >= 64 * len(values) + 4096
-    else:
-        assert places[order].tolist() == sorted(values)
-
-
-def test_tables_are_for_places_that_lie_close():
-    for count in (1, 2, 3):
-        last = 64 * count + 4096 - 1
-        assert place_order(np.array([last, *range(count - 1)])).tolist() == [*range(1, count), 0]
-        assert place_order(np.array([last + 1, *range(count - 1)])) is None
+    for null in (None, 0):  # the geometry names it, and so may the list
+        mine, theirs = plan.indices((0, 0), lists([0, 0, 5], null=null), lists([1, 2, 3]), tokens=48)
+        assert (mine.tolist(), theirs.tolist()) == ([5], [3])
+        with pytest.raises(InvalidBlocks) as caught:
+            plan.indices((0, 0), lists([0, 5, 0, 5], null=null), lists([1, 2, 3, 4]), tokens=64)
+        assert caught.value.context["block"] == 5
 
 
 def test_which_lists_need_no_arithmetic():
+    plain, with_null = Blocks(np.array([1]), 0, -1, False), Blocks(np.array([1]), 0, 1, True)
     whole = pairing(16, 16)
-    assert _is_one_to_one(whole, (None, None))
-    assert _is_one_to_one(pairing(16, 16, window=4), (None, None))
-    for nulls in ((0, None), (None, 0), (1, 1)):
-        assert not _is_one_to_one(whole, nulls)
+    assert _is_one_to_one(whole, plain, plain)
+    assert _is_one_to_one(pairing(16, 16, window=4), plain, plain)
+    for mine, theirs in ((plain, with_null), (with_null, plain), (with_null, with_null)):
+        assert not _is_one_to_one(whole, mine, theirs)
     for other in (
         pairing(32, 16),
         pairing(16, 32),
@@ -330,7 +356,7 @@ def test_which_lists_need_no_arithmetic():
         pairing(16, 16, peer_deal=TokenDeal(2, 0, 16)),
         pairing(16, 16, deal=TokenDeal(2, 0, 16), peer_deal=TokenDeal(2, 0, 16)),
     ):
-        assert not _is_one_to_one(other, (None, None))
+        assert not _is_one_to_one(other, plain, plain)
 
 
 def held_places(group, ids, first):
@@ -368,13 +394,18 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     earliest, last = -(-low // mine.span_tokens), high // mine.span_tokens
     first = data.draw(st.integers(earliest, max(earliest, last)))
     local_ids = local_ids[: data.draw(st.integers(0, max(0, last - first + 1)))]
+    tokens = data.draw(st.integers(0, high))
     unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
     pair = Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
     peer = held_places(theirs, peer_ids, peer_first)
-    expected = {(*peer[token], *place) for token, place in held_places(mine, local_ids, first).items() if token in peer}
+    here = held_places(mine, local_ids, first)
+    expected = {
+        (*peer[token], *place) for token, place in here.items() if token in peer and token // unit * unit < tokens
+    }
     expected = sorted(both for both in expected if both[1] % unit == 0)
     expected = [(page, inside // unit, at, within // unit) for at, within, page, inside in expected]
-    assert pairs(pair, np.array(local_ids, dtype=np.int64), peer_ids, (first, peer_first)) == expected
+    found = pairs(pair, np.array(local_ids, dtype=np.int64), peer_ids, (first, peer_first), tokens=tokens)
+    assert found == expected
 
 
 @st.composite
@@ -413,38 +444,85 @@ def test_every_page_and_unit_has_its_descriptor(drawn, before):
 def test_states_pair_from_the_end():
     model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
     plan = plan_of(model)
-    assert [side.tolist() for side in plan.indices((0, 0), [[5]], [[7, 8]])] == [[5], [8]]
-    assert [side.tolist() for side in plan.indices((0, 0), [[5, 6]], [[7]])] == [[5], [7]]
-    assert [side.tolist() for side in plan.indices((0, 0), [[5, 6]], [[8, 7]])] == [[6, 5], [7, 8]]
-    assert [side.tolist() for side in plan.indices((0, 0), [[]], [[7]])] == [[], []]
-    with pytest.raises(InvalidBlocks) as caught:
-        plan.indices((0, 0), [[5, 6, 4]], [[7]])
-    assert caught.value.code == "state-list-too-long"
+
+    def found(local, peer, **options):
+        sides = plan.indices((0, 0), lists(local, **options), lists(peer, **options), tokens=99)
+        return [side.tolist() for side in sides]
+
+    assert found([5], [7, 8]) == [[5], [8]]
+    assert found([5], [7]) == [[5], [7]]
+    assert found([], [7]) == [[], []]
+    assert found([0, 0, 5], [0, 8], null=0) == [[5], [8]]
+    assert found([0, 0], [0], null=0) == [[], []]
+    for local, peer, null, code in (
+        ([5, 6, 4], [7], None, "state-list-too-long"),
+        ([5, 6], [7, 8], None, "state-list-too-long"),
+        ([5, 0], [7], 0, "state-list-too-long"),
+        ([5], [], None, "peer-blocks-too-few"),
+        ([5], [0], 0, "peer-blocks-too-few"),
+        ([5], [7, 0], 0, "peer-blocks-too-few"),
+    ):
+        with pytest.raises(InvalidBlocks) as caught:
+            found(local, peer, null=null)
+        assert caught.value.code == code
+        assert caught.value.fault == ("peer" if code.startswith("peer") else "local")
+
+
+def test_all_pages_of_a_state_are_moved():
+    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    local = build_engine(model, EngineSpec())[0, 0]
+    two = replace(local, groups=(Group("state", 0, 2),))
+    mine, theirs = plan_transfer(two, {(0, 0): two}).indices((0, 0), lists([5]), lists([7, 8]), tokens=1)
+    assert (mine.tolist(), theirs.tolist()) == ([10, 11], [16, 17])
+    with pytest.raises(GeometryMismatch) as refused:
+        plan_transfer(two, {(0, 0): local})
+    assert refused.value.code == "state-pages-differ"
 
 
 def test_hybrid_groups_share_memory_but_no_block():
     state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
     plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
-    assert plan.expected_bytes([[3], [4]], [[3], [4]]) > 0
+    tokens = {"tokens": 32}
+    assert plan.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
     ((views),) = find_aliases(plan.local)
     attention, memory = plan.local.groups[0], plan.local.regions[0]
     assert attention.pages_per_block == 2
-    assert [view.stride for view in views] == [memory.page_stride_bytes * 2] * 2
-    extents = {view.group: view.extent for view in views}
-    assert extents == {0: memory.page_stride_bytes + memory.page_bytes, 1: plan.local.regions[1].page_bytes}
+    assert [view.stride * view.pages_per_block for view in views] == [memory.page_stride_bytes * 2] * 2
+    assert {view.group: view.page_bytes for view in views} == {
+        0: memory.page_bytes,
+        1: plan.local.regions[1].page_bytes,
+    }
     with pytest.raises(InvalidBlocks) as caught:
-        plan.indices((0, 0), [[3], [3]], [[3], [4]])
+        plan.indices((0, 0), lists([3], [3]), lists([3], [4]), **tokens)
     assert caught.value.code == "local-block-twice"
     assert caught.value.context["groups"] == (0, 1)
-    for lists in ([[3, 8], [8]], [[8, 3], [9, 5, 8]], [[5, 3, 4], [4]]):
+    for local in ([3, 8], [8]), ([8, 3], [8]), ([5, 3, 4], [4]):
         with pytest.raises(InvalidBlocks):
-            plan.indices((0, 0), lists, [[1, 2, 3], [4, 5, 6]])
+            plan.indices((0, 0), lists(*local), lists([1, 2, 3], [4]), tokens=96)
     separate = plan_of(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64))
-    assert separate.expected_bytes([[3], [3]], [[3], [4]]) > 0
+    assert separate.expected_bytes(lists([3], [3]), lists([3], [4]), tokens=16) > 0
     assert find_aliases(separate.local) == ()
     high = plan_of(
         ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, base_address=(1 << 64) - (1 << 20)
     )
-    assert high.expected_bytes([[3], [4]], [[3], [4]]) > 0
+    assert high.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
     with pytest.raises(InvalidBlocks):
-        high.indices((0, 0), [[4], [4]], [[3], [4]])
+        high.indices((0, 0), lists([4], [4]), lists([3], [4]), **tokens)
+
+
+def test_null_blocks_of_groups_that_share_memory_are_written_by_nobody():
+    model = ModelSpec(("attention", "sliding", "mamba2"), 2, 4, window_tokens=16)
+    model = replace(model, state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    plan = plan_of(model, block_tokens=16)
+    found = plan.indices(
+        (0, 0), lists([3, 4, 5], [0, 0, 7], [0, 8], null=0), lists([1, 2, 3], [0, 0, 4], [5], null=0), tokens=48
+    )
+    assert len(found[0]) == 5
+
+
+def test_groups_on_two_devices_share_no_memory():
+    local = build_engine(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64), EngineSpec())[0, 0]
+    regions = [replace(region, base_address=1 << 32, device=n) for n, region in enumerate(local.regions)]
+    assert find_aliases(replace(local, regions=tuple(regions))) == ()
+    regions = [replace(region, base_address=1 << 32) for region in local.regions]
+    assert len(find_aliases(replace(local, regions=tuple(regions)))) == 1

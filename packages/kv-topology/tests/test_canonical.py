@@ -2,38 +2,38 @@
 
 import numpy as np
 import pytest
+from block_lists import lists
 
 from kv_topology import (
-    AttentionShape,
     Group,
     InvalidBlocks,
     InvalidGeometry,
     TopologyError,
     canonical_segments,
-    cells_layout,
-    layer_regions,
-    packed_layout,
     plan_transfer,
-    rank_geometry,
-    reshard_layout,
 )
-from kv_topology._engine import KV_LAYOUTS, EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology.testing import MemoryOfRank, Request
+from kv_topology._reshard import reshard_layout
+from kv_topology.layouts import AttentionShape, cells_layout, layer_regions, packed_layout, rank_geometry
+from kv_topology.testing import MemoryOfRank
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools._engine import KV_LAYOUTS
 
 MODEL = ModelSpec(("attention",) * 2, 4, 3)
-LAYOUTS = [name for name in KV_LAYOUTS if name not in {"cpu", "heads-outer"}]
+LAYOUTS = [name for name in KV_LAYOUTS if name != "cpu"]
 
 
 def gathered(geometry, block, **selection):
     memory = MemoryOfRank(geometry)
-    memory.place_tags([[block]], Request([[block]], [[block]]), [None], is_local=True)
+    memory.place_tags(lists([block]), [(0, 1 << 30)])
     streams = []
     for layer in geometry.layers:
         for name in ("key", "value"):
-            number, segments = canonical_segments(geometry, layer, name, **selection)
-            region = geometry.regions[number]
-            at = region.base_address + block * region.page_stride_bytes - memory.start
-            streams.append(b"".join(memory.data[at + a : at + a + n].tobytes() for a, n in segments.tolist()))
+            stream = b""
+            for number, offset, length in canonical_segments(geometry, layer, name, **selection).tolist():
+                region = geometry.regions[number]
+                at = region.base_address + block * region.page_stride_bytes - memory.start + offset
+                stream += memory.data[at : at + length].tobytes()
+            streams.append(stream)
     return streams
 
 
@@ -55,16 +55,19 @@ def test_a_shard_equals_its_part_of_the_whole(layout):
 
 def test_neighbours_are_one_segment():
     geometry = build_engine(MODEL, EngineSpec(layout="split-NHD"))[0, 0]
-    assert canonical_segments(geometry, "layers.1", "value")[1].tolist() == [[0, 16 * 4 * 3 * 2]]
+    assert canonical_segments(geometry, "layers.1", "value").tolist() == [[3, 0, 16 * 4 * 3 * 2]]
     geometry = build_engine(MODEL, EngineSpec(layout="packed-NHD", block_tokens=2))[0, 0]
-    number, segments = canonical_segments(geometry, "layers.1", "value", tokens=(1, 2))
-    assert number == 1
-    assert segments.tolist() == [[4 * 12 + 6 + 12 * head, 6] for head in range(4)]
+    segments = canonical_segments(geometry, "layers.1", "value", tokens=(1, 2))
+    assert segments.tolist() == [[1, 4 * 12 + 6 + 12 * head, 6] for head in range(4)]
 
 
 def test_heads_in_regions_of_their_own():
     geometry = build_engine(MODEL, EngineSpec(layout="heads-outer"))[0, 0]
-    assert canonical_segments(geometry, "layers.1", "key", interval=(2, 3))[0] == 6
+    assert set(canonical_segments(geometry, "layers.1", "key", interval=(2, 3))[:, 0].tolist()) == {6}
+    whole = canonical_segments(geometry, "layers.1", "key")
+    assert whole[:5, 0].tolist() == [4, 5, 6, 7, 4]  # heads of the first token, then the next token
+    assert int(whole[:, 2].sum()) == 16 * 4 * 3 * 2
+    assert canonical_segments(geometry, "layers.1", "key", interval=(1, 3))[:3, 0].tolist() == [5, 6, 5]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_meanings_of_all_descriptors(mine, theirs):
     local = build_engine(model, EngineSpec(2, block_count=12, **mine))[0, 1]
     peers = build_engine(model, EngineSpec(1, block_count=12, **theirs))
     plan = plan_transfer(local, peers)
-    pairs = plan.indices((0, 0), [[3], [5]], [[8, 1, 7], [4]], tokens=min(local.groups[0].block_tokens, 30))
+    pairs = plan.indices((0, 0), lists([3], [5]), lists([8, 1, 7], [4]), tokens=min(local.groups[0].block_tokens, 30))
     for indices, rows, geometry, is_local, blocks in (
         (pairs[0], plan.local_rows((0, 0)), local, True, {0: {3}, 1: {5}}),
         (pairs[1], plan.peer_rows((0, 0)), peers[0, 0], False, {0: {8, 1, 7}, 1: {4}}),

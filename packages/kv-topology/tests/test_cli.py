@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kv_topology._cli import main
-from kv_topology._spec import load_spec, model_from_config, parse_spec
-from kv_topology._survey import survey
+from kv_topology.tools._cli import main
+from kv_topology.tools._spec import load_spec, model_from_config, parse_spec
+from kv_topology.tools._survey import survey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SPECS = sorted(path for path in EXAMPLES.iterdir() if "config" not in path.name)
@@ -142,7 +142,7 @@ def test_prove(capsys):
 
 def test_as_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "kv_topology._cli", "--help"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kv_topology.tools._cli", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
     assert "exit codes" in done.stdout

@@ -6,11 +6,11 @@ import os
 from dataclasses import replace
 
 import pytest
+from block_lists import lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_topology import (
-    AttentionShape,
     Axis,
     FieldLayout,
     GeometryMismatch,
@@ -21,17 +21,17 @@ from kv_topology import (
     Planner,
     RankGeometry,
     Region,
+    StageLayer,
     TokenDeal,
     TopologyError,
     UnsupportedTopology,
     from_document,
-    halves_layout,
-    packed_layout,
     plan_transfer,
-    rank_geometry,
     to_document,
 )
-from kv_topology._engine import KV_LAYOUTS, EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools._engine import KV_LAYOUTS
 
 STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)
 MODEL = ModelSpec(("attention", "mamba2"), 4, 4, state=STATE)
@@ -100,7 +100,10 @@ TOKENS = axis("token", 4, 0, 4, 8)
         (lambda: replace(rank(field(axis())), pp_rank=1), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), groups=()), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), regions=()), "size-out-of-range"),
-        (lambda: replace(rank(field(axis())), stage_layers=(("a",), ("b",))), "stage-layers-count"),
+        (
+            lambda: replace(rank(field(axis())), stage_layers=((StageLayer("a"),), (StageLayer("b"),))),
+            "stage-layers-count",
+        ),
         (
             lambda: rank(field(axis()), extra=(Region(0, 64, 64, 1, (Member("b", Layout((field(axis()),)), 1),)),)),
             "size-out-of-range",
@@ -136,7 +139,7 @@ def test_parts_of_a_field_make_up_its_share():
     assert parts((2, 4), (0, 2)).layers == ("a",)
     for one, two in ((((2, 4), (0, 2)), ((0, 2), (2, 4))), (((0, 4),), ((0, 1), (1, 4)))):
         (found,) = plan_transfer(parts(*one), {(0, 0): parts(*two)}).slices((0, 0))
-        assert sorted(found.length.tolist()) == sorted(2 * (stop - start) for start, stop in two)
+        assert sorted(found.columns.length.tolist()) == sorted(2 * (stop - start) for start, stop in two)
     for intervals, code in (
         (((0, 3), (2, 4)), "parts-overlap"),
         (((0, 1), (2, 4)), "parts-leave-hole"),
@@ -255,7 +258,7 @@ def test_missing_layers_fields_ranks_and_peers():
             plan_transfer(local, peers, peer_tp=peer_tp)
         assert (caught.value.code, caught.value.fault) == ("peer-rank-differs", "peer")
     with pytest.raises(UnsupportedTopology) as caught:
-        plan_transfer(local, wide).indices((0, 3), [[1]], [[1]])
+        plan_transfer(local, wide).indices((0, 3), lists([1]), lists([1]), tokens=1)
     assert caught.value.code == "rank-not-read"
 
 
@@ -278,7 +281,7 @@ def test_kernel_ordered_blocks_need_equal_pages():
     cpu = engine(model=DENSE, layout="cpu")
     assert len(plan_transfer(cpu[0, 0], cpu).peer_rows((0, 0))) == 1
     split = plan_transfer(engine(2, DENSE, layout="cpu")[0, 1], cpu)
-    assert split.slices((0, 0))[0].length.tolist() == [2 * 2 * 32 * 4 * 2]
+    assert split.slices((0, 0))[0].columns.length.tolist() == [2 * 2 * 32 * 4 * 2]
     for other in (engine(model=DENSE, layout="cpu", block_tokens=64), engine(model=DENSE)):
         with pytest.raises(TopologyError) as caught:
             plan_transfer(cpu[0, 0], other)
@@ -306,12 +309,14 @@ def test_groups_may_be_numbered_otherwise():
     model = ModelSpec(("attention", "sliding", "attention"), 4, 4, window_tokens=32)
     local, peer = (engine(model=model, block_tokens=tokens)[0, 0] for tokens in (32, 16))
     same, other = plan_transfer(local, {(0, 0): peer}), plan_transfer(local, {(0, 0): in_another_order(peer)})
-    lists = [[1], [2, 3]], [[4, 5], [6, 7, 8]]
-    expected = same.indices((0, 0), *lists, local_first=[0, 0])
-    found = other.indices((0, 0), lists[0], lists[1][::-1], local_first=[0, 0])
+    mine, theirs = lists([1], [2, 3]), lists([4, 5], [6, 7, 8])
+    expected = same.indices((0, 0), mine, theirs, tokens=32)
+    found = other.indices((0, 0), mine, theirs[::-1], tokens=32)
     assert [side.tolist() for side in found] == [side.tolist() for side in expected]
     only = replace(local, groups=local.groups[:1], regions=tuple(r for r in local.regions if not r.members[0].group))
-    found = plan_transfer(only, {(0, 0): in_another_order(peer)}).indices((0, 0), [[1]], [[6, 7, 8], [4, 5]])
+    found = plan_transfer(only, {(0, 0): in_another_order(peer)}).indices(
+        (0, 0), lists([1]), lists([6, 7, 8], [4, 5]), tokens=32
+    )
     assert [len(side) for side in found] == [2 * 4 * 2] * 2
 
 
@@ -417,7 +422,7 @@ def test_any_document_is_an_answer_or_a_coded_refusal(changes):
     local = to_document(engine()[0, 0])
     try:
         plan = Planner().plan(local, {(0, 0): to_document(engine(2)[0, 0]), (0, 1): document}, peer_tp=2)
-        plan.indices((0, 1), [[1], [2]], [[1], [2]])
+        plan.indices((0, 1), lists([1], [2]), lists([1], [2]), tokens=16)
     except TopologyError:
         return
     rows = plan.peer_rows((0, 1))

@@ -2,19 +2,16 @@
 
 import numpy as np
 import pytest
+from block_lists import lists
 
 from kv_topology import (
-    AttentionShape,
     Group,
     Planner,
-    halves_layout,
-    layer_regions,
-    packed_layout,
     plan_transfer,
-    rank_geometry,
     target_ranks,
     to_document,
 )
+from kv_topology.layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
 from kv_topology.testing import Request, prove
 
 LAYERS = ("a", "b")
@@ -34,7 +31,7 @@ def engine(tp, make, *, heads=4, page_tokens=16, pages=12, base=1 << 20):
 def test_every_pair_moves_the_right_bytes(consumer_tp, producer_tp):
     consumers = engine(consumer_tp, packed_layout)
     producers = engine(producer_tp, halves_layout, page_tokens=32)
-    request = Request([[7, 3, 5, 1]], [[2, 9]])
+    request = Request(lists([7, 3, 5, 1]), lists([2, 9]), 64)
     proof = prove(consumers, producers, request, plan_transfer)
     assert proof.plans == consumer_tp
     assert proof.bytes_proved > 0
@@ -51,9 +48,9 @@ def test_planner_speaks_documents():
     assert plan.producer_ranks == ((0, 2), (0, 3))
     assert plan.reader_count((0, 2)) == 1
     assert not plan.notify_only_ranks
-    local_index, peer_index = plan.indices((0, 2), [[5, 1]], [[9, 3, 4]])
+    local_index, peer_index = plan.indices((0, 2), lists([5, 1], first=16), lists([9, 3, 4]), tokens=48)
     assert local_index.dtype == np.int32
     assert peer_index.tolist() == [3, 4, 15, 16]
     assert local_index.tolist() == [5, 1, 17, 13]
-    assert plan.expected_bytes([[5, 1]], [[9, 3, 4]]) == 2 * 2 * 2 * 2 * 16 * 3 * 2
+    assert plan.expected_bytes(lists([5, 1], first=16), lists([9, 3, 4]), tokens=48) == 2 * 2 * 2 * 2 * 16 * 3 * 2
     assert target_ranks(consumers[0, 0], peer_tp=4) == ((0, 0), (0, 1))

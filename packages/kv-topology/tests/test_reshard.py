@@ -4,19 +4,16 @@ from itertools import product
 
 import pytest
 
-from kv_topology import (
+from kv_topology import Axis, FieldLayout, Layout, UnsupportedTopology
+from kv_topology._reshard import reshard_layout
+from kv_topology.layouts import (
     AttentionShape,
-    Axis,
-    FieldLayout,
-    Layout,
     StateShape,
-    UnsupportedTopology,
     gated_delta_layout,
     halves_layout,
     mamba1_layout,
     mamba2_layout,
     packed_layout,
-    reshard_layout,
     split_layouts,
 )
 

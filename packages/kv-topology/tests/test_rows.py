@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from block_lists import lists
 
 from kv_topology import (
     Axis,
@@ -18,9 +19,9 @@ from kv_topology import (
     expand_rows,
     plan_transfer,
 )
-from kv_topology._engine import EngineSpec, ModelSpec, build_engine
-from kv_topology._link import find_aliases
+from kv_topology._aliases import find_aliases
 from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -55,7 +56,7 @@ def test_expected_bytes_and_bytes_per_token():
     plan = plan_of(ModelSpec(("attention", "attention"), 2, 4))
     per_token = 2 * 2 * 2 * 4 * 2
     assert plan.bytes_per_token == per_token
-    assert plan.expected_bytes([[1, 2]], [[3, 4, 5]]) == 2 * 16 * per_token
+    assert plan.expected_bytes(lists([1, 2], first=16), lists([3, 4, 5]), tokens=48) == 2 * 16 * per_token
     shared = plan_of(ModelSpec(("latent",), latent_dim=8), {"tp": 4, "dcp": 4})
     assert shared.bytes_per_token == pytest.approx(16)
 
@@ -73,7 +74,7 @@ def test_rows_and_their_expansion():
         [peer_base, unit, 0, page // 2, 5],
         [peer_base + unit, unit, 0, page // 2, 5],
     ]
-    mine, theirs = plan.indices((0, 0), [[2]], [[4, 1]])
+    mine, theirs = plan.indices((0, 0), lists([2]), lists([4, 1]), tokens=32)
     assert theirs.tolist() == [1, 4, 6, 9]
     assert mine.tolist() == [5, 2, 11, 8]
     wide = expand_rows(rows)
@@ -87,7 +88,7 @@ def test_dense_units_are_one_row():
     plan = plan_transfer(local, peers)
     unit = 16 * 2 * 2 * 4 * 2
     assert plan.local_rows((0, 0)).tolist() == [[local.regions[0].base_address, unit, 0, unit, 9]]
-    mine, theirs = plan.indices((0, 0), [[2, 0]], [[4, 1, 0]])
+    mine, theirs = plan.indices((0, 0), lists([2, 0]), lists([4, 1, 0]), tokens=96)
     assert theirs.tolist() == [0, 1, 2, 3, 8, 9]
     assert mine.tolist() == [1, 2, 8, 0, 6, 7]
 

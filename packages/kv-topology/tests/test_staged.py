@@ -4,14 +4,15 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from block_lists import lists
 
 from kv_topology import CostModel, Group, RankGeometry, UnsupportedTopology, plan_transfer
 from kv_topology._boxes import Box
-from kv_topology._engine import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology._estimate import Estimate
-from kv_topology._proof_cases import ProofCase, request_for
-from kv_topology._staged import _extent, _place_of
+from kv_topology._staged import _Chunk, _extent, _place_of
 from kv_topology.testing import Request, prove
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools._proof_cases import ProofCase, request_for
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
 PAIRS = [
@@ -80,7 +81,7 @@ def test_states_count_once_per_request():
     plan = plan_transfer(local, build_engine(hybrid, EngineSpec(1, block_tokens=64)), staging="auto", cost=cost)
     tables = plan.slices((0, 0))
     assert [table.pairing.local.is_state for table in tables] == [False, True]
-    per_token, state_bytes, descriptors = 2 * 4 * 8 * 2, int(tables[1].length.sum()), len(tables[1])
+    per_token, state_bytes, descriptors = 2 * 4 * 8 * 2, int(tables[1].columns.length.sum()), len(tables[1])
     found, wire = plan.estimate, (160 * per_token + state_bytes) / 4e3
     assert (found.bytes_per_token, found.state_bytes, found.state_descriptors) == (per_token, state_bytes, descriptors)
     assert (found.direct_descriptors_per_token, found.staged_descriptors_per_token) == (4, 1 / 64)
@@ -96,7 +97,7 @@ def test_a_tie_stays_direct():
 
 def test_a_box_must_lie_in_one_chunk():
     assert _extent(Box(((3, 0, 100), (4, 0, 10), (1, 0, 7)), 0, 0, 2, 0, 0)) == 2 * 100 + 3 * 10 + 2
-    chunks = [(0, 100, 50, 7), (1, 100, 50, 900), (0, 200, 10, 57)]
+    chunks = [_Chunk(0, 100, 0, 50, 7), _Chunk(1, 100, 0, 50, 900), _Chunk(0, 200, 0, 10, 57)]
     assert [_place_of(chunks, region, 110, 150) for region in (0, 1, 2)] == [17, 910, None]
     assert [_place_of(chunks, 0, start, stop) for start, stop in ((99, 101), (149, 151), (100, 150))] == [None, None, 7]
     assert _place_of(chunks, 0, 205, 210) == 62
@@ -137,7 +138,7 @@ def test_layers_of_a_page_with_different_units_stay_direct(orders, sizes, is_sta
     groups = tuple(Group("attention", tokens) for tokens in sizes)
     producers = {(0, 0): RankGeometry(1, 0, groups, tuple(regions))}
     counts = [-(-90 // tokens) for tokens in sizes]
-    request = Request([[5, 2]], [[7, 1, 3, 9, 0, 4][: counts[0]], [2, 8, 5, 1, 6, 3][: counts[1]]], tokens=90)
+    request = Request(lists([5, 2]), lists([7, 1, 3, 9, 0, 4][: counts[0]], [2, 8, 5, 1, 6, 3][: counts[1]]), 90)
     assert plan_transfer(consumers[0, 0], producers, staging="auto").is_staged == is_staged
     prove(consumers, producers, request, lambda mine, theirs: plan_transfer(mine, theirs, staging="auto"))
 
@@ -170,6 +171,6 @@ def test_fields_need_not_begin_with_the_page(block):
 
 def test_only_written_pages_are_permuted():
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="always")
-    ((region, pages), _) = plan.staged_pages([[9, 4]], [[1, 2, 3]])
+    ((region, pages), _) = plan.staged_pages(lists([9, 4], first=16), lists([1, 2, 3]), tokens=48)
     assert pages.tolist() == [4, 9]
     assert (region.start, region.stop) == (0, 2 * 4 * 16 * 8 * 2)

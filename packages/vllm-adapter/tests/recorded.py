@@ -10,9 +10,11 @@ from typing import Any
 
 from factories import facts
 
+from kv_topology import BlockList
 from kv_topology.testing import Request
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
 from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.ports import GeometryDocument
 
 LAYOUTS = Path(__file__).parent / "data" / "layouts.json"
 Rank = tuple[int, int]
@@ -105,7 +107,7 @@ def _spec_facts(tensor: dict[str, Any]) -> dict[str, Any]:
     return {"has_planes": spec["has_planes"], "key_size": spec["head_size"], "value_size": spec["head_size_v"]}
 
 
-def engine(name: str, tp: int, address: int) -> dict[Rank, dict[str, object]]:
+def engine(name: str, tp: int, address: int) -> dict[Rank, GeometryDocument]:
     """Return the geometry documents of all ranks of a recorded engine; each rank has its own memory."""
     return {
         (0, rank): local_document(engine_facts(name, tp, rank), layer_caches(name, tp, address + (rank << 32)))
@@ -117,9 +119,9 @@ def request(consumer: str, producer: str) -> Request:
     """Return a request of two of the larger blocks per group; no two groups share a block, as in the host."""
     rows = [families()[name]["tp"]["1"]["groups"] for name in (consumer, producer)]
     tokens = 2 * math.lcm(*(g["block_tokens"] for row in rows for g in row if not is_state(g)))
-    sides: list[list[list[int]]] = []
+    sides: list[list[BlockList]] = []
     for row, first in zip(rows, (1, 2), strict=True):
         free = iter(range(first, 1 << 20, 2))
         counts = [1 if is_state(group) else tokens // group["block_tokens"] for group in row]
-        sides.append([[next(free) for _ in range(count)][::-1] for count in counts])
-    return Request(sides[0], sides[1])
+        sides.append([BlockList([next(free) for _ in range(count)][::-1], null=0) for count in counts])
+    return Request(sides[0], sides[1], tokens)

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from factories import attention_cache, facts
 
-from kv_topology import Planner, from_document
+from kv_topology import BlockList, Planner, from_document
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.ports import GeometryDocument
 
 PAGE = 4 * 128 * 128 * 4
 
@@ -23,10 +24,10 @@ def _caches(heads: int = 4, blocks: int = 64) -> list[LayerCache]:
 def test_a_dense_rank_reads_whole_pages_of_an_equal_rank() -> None:
     document = local_document(facts(), _caches())
     plan = Planner().plan(document, {(0, 0): document}, peer_tp=1)
-    local, peer = plan.indices((0, 0), [[3, 4]], [[7, 9]])
+    local, peer = plan.indices((0, 0), [BlockList([3, 4])], [BlockList([7, 9])], tokens=256)
     assert len(local) == len(peer) == 4  # two layers x two blocks, key and value merged into one page
     assert plan.local_rows((0, 0))[:, 1].tolist() == [PAGE, PAGE]
-    assert plan.expected_bytes([[3, 4]], [[7, 9]]) == 4 * PAGE
+    assert plan.expected_bytes([BlockList([3, 4])], [BlockList([7, 9])], tokens=256) == 4 * PAGE
 
 
 def test_two_consumers_split_the_heads_of_one_producer() -> None:
@@ -35,7 +36,7 @@ def test_two_consumers_split_the_heads_of_one_producer() -> None:
     plan = Planner().plan(consumer, {(0, 0): producer}, peer_tp=1)
     assert plan.reader_count((0, 0)) == 2
     assert plan.peer_rows((0, 0))[0, 0] == 0x10000 + PAGE // 2  # the upper two heads of page 0
-    assert plan.expected_bytes([[1]], [[1]]) == PAGE
+    assert plan.expected_bytes([BlockList([1])], [BlockList([1])], tokens=128) == PAGE
 
 
 def test_kernel_blocks_are_counted_from_the_tensor() -> None:
@@ -78,7 +79,7 @@ def test_mamba_state_pages_split_by_head_and_group() -> None:
     groups = (CacheGroup("state", 128, 0, 0, ("mixer",)),)
     heads, head_dim, state, rows, conv_groups = 8, 32, 16, 3, 2
 
-    def document(tp: int, rank: int) -> dict[str, object]:
+    def document(tp: int, rank: int) -> GeometryDocument:
         channels = (heads * head_dim + 2 * conv_groups * state) // tp
         content = channels * rows * 4 + heads // tp * head_dim * state * 4
         cache = LayerCache(
@@ -99,7 +100,7 @@ def test_mamba_state_pages_split_by_head_and_group() -> None:
 
     plan = Planner().plan(document(1, 0), {(0, 0): document(2, 0), (0, 1): document(2, 1)}, peer_tp=2)
     whole = (heads * head_dim + 2 * conv_groups * state) * rows * 4 + heads * head_dim * state * 4
-    assert plan.expected_bytes([[5]], [[9]]) == whole
+    assert plan.expected_bytes([BlockList([5])], [BlockList([9])], tokens=128) == whole
 
 
 @pytest.mark.parametrize("shape", [(64, 4, 128), (64, 4, 128, 128, 2)])

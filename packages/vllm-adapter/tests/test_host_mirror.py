@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from vllm_adapter.ports import MemberEntry
 from vllm_adapter.worker.conversion import PageRange
 from vllm_adapter.worker.host_mirror import HostMirror, PageCopy
 
-DOCUMENT: dict[str, object] = {
+DOCUMENT: Any = {
     "null_block": 0,
     "groups": [{"pages_per_block": 2}, {"pages_per_block": 1}],
     "regions": [
@@ -19,7 +21,7 @@ DOCUMENT: dict[str, object] = {
             "page_bytes": size,
             "page_stride_bytes": 64,
             "page_count": 20,
-            "members": [["l", 0, group, 0]],
+            "members": [MemberEntry("l", 0, group, 0)],
         }
         for at, size, group in ((3000, 64, 0), (1000, 64, 0), (1000, 64, 0), (1000, 64, 1), (5000, 48, 0))
     ],

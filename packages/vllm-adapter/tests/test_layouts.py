@@ -16,6 +16,7 @@ from kv_topology import Planner
 from kv_topology.testing import OracleFailure, Proof, prove
 from vllm_adapter.cache.facts import LayerCache
 from vllm_adapter.cache.geometry import local_document, region_caches
+from vllm_adapter.ports import GeometryDocument
 
 PRODUCER, CONSUMER = 1 << 20, 1 << 44
 
@@ -117,7 +118,7 @@ def test_a_draft_layer_with_fewer_heads_than_ranks_is_refused_between_unequal_si
 ) -> None:
     """The spec tells a rank's heads, but not that ranks of a smaller draft model hold copies of one."""
 
-    def documents(tp: int, base: int) -> dict[tuple[int, int], dict[str, object]]:
+    def documents(tp: int, base: int) -> dict[tuple[int, int], GeometryDocument]:
         return {
             (0, rank): local_document(
                 dataclasses.replace(engine_facts("flash-attn-one-head", tp, rank), total_kv_heads=4),

@@ -11,20 +11,14 @@ from typing import Any
 
 from recorded import families, is_state
 
-from kv_topology import (
-    Axis,
-    FieldLayout,
-    Group,
-    Layout,
-    Member,
-    RankGeometry,
-    Region,
-    StateShape,
-    even_interval,
-    gated_delta_layout,
-    mamba1_layout,
-    mamba2_layout,
-)
+from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
+from kv_topology.layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
+
+
+def share(parts: int, tp: int, rank: int) -> tuple[int, int]:
+    """Return the interval of heads that vLLM gives to a rank: an even deal, one shared head when there are too few."""
+    start = rank * parts // tp
+    return start, max(start + 1, (rank + 1) * parts // tp)
 
 
 def rank_geometry(name: str, tp: int, tp_rank: int, address: int) -> RankGeometry:
@@ -92,7 +86,7 @@ def _heads(
     count: int = 0,
 ) -> Layout:
     """Return a page of heads: of the model's, those that an even deal gives to the rank."""
-    start, stop = even_interval(whole["kv_heads"], *rank)
+    start, stop = share(whole["kv_heads"], *rank)
     assert stop - start == slots
     axis = Axis("head", whole["kv_heads"], start + first, start + first + (count or slots), head_step, "tp")
     return Layout((FieldLayout("cell", size, 0, (axis, *inner)),))
@@ -117,7 +111,7 @@ def _state(family: dict[str, Any], spec: dict[str, Any], whole: dict[str, Any], 
     kind = spec["mamba_type"]
     if kind == "LINEAR":
         heads, one, two = shapes[0]
-        start, stop = even_interval(heads, *rank)
+        start, stop = share(heads, *rank)
         inner = one * two * sizes[0]
         axes = (Axis("head", heads, start, stop, inner, "tp"), Axis("inside", inner, 0, inner, 1))
         return Layout((FieldLayout("ssm", 1, 0, axes),))

@@ -1,28 +1,47 @@
-"""Boxes: what two layouts of one layer have in common, as strided blocks of cells on both sides.
+"""Boxes: the cells that two layouts of one layer have in common, as strided blocks on both sides.
 
 Theory of operation. Two members of one layer are intersected field by field: interval by interval on every axis, and
 one *unit* of tokens on the token axis. Layers that use the same two layouts have the same boxes, so these are built
 once per pair of layouts and remembered with the places (regions and offsets) at which they apply.
+
+Worked example. A page of 4 tokens; 4 heads in the model; a key of a head is 8 bytes. This rank (tp 1) holds heads 0..3,
+heads outermost: a head steps 4 * 8 = 32 bytes, a token 8. The peer (rank 1 of tp 2) holds heads 2..3, tokens outermost:
+a token steps 2 * 8 = 16 bytes, a head 8. The pages are equal, so the unit is 4 tokens. The common interval of heads is
+[2, 4), which begins 2 * 32 = 64 bytes into our page and 0 bytes into the peer's. With axes (count, stride here, stride
+there) the box is
+
+    Box(axes=((4, 8, 16), (2, 32, 8), (8, 1, 1)), here=64, there=0, element_bytes=1)
+
+whose cell (token 3, head 3) is at 64 + 3 * 8 + 1 * 32 = 120 here and at 3 * 16 + 1 * 8 = 56 there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-from kv_topology._compare import check_fields_match, check_groups_match
-from kv_topology._errors import GeometryMismatch, UnsupportedTopology
-from kv_topology._select import FieldClass, choose_pieces
+from kv_topology._compare import check_fields_match, check_groups_match, check_names_match
+from kv_topology._errors import UnsupportedTopology
+from kv_topology._readers import field_class
+from kv_topology._select import choose_pieces
 from kv_topology._shards import common_unit_tokens
 
 if TYPE_CHECKING:
-    from kv_topology._model import FieldLayout, Group, Layout, Member, RankGeometry
+    from collections.abc import Collection
+
+    from kv_topology._model import FieldLayout, Group, Layout, RankGeometry
     from kv_topology._runs import BoxAxis
 
-__all__ = ["Box", "Overlap", "Pairing", "field_class", "find_overlaps"]
+__all__ = ["Box", "Overlap", "Pairing", "find_overlaps"]
 
-Place = tuple[int, int, int, int]
-"""(local region, offset of the member in its page, peer region, offset of the member in its page)."""
+
+class Place(NamedTuple):
+    """Where two members meet: region numbers, and the members' byte offsets in their pages."""
+
+    local_region: int
+    local_offset: int
+    peer_region: int
+    peer_offset: int
 
 
 @final
@@ -56,18 +75,6 @@ def pairing_of(local: RankGeometry, peer: RankGeometry, local_group: int, peer_g
         return Pairing(local_group, peer_group, mine, theirs, 0, 1, 1)
     unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
     return Pairing(local_group, peer_group, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
-
-
-def field_class(field: FieldLayout, consumer: Group, producer: Group) -> FieldClass:
-    """Return the class that decides from which producer ranks a field is read."""
-    axis = field.split_axis
-    return FieldClass(
-        axis.size if axis is not None else 1,
-        consumer.deal.size,
-        consumer.deal.interleave_tokens,
-        producer.deal.size,
-        producer.deal.interleave_tokens,
-    )
 
 
 @final
@@ -156,45 +163,40 @@ def _layout_boxes(
     return tuple(found)
 
 
-def find_overlaps(local: RankGeometry, peer: RankGeometry) -> list[tuple[Pairing, list[Overlap]]]:
+def find_overlaps(
+    local: RankGeometry, peer: RankGeometry, layers: Collection[str]
+) -> list[tuple[Pairing, list[Overlap]]]:
     """Return what a local rank reads from one producer rank, by pair of groups and by pair of layouts.
+
+    Args:
+        local: This rank.
+        peer: The producer rank.
+        layers: Layers to read from its stage.
 
     Raises:
         GeometryMismatch: The two sides disagree about a field or a group, with both values.
         UnsupportedTopology: `packed-block-needs-equal-pages`.
     """
     pairings: dict[tuple[int, int], Pairing] = {}
-    checked: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    overlaps: dict[tuple[int, int], dict[tuple[int, int], Overlap]] = {}
+    checked: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
+    overlaps: dict[tuple[int, int], dict[tuple[Layout, Layout], Overlap]] = {}
     for layer, mine in local.placements.items():
-        theirs = peer.placements.get(layer)
+        theirs = peer.placements.get(layer) if layer in layers else None
         if theirs is None:
             continue
         key = (mine[0][1].group, theirs[0][1].group)
         if key not in pairings:
             check_groups_match(local.groups[key[0]], peer.groups[key[1]], layer)
             pairings[key] = pairing_of(local, peer, *key)
-        layouts = (tuple(id(member.layout) for _, member in mine), tuple(id(member.layout) for _, member in theirs))
+        layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
         if layouts not in checked:
-            _check_names(mine, theirs, layer)
+            check_names_match(mine, theirs, layer)
             checked.add(layouts)
         known = overlaps.setdefault(key, {})
         for local_region, one in mine:
             for peer_region, two in theirs:
-                pair = (id(one.layout), id(two.layout))
+                pair = (one.layout, two.layout)
                 if pair not in known:
                     known[pair] = Overlap(_layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer), [])
-                known[pair].places.append((local_region, one.offset_bytes, peer_region, two.offset_bytes))
+                known[pair].places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
     return [(pairings[key], [item for item in known.values() if item.boxes]) for key, known in overlaps.items()]
-
-
-def _check_names(mine: tuple[tuple[int, Member], ...], theirs: tuple[tuple[int, Member], ...], layer: str) -> None:
-    wanted = {field.name for _, member in mine for field in member.layout.fields}
-    offered = {field.name for _, member in theirs for field in member.layout.fields}
-    if not wanted <= offered:
-        raise GeometryMismatch(
-            f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
-            code="field-missing",
-            fault="peer",
-            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
-        )

@@ -7,18 +7,21 @@ order: tokens first, then the field's axes as listed, then the bytes of an eleme
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._model import TOKEN_AXIS
-from kv_topology._runs import box_runs, join_runs
+from kv_topology._runs import Runs, box_runs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_topology._arrays import Ints
     from kv_topology._link import Link
     from kv_topology._model import FieldLayout, RankGeometry
+    from kv_topology._runs import BoxAxis
 
 __all__ = ["DescriptorMeaning", "canonical_segments", "explain"]
 
@@ -30,8 +33,8 @@ def canonical_segments(
     *,
     interval: tuple[int, int] | None = None,
     tokens: tuple[int, int] | None = None,
-) -> tuple[int, Ints]:
-    """Return the region of a field and where its bytes lie in a page, in canonical order.
+) -> Ints:
+    """Return where the bytes of a field lie in a page, in canonical order, neighbours joined.
 
     Args:
         geometry: The rank's geometry.
@@ -41,45 +44,75 @@ def canonical_segments(
         tokens: Tokens of the page to take, [start, stop); all by default.
 
     Returns:
-        The region number and int64 (n, 2) of (offset in the page, bytes), neighbours joined.
+        int64 (n, 3) of (region number, offset in the page, bytes): a field may be kept in several regions.
 
     Raises:
-        InvalidGeometry: `field-not-held` when no region holds those cells.
+        InvalidGeometry: `field-not-held` when not all of those cells are held.
     """
-    for number, member in geometry.placements.get(layer, ()):
-        for part in member.layout.fields:
-            if part.name == field:
-                segments = _segments(part, member.offset_bytes + part.offset_bytes, interval, tokens)
-                if segments is not None:
-                    return number, segments
-    raise InvalidGeometry(
-        f"No region holds parts {interval} of field {field!r} of layer {layer!r}.",
-        code="field-not-held",
-        context={"layer": layer, "field": field, "interval": interval},
-    )
+    found = [
+        (number, part, member.offset_bytes + part.offset_bytes)
+        for number, member in geometry.placements.get(layer, ())
+        for part in member.layout.fields
+        if part.name == field
+    ]
+    held = [axis for _, part, _ in found if (axis := part.split_axis) is not None]
+    if interval is None and held:
+        interval = (min(axis.start for axis in held), max(axis.stop for axis in held))
+    pieces = [piece for entry in found if (piece := _piece(*entry, interval, tokens)) is not None]
+    covered = sum(piece.parts for piece in pieces)
+    if not pieces or (held and interval is not None and covered != interval[1] - interval[0]):
+        raise InvalidGeometry(
+            f"Parts {interval} of field {field!r} of layer {layer!r} are not all held here.",
+            code="field-not-held",
+            context={"layer": layer, "field": field, "interval": interval},
+        )
+    return _joined(pieces)
 
 
-def _segments(
-    part: FieldLayout, offset: int, interval: tuple[int, int] | None, tokens: tuple[int, int] | None
-) -> Ints | None:
-    wanted = {TOKEN_AXIS: tokens}
-    split = part.split_axis
-    if split is not None:
-        wanted[split.name] = interval
-    axes: list[tuple[int, int, int]] = []
-    canonical_stride = part.element_bytes
-    for axis in sorted(part.axes, key=lambda axis: axis.name != TOKEN_AXIS):
-        start, stop = wanted.get(axis.name) or (axis.start, axis.stop)
-        if not axis.start <= start < stop <= axis.stop:
+class _Piece(NamedTuple):
+    """The runs of one region's share of a field; `there` is the place in the canonical stream."""
+
+    region: int
+    parts: int
+    runs: Runs
+
+
+def _piece(
+    region: int, part: FieldLayout, offset: int, interval: tuple[int, int] | None, tokens: tuple[int, int] | None
+) -> _Piece | None:
+    """Return the share of the wanted cells that one part of a field holds, None if it holds none.
+
+    Example: tokens 0..3 and heads 2..5 wanted, cells of 8 bytes: the canonical strides are 8 for a head and 4 * 8 = 32
+    for a token. A region that holds head 4 alone begins at (4 - 2) * 8 = 16 of the stream.
+    """
+    axes: list[BoxAxis] = []
+    there, canonical_stride, count = 0, part.element_bytes, 1
+    for axis in sorted(part.axes, key=lambda axis: axis.name != TOKEN_AXIS)[::-1]:
+        wanted = tokens if axis.name == TOKEN_AXIS else interval if axis is part.split_axis else None
+        start, stop = wanted or (axis.start, axis.stop)
+        low, high = max(start, axis.start), min(stop, axis.stop)
+        if low >= high or (axis is not part.split_axis and (low, high) != (start, stop)):
             return None
-        offset += (start - axis.start) * axis.stride_bytes
-        axes.append((stop - start, axis.stride_bytes, 0))
-    # The other side of the box is the gathered stream: strides of a dense array in canonical order.
-    for place in reversed(range(len(axes))):
-        axes[place] = (axes[place][0], axes[place][1], canonical_stride)
-        canonical_stride *= axes[place][0]
-    runs = join_runs([box_runs(axes, part.element_bytes, offset, 0)], keep_order=True)
-    return np.stack([runs.here, runs.length], axis=1)
+        offset += (low - axis.start) * axis.stride_bytes
+        there += (low - start) * canonical_stride
+        axes.insert(0, (high - low, axis.stride_bytes, canonical_stride))
+        canonical_stride *= stop - start
+        count = high - low if axis is part.split_axis else count
+    return _Piece(region, count, box_runs(axes, part.element_bytes, offset, there))
+
+
+def _joined(pieces: Sequence[_Piece]) -> Ints:
+    """Return (region, offset, bytes) in canonical order, neighbours in one region joined."""
+    region = np.repeat([piece.region for piece in pieces], [len(piece.runs) for piece in pieces])
+    here, there, length = (
+        np.concatenate([getattr(piece.runs, name) for piece in pieces]) for name in ("here", "there", "length")
+    )
+    order = np.argsort(there)
+    region, here, length = region[order], here[order], length[order]
+    starts = np.ones(len(here), dtype=np.bool_)
+    starts[1:] = (region[1:] != region[:-1]) | (here[1:] != here[:-1] + length[:-1])
+    first = np.flatnonzero(starts)
+    return np.stack([region[first], here[first], np.add.reduceat(length, first)], axis=1)
 
 
 @final
@@ -116,22 +149,19 @@ def explain(link: Link, geometry: RankGeometry, index: int, *, is_local: bool) -
     """
     rules = link.local_rules if is_local else link.peer_rules
     for table, rule in zip(link.tables, rules, strict=True):
-        pairing = table.pairing
-        region_of = table.local_region if is_local else table.peer_region
+        pairing, columns = table.pairing, table.columns
         units = pairing.local_units if is_local else pairing.peer_units
         slot = int(np.searchsorted(rule.first, index, side="right")) - 1
         if slot < 0:
             continue
-        region = int(region_of[slot])
-        inside = index - int(rule.first[slot])
-        if inside >= geometry.regions[region].page_count * units:
+        region = int((columns.local_region if is_local else columns.peer_region)[slot])
+        if index - int(rule.first[slot]) >= geometry.regions[region].page_count * units:
             continue
-        page_step, unit_step = int(rule.page_step[slot]), int(rule.unit_step[slot])
-        page, unit = divmod(inside, page_step) if page_step > 1 or units == 1 else divmod(inside, unit_step)[::-1]
+        page, unit = rule.page_and_unit(slot, index, units)
         number = pairing.local_group if is_local else pairing.peer_group
-        step = table.local_step if is_local else table.peer_step
-        offset = int((table.local_offset if is_local else table.peer_offset)[slot]) + unit * int(step[slot])
-        length = int(table.length[slot])
+        step = columns.local_step if is_local else columns.peer_step
+        offset = int((columns.local_offset if is_local else columns.peer_offset)[slot]) + unit * int(step[slot])
+        length = int(columns.length[slot])
         contents = _contents(geometry, region, number, offset, offset + length)
         block = page // geometry.groups[number].pages_per_block
         return DescriptorMeaning(region, page, block, number, unit, offset, length, contents)

@@ -1,4 +1,4 @@
-"""Whether a field, a group or an engine of a peer can be paired with ours at all: every refusal names both numbers."""
+"""Refusals of fields and groups of a peer that cannot be paired with ours; each names both values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kv_topology._errors import GeometryMismatch
 
 if TYPE_CHECKING:
-    from kv_topology._model import FieldLayout, Group
+    from kv_topology._model import FieldLayout, Group, Member
 
-__all__ = ["check_fields_match", "check_groups_match"]
+__all__ = ["check_fields_match", "check_groups_match", "check_names_match"]
 
 
 def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
@@ -28,6 +28,8 @@ def check_groups_match(local: Group, peer: Group, layer: str) -> None:
         raise _differ("group-kind-differs", "The kind", where, local.kind, peer.kind)
     if local.window_tokens != peer.window_tokens:
         raise _differ("window-differs", "The attention window", where, local.window_tokens, peer.window_tokens)
+    if local.is_state and local.pages_per_block != peer.pages_per_block:
+        raise _differ("state-pages-differ", "Pages of a state", where, local.pages_per_block, peer.pages_per_block)
 
 
 def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> None:
@@ -52,3 +54,19 @@ def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> Non
             raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
         if axis.split != other.split:
             raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)
+
+
+Placed = tuple[tuple[int, "Member"], ...]
+
+
+def check_names_match(mine: Placed, theirs: Placed, layer: str) -> None:
+    """Raise `GeometryMismatch` (`field-missing`) unless the peer has every field of a layer that this rank has."""
+    wanted = {field.name for _, member in mine for field in member.layout.fields}
+    offered = {field.name for _, member in theirs for field in member.layout.fields}
+    if not wanted <= offered:
+        raise GeometryMismatch(
+            f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
+            code="field-missing",
+            fault="peer",
+            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
+        )

@@ -7,6 +7,7 @@ Schema, version 1 (unknown keys are ignored, so that keys can be added without a
     tp, pp        [size, rank]
     null_block    int or null
     stage_layers  [[layer, ...] per stage]
+    stages        [[[layer, group number, [field name, ...]], ...] per stage], from 0.2 on; repeats `stage_layers`
     groups        [{kind, block_tokens, pages_per_block, window_tokens, context: [size, rank, interleave_tokens]}]
     layouts       [[{name, element_bytes, offset_bytes, packing, axes: [[name, size, start, stop, stride, split]]}]]
     regions       [{base_address, page_bytes, page_stride_bytes, page_count, memory_kind, device,
@@ -17,12 +18,13 @@ Layers that look alike refer to one layout, which keeps the document of a 64-lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from kv_topology._errors import InvalidGeometry
-from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
+from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, StageLayer
 from kv_topology._shards import TokenDeal
+from kv_topology._shown import shown
 
 if TYPE_CHECKING:
     from kv_topology._model import GroupKind, MemoryKind, Split
@@ -31,26 +33,26 @@ __all__ = ["DOCUMENT_SCHEMA", "DOCUMENT_VERSION", "from_document", "to_document"
 
 DOCUMENT_SCHEMA = "kv-topology/geometry"
 DOCUMENT_VERSION = 1
+MAX_VALUES = 1 << 18
+"""Numbers, strings, lists and mappings in a document beyond which it is refused; 8 000 regions take about half."""
 
 
 def to_document(geometry: RankGeometry) -> dict[str, object]:
     """Return the geometry as a mapping of ints, strings and lists that survives JSON and msgpack."""
-    numbers: dict[int, int] = {}
-    layouts: list[Layout] = []
+    numbers: dict[Layout, int] = {}
     for region in geometry.regions:
         for member in region.members:
-            if id(member.layout) not in numbers:
-                known = next((n for n, layout in enumerate(layouts) if layout == member.layout), len(layouts))
-                if known == len(layouts):
-                    layouts.append(member.layout)
-                numbers[id(member.layout)] = known
+            numbers.setdefault(member.layout, len(numbers))
     return {
         "schema": DOCUMENT_SCHEMA,
         "version": DOCUMENT_VERSION,
         "tp": [geometry.tp_size, geometry.tp_rank],
         "pp": [geometry.pp_size, geometry.pp_rank],
         "null_block": geometry.null_block,
-        "stage_layers": [list(layers) for layers in geometry.stage_layers],
+        "stage_layers": [[entry.layer for entry in layers] for layers in geometry.stage_layers],
+        "stages": [
+            [[entry.layer, entry.group, list(entry.fields)] for entry in layers] for layers in geometry.stage_layers
+        ],
         "groups": [
             {
                 "kind": group.kind,
@@ -61,7 +63,7 @@ def to_document(geometry: RankGeometry) -> dict[str, object]:
             }
             for group in geometry.groups
         ],
-        "layouts": [[_field_document(field) for field in layout.fields] for layout in layouts],
+        "layouts": [[_field_document(field) for field in layout.fields] for layout in numbers],
         "regions": [
             {
                 "base_address": region.base_address,
@@ -70,7 +72,7 @@ def to_document(geometry: RankGeometry) -> dict[str, object]:
                 "page_count": region.page_count,
                 "memory_kind": region.memory_kind,
                 "device": region.device,
-                "members": [[m.layer, numbers[id(m.layout)], m.group, m.offset_bytes] for m in region.members],
+                "members": [[m.layer, numbers[m.layout], m.group, m.offset_bytes] for m in region.members],
             }
             for region in geometry.regions
         ],
@@ -88,13 +90,31 @@ def _field_document(field: FieldLayout) -> dict[str, object]:
 
 
 def _bad(path: str, expected: str, value: object) -> InvalidGeometry:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return InvalidGeometry(
-        f"Geometry document: {path} must be {expected}, not {shown}.",
+        f"Geometry document: {path} must be {expected}, not {shown(value)}.",
         code="document-malformed",
         context={"path": path, "expected": expected},
     )
+
+
+def _check_size(document: Mapping[str, object]) -> None:
+    """Raise `document-too-large` if there are more values than any rank needs; looks at no more than that many."""
+    count = 0
+    open_values: list[Collection[object]] = [document.values()]
+    while open_values:
+        inside = open_values.pop()
+        count += len(inside)
+        if count > MAX_VALUES:
+            raise InvalidGeometry(
+                f"The geometry document has more than {MAX_VALUES} values.",
+                code="document-too-large",
+                context={"limit": MAX_VALUES},
+            )
+        for item in inside:
+            if isinstance(item, Mapping):
+                open_values.append(cast("Mapping[str, object]", item).values())
+            elif isinstance(item, (list, tuple)):
+                open_values.append(cast("Sequence[object]", item))
 
 
 def _int(value: object, path: str) -> int:
@@ -115,8 +135,6 @@ def _items(value: object, path: str, count: int | None = None) -> Sequence[objec
     items = cast("Sequence[object]", value)
     if count is not None and len(items) != count:
         raise _bad(path, f"a list of {count} items", items)
-    if len(items) > 1 << 18:
-        raise _bad(path, "a list of at most 262144 items", len(items))
     return items
 
 
@@ -183,6 +201,26 @@ def _region(value: object, layouts: Sequence[Layout], path: str) -> Region:
     )
 
 
+def _stages(table: Mapping[str, object]) -> tuple[tuple[StageLayer, ...], ...]:
+    """Return the layers by stage: with groups and fields from 0.2 on, by name alone from 0.1."""
+    if table.get("stages"):
+        stages = _items(table.get("stages"), "stages")
+        return tuple(tuple(_stage_layer(entry) for entry in _items(layers, "stages")) for layers in stages)
+    names = _items(table.get("stage_layers", []), "stage_layers")
+    return tuple(
+        tuple(StageLayer(_text(layer, "stage_layers")) for layer in _items(layers, "stage_layers")) for layers in names
+    )
+
+
+def _stage_layer(value: object) -> StageLayer:
+    layer, group, fields = _items(value, "stages", 3)
+    return StageLayer(
+        _text(layer, "stages"),
+        None if group is None else _int(group, "stages"),
+        tuple(_text(name, "stages") for name in _items(fields, "stages")),
+    )
+
+
 def from_document(document: Mapping[str, object]) -> RankGeometry:
     """Return the geometry that a document describes, fully validated.
 
@@ -190,16 +228,18 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
         document: Mapping of the schema above, possibly sent by a peer.
 
     Raises:
-        InvalidGeometry: `document-malformed`, `document-version`, or any code of a geometry that contradicts itself.
+        InvalidGeometry: `document-malformed`, `document-version`, `document-too-large`, or any code of a geometry that contradicts itself.
     """
     table = _table(document, "document")
     schema, version = table.get("schema"), table.get("version")
-    if schema != DOCUMENT_SCHEMA or version != DOCUMENT_VERSION:
+    if schema != DOCUMENT_SCHEMA or type(version) is not int or version != DOCUMENT_VERSION:
         raise InvalidGeometry(
-            f"Geometry document is {schema!r} version {version!r}; this is {DOCUMENT_SCHEMA!r} {DOCUMENT_VERSION}.",
+            f"Geometry document is {shown(schema)} version {shown(version)}; "
+            f"this is {DOCUMENT_SCHEMA!r} {DOCUMENT_VERSION}.",
             code="document-version",
-            context={"theirs": repr(version)[:60], "ours": DOCUMENT_VERSION},
+            context={"theirs": shown(version), "ours": DOCUMENT_VERSION},
         )
+    _check_size(table)
     tp_size, tp_rank = _items(table.get("tp"), "tp", 2)
     pp_size, pp_rank = _items(table.get("pp"), "pp", 2)
     null_block = table.get("null_block")
@@ -208,7 +248,6 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
         for n, fields in enumerate(_items(table.get("layouts"), "layouts"))
     ]
     regions = enumerate(_items(table.get("regions"), "regions"))
-    stages = _items(table.get("stage_layers", []), "stage_layers")
     return RankGeometry(
         tp_size=_int(tp_size, "tp"),
         tp_rank=_int(tp_rank, "tp"),
@@ -216,8 +255,6 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
         regions=tuple(_region(region, layouts, f"regions[{n}]") for n, region in regions),
         pp_size=_int(pp_size, "pp"),
         pp_rank=_int(pp_rank, "pp"),
-        stage_layers=tuple(
-            tuple(_text(layer, "stage_layers") for layer in _items(layers, "stage_layers")) for layers in stages
-        ),
+        stage_layers=_stages(table),
         null_block=None if null_block is None else _int(null_block, "null_block"),
     )

@@ -1,4 +1,4 @@
-"""What a plan moves and costs, per token of the prompt and per request."""
+"""Sizes and times of a plan, per token of the prompt and per request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _share(table: SliceTable) -> float:
 
 def bytes_per_token(table: SliceTable) -> float:
     """Return the bytes of a table per token of the prompt; of states, per request."""
-    moved = float(table.length.sum())
+    moved = float(table.columns.length.sum())
     return moved if table.pairing.local.is_state else moved * _share(table)
 
 
@@ -67,10 +67,10 @@ def _descriptors_per_token(tables: Tables) -> float:
 
 
 def make_estimate(tables: Tables, staged: tuple[Tables, Sequence[StagedRegion]] | None, cost: CostModel) -> Estimate:
-    """Return what the direct plan and, if there is one, the staged plan cost for the cost model's prompt."""
+    """Return the cost of the direct plan and, if there is one, of the staged plan, for the cost model's prompt."""
     per_token = sum(bytes_per_token(table) for table in _all(tables) if not table.pairing.local.is_state)
     states = [table for table in _all(tables) if table.pairing.local.is_state]
-    state_bytes = sum(int(table.length.sum()) for table in states)
+    state_bytes = sum(int(table.columns.length.sum()) for table in states)
     state_descriptors = sum(len(table) for table in states)
     moved = per_token * cost.prompt_tokens
     direct = _descriptors_per_token(tables)

@@ -1,10 +1,15 @@
-"""A rank's registered memory as an array, filled with tags: the part of the byte oracle that knows no plans."""
+"""A rank's registered memory as an array, filled with tags: the part of the byte oracle that knows no plans.
+
+Worked example. Blocks of 4 tokens dealt out over 2 ranks in turns of 2: rank 1 keeps tokens 2, 3, 6, 7 in its first
+block. Its list begins at token 8 (place 1, own token 8 // 2 = 4), so its own tokens 4..7 are turns 2 and 3 of 2 tokens,
+which are the global turns 2 * 2 + 1 = 5 and 7: tokens 10, 11, 14, 15.
+"""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, TypeVar, cast, final
 
 import numpy as np
 
@@ -16,12 +21,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_topology._arrays import Ints
+    from kv_topology._lists import BlockListLike
     from kv_topology._model import FieldLayout, Group, Member, RankGeometry, Region
 
     Bytes = npt.NDArray[np.uint8]
 
-__all__ = ["MARGIN", "MemoryOfRank", "Request"]
+__all__ = ["MARGIN", "SENTINEL", "MemoryOfRank", "Request"]
 
+_Byte = TypeVar("_Byte", np.uint8, np.bool_)
 SENTINEL = 0xEE
 MARGIN = 4096
 """Guard bytes around a rank's registered memory, to catch reads and writes outside of it."""
@@ -30,28 +37,17 @@ MARGIN = 4096
 @final
 @dataclass(frozen=True)
 class Request:
-    """One request: its block lists on both sides, and where they begin.
+    """One request: its block lists on both sides, and the end of what is ordered.
 
     Attributes:
-        local_blocks: Scheduler block ids per consumer group.
-        peer_blocks: Scheduler block ids per producer group.
-        local_first: Place in the sequence of each local list's first block.
-        peer_first: The same at the producer.
-        tokens: Passed on to the plan.
-        is_told: Whether the plan is told the two firsts; otherwise the counts and `tokens` must do.
+        local: Block list per consumer group.
+        peer: Block list per producer group.
+        tokens: End of what is ordered, in tokens of the sequence.
     """
 
-    local_blocks: Sequence[Sequence[int]]
-    peer_blocks: Sequence[Sequence[int]]
-    local_first: Sequence[int] = ()
-    peer_first: Sequence[int] = ()
-    tokens: int | None = None
-    is_told: bool = False
-
-    def first(self, group: int, *, is_local: bool) -> int:
-        """Return the place of a list's first block."""
-        firsts = self.local_first if is_local else self.peer_first
-        return firsts[group] if group < len(firsts) else 0
+    local: Sequence[BlockListLike]
+    peer: Sequence[BlockListLike]
+    tokens: int
 
 
 @final
@@ -62,92 +58,87 @@ class MemoryOfRank:
     geometry: RankGeometry
     start: int = field(init=False)
     data: Bytes = field(init=False)
+    marks: npt.NDArray[np.bool_] = field(init=False)
+    """Which bytes have been given a tag."""
 
     def __post_init__(self) -> None:
         regions = self.geometry.regions
         self.start = min(region.base_address for region in regions) - MARGIN
         stop = max(r.base_address + (r.page_count - 1) * r.page_stride_bytes + r.page_bytes for r in regions) + MARGIN
         self.data = np.full(stop - self.start, SENTINEL, dtype=np.uint8)
+        self.marks = np.zeros(stop - self.start, dtype=np.bool_)
 
-    def view(self, region: Region, member: Member, part: FieldLayout) -> npt.NDArray[np.uint8]:
-        """Return the field as uint8 (pages, *axes, element bytes), a view into the memory."""
+    def view(self, region: Region, member: Member, part: FieldLayout, of: npt.NDArray[_Byte]) -> npt.NDArray[_Byte]:
+        """Return the field as (pages, *axes, element bytes), a view into `data` or `marks`."""
         at = region.base_address + member.offset_bytes + part.offset_bytes - self.start
         shape = (region.page_count, *(axis.count for axis in part.axes), part.element_bytes)
         strides = (region.page_stride_bytes, *(axis.stride_bytes for axis in part.axes), 1)
-        return np.lib.stride_tricks.as_strided(self.data[at:], shape, strides)
+        return np.lib.stride_tricks.as_strided(of[at:], shape, strides)
 
-    def place_tags(
-        self,
-        blocks: Sequence[Sequence[int]],
-        request: Request,
-        limits: Sequence[tuple[int, int] | None],
-        *,
-        is_local: bool,
-    ) -> int:
-        """Write the tags of all cells of the given blocks; returns the number of bytes written.
+    def place_tags(self, lists: Sequence[BlockListLike], limits: Sequence[tuple[int, int]]) -> None:
+        """Write the tags of all cells of the given blocks, and mark them.
 
         Args:
-            blocks: Scheduler block ids per group.
-            request: Where the lists begin.
-            limits: Per group the interval of tokens to write, or None for all.
-            is_local: Which side of the request this rank is on.
+            lists: Block list per group; null blocks get no tags.
+            limits: Per group the interval of tokens to write.
         """
-        written = 0
         for region in self.geometry.regions:
             for member in region.members:
-                group = self.geometry.groups[member.group]
-                ids = np.asarray(blocks[member.group], dtype=np.int64)
-                first = request.first(member.group, is_local=is_local)
-                pages, tokens = _pages_and_tokens(group, ids, first)
-                for part in member.layout.fields:
-                    if len(pages):
-                        limit = limits[member.group]
-                        written += _write_tags(
-                            self.view(region, member, part), member.layer, part, pages, tokens, limit
-                        )
-        return written
+                pages, tokens = _pages_and_tokens(self.geometry.groups[member.group], lists[member.group])
+                for part in member.layout.fields if len(pages) else ():
+                    tags, keep = _tags_of(member.layer, part, pages, tokens, limits[member.group])
+                    data = self.view(region, member, part, self.data)
+                    marks = self.view(region, member, part, self.marks)
+                    data[pages] = np.where(keep, tags, data[pages])
+                    marks[pages] |= keep
 
 
-def _pages_and_tokens(group: Group, ids: Ints, first: int) -> tuple[Ints, Ints]:
-    """Return the pages of blocks, and the global token numbers in them, int64 (pages, page tokens)."""
+def _pages_and_tokens(group: Group, blocks: BlockListLike) -> tuple[Ints, Ints]:
+    """Return the pages of real blocks, and the global token numbers in them, int64 (pages, page tokens).
+
+    Of a state group only the last block counts: the state after the ordered tokens.
+    """
+    ids = np.asarray(blocks.ids, dtype=np.int64)
+    places = np.arange(len(ids), dtype=np.int64)
+    if group.is_state:
+        ids, places = ids[-1:], places[-1:]
+    if blocks.null is not None:
+        ids, places = ids[ids != blocks.null], places[ids != blocks.null]
     inside = np.arange(group.pages_per_block, dtype=np.int64)
     pages = flat_outer_sum(ids * group.pages_per_block, inside)
     if group.is_state:
         return pages, np.empty((len(pages), 0), dtype=np.int64)
-    count = len(ids) * group.block_tokens
-    held = first * group.block_tokens + np.arange(count, dtype=np.int64)
     deal = group.deal
+    own_first = blocks.first_token // deal.size
+    held = flat_outer_sum(own_first + places * group.block_tokens, np.arange(group.block_tokens, dtype=np.int64))
     turn, place = held // deal.interleave_tokens, held % deal.interleave_tokens
     tokens = (turn * deal.size + deal.rank) * deal.interleave_tokens + place if deal.size > 1 else held
     return pages, grid(tokens, len(pages), group.page_tokens)
 
 
-def _write_tags(
-    view: Bytes, layer: str, part: FieldLayout, pages: Ints, tokens: Ints, limit: tuple[int, int] | None
-) -> int:
-    """Write the tags of some pages of a field, only for tokens inside `limit`; returns the bytes written."""
-    shape = view.shape[1:]
+def _tags_of(
+    layer: str, part: FieldLayout, pages: Ints, tokens: Ints, limit: tuple[int, int]
+) -> tuple[Bytes, npt.NDArray[np.bool_]]:
+    """Return the tags of some pages of a field, and which of them lie inside `limit`; (pages, *axes, element bytes)."""
+    shape = (*(axis.count for axis in part.axes), part.element_bytes)
     code = np.full((len(pages), *shape), zlib.crc32(f"{layer}/{part.name}".encode()), dtype=np.uint64)
     keep = np.ones((len(pages), *shape), dtype=np.bool_)
     for number, axis in enumerate(part.axes):
         if part.token_axis is axis:
             place = _spread(tokens, len(pages), number, len(shape))
-            if limit is not None:
-                keep &= (place >= limit[0]) & (place < limit[1])
+            keep &= (place >= limit[0]) & (place < limit[1])
         else:
             place = _spread(np.arange(axis.start, axis.stop, dtype=np.int64), 1, number, len(shape))
         code = _mix(code, place)
-    if part.token_axis is None and tokens.shape[1]:
-        # A block in a kernel's own order: its first token stands for it.
-        place = _spread(tokens[:, :1], len(pages), 0, len(shape))
+    if part.token_axis is None:
+        # A state's page is told by its place in the state; a block in a kernel's own order by its first token.
+        place = tokens[:, :1] if tokens.shape[1] else np.arange(len(pages), dtype=np.int64)[:, None]
+        place = _spread(place, len(pages), 0, len(shape))
         code = _mix(code, place)
-        if limit is not None:
+        if tokens.shape[1]:
             keep &= (place >= limit[0]) & (place < limit[1])
     code = _mix(code, np.arange(shape[-1], dtype=np.int64))
-    tags = (code >> np.uint64(33)).astype(np.uint8)
-    chosen = view[pages]
-    view[pages] = np.where(keep, tags, chosen)
-    return int(keep.sum())
+    return (code >> np.uint64(33)).astype(np.uint8), keep
 
 
 def _spread(values: Ints, pages: int, number: int, depth: int) -> Ints:

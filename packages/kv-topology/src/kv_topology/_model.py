@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from kv_topology._shards import TokenDeal
 from kv_topology._validate import check_geometry
@@ -36,6 +36,7 @@ __all__ = [
     "RankGeometry",
     "Region",
     "Split",
+    "StageLayer",
 ]
 
 TOKEN_AXIS = "token"  # noqa: S105 - a token of text, not a password
@@ -121,9 +122,25 @@ class FieldLayout:
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The fields that one layer keeps in one page. Layers that look alike share one object."""
+    """The fields that one layer keeps in one page. Layers that look alike have equal layouts.
+
+    Layouts are the keys of every cache in the package, so the hash is worked out once.
+    """
 
     fields: tuple[FieldLayout, ...]
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Remember the hash."""
+        object.__setattr__(self, "_hash", hash(self.fields))
+
+    def __hash__(self) -> int:
+        """Return the hash of the fields."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[FieldLayout, ...]]]:
+        """Pickle the fields alone: hashes of strings differ from process to process."""
+        return Layout, (self.fields,)
 
     @property
     def extent_bytes(self) -> int:
@@ -201,6 +218,20 @@ class Group:
         return self.kind == "state"
 
 
+class StageLayer(NamedTuple):
+    """One layer of a pipeline stage.
+
+    Attributes:
+        layer: Name of the layer.
+        group: Its KV-cache group; None in documents of version 0.1, which did not say.
+        fields: Names of its fields; empty in documents of version 0.1.
+    """
+
+    layer: str
+    group: int | None = None
+    fields: tuple[str, ...] = ()
+
+
 @final
 @dataclass(frozen=True)
 class RankGeometry:
@@ -213,8 +244,8 @@ class RankGeometry:
         regions: Registered memory.
         pp_size: Pipeline stages of the engine.
         pp_rank: This rank's stage.
-        stage_layers: Layer names by stage; needed of a consumer with more than one stage, else empty.
-        null_block: Block id that stands for "no block" in lists, or None.
+        stage_layers: Layers by stage; needed of a consumer with more than one stage, else empty.
+        null_block: Block id that stands for "no block" in lists that name none themselves, or None.
     """
 
     tp_size: int
@@ -223,7 +254,7 @@ class RankGeometry:
     regions: tuple[Region, ...]
     pp_size: int = 1
     pp_rank: int = 0
-    stage_layers: tuple[tuple[str, ...], ...] = ()
+    stage_layers: tuple[tuple[StageLayer, ...], ...] = ()
     null_block: int | None = None
 
     def __post_init__(self) -> None:
@@ -243,3 +274,15 @@ class RankGeometry:
     def layers(self) -> tuple[str, ...]:
         """Layer names in registration order."""
         return tuple(self.placements)
+
+    @property
+    def own_layers(self) -> tuple[StageLayer, ...]:
+        """This rank's layers with their groups and fields, as its stage's entry of `stage_layers` lists them."""
+        return tuple(
+            StageLayer(
+                layer,
+                placed[0][1].group,
+                tuple(dict.fromkeys(part.name for _, member in placed for part in member.layout.fields)),
+            )
+            for layer, placed in self.placements.items()
+        )

@@ -6,23 +6,28 @@ from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 
+from kv_topology._aliases import check_disjoint_groups, find_aliases
 from kv_topology._boxes import find_overlaps
 from kv_topology._canonical import DescriptorMeaning, explain
 from kv_topology._errors import InvalidGeometry, UnsupportedTopology
 from kv_topology._estimate import Estimate, make_estimate
-from kv_topology._link import Alignment, Link, block_counts, check_disjoint_groups, find_aliases, read_blocks
-from kv_topology._readers import Readers, required_ranks
+from kv_topology._link import Link, list_rules
+from kv_topology._lists import check_tokens, read_lists
+from kv_topology._readers import Readers
+from kv_topology._shown import shown_ranks
 from kv_topology._slices import build_table
 from kv_topology._staged import CostModel, StagedRegion, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kv_topology._arrays import Indices, Ints, Rows
+    from kv_topology._blocks import BlockPairs
+    from kv_topology._lists import BlockListLike, Blocks
     from kv_topology._model import RankGeometry
     from kv_topology._slices import SliceTable
+    from kv_topology._staged import Overlaps
 
-    BlockIds = Sequence[Sequence[int]]
     Rank = tuple[int, int]
 
 __all__ = ["Staging", "TransferPlan", "plan_transfer"]
@@ -32,7 +37,7 @@ Staging = Literal["never", "auto", "always"]
 
 @final
 class TransferPlan:
-    """What one consumer rank reads from one producer engine. Immutable; build it with `plan_transfer`."""
+    """Everything that one consumer rank reads from one producer engine. Immutable; build it with `plan_transfer`."""
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class TransferPlan:
         self._readers = readers
         self._estimate = estimate
         self._staged = staged
-        self._local_blocks = block_counts(local)
+        self._rules = list_rules(local, "local")
         self._aliases = find_aliases(local)
 
     @property
@@ -78,27 +83,19 @@ class TransferPlan:
 
     @property
     def estimate(self) -> Estimate:
-        """What the direct and the staged plan would cost, and what moves per token."""
+        """Costs of the direct and the staged plan, and bytes moved per token."""
         return self._estimate
 
     def staged_pages(
-        self,
-        local_blocks: BlockIds,
-        peer_blocks: BlockIds,
-        *,
-        tokens: int | None = None,
-        local_first: Sequence[int] | None = None,
-        peer_first: Sequence[int] | None = None,
+        self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
     ) -> tuple[tuple[StagedRegion, Ints], ...]:
         """Return which local pages a request leaves to be permuted, per staged region; arguments as `indices`.
 
         Only pages that were written are named: permuting any other page would destroy it.
         """
-        local = self._read_local(local_blocks)
-        known = Alignment(tokens, local_first, peer_first)
         by_group: dict[int, list[Ints]] = {}
-        for link in self._links.values():
-            for table, pair in zip(link.tables, link.block_pairs(local, peer_blocks, known), strict=True):
+        for link, pairs in self._pairs(local, peer, tokens):
+            for table, pair in zip(link.tables, pairs, strict=True):
                 by_group.setdefault(table.pairing.local_group, []).append(pair.local_page)
         pages = {group: np.unique(np.concatenate(parts)) for group, parts in by_group.items()}
         return tuple((region, pages[region.group]) for region in self._staged)
@@ -112,59 +109,57 @@ class TransferPlan:
         return self._link(producer_rank).tables
 
     def local_rows(self, producer_rank: Rank) -> Rows:
-        """Return uint64 (n, 5) rows (address, length_bytes, device, stride_bytes, count) of this rank's pages."""
-        return self._link(producer_rank).local_rows
+        """Return uint64 (n, 5) rows (address, length_bytes, device, stride_bytes, count) of this rank's pages.
+
+        A rank of `notify_only_ranks` has no rows: (0, 5).
+        """
+        return self._rows(producer_rank)[0]
 
     def peer_rows(self, producer_rank: Rank) -> Rows:
         """Return uint64 (m, 5) rows of the producer's pages; m is n unless the page sizes differ."""
-        return self._link(producer_rank).peer_rows
+        return self._rows(producer_rank)[1]
+
+    def _rows(self, producer_rank: Rank) -> tuple[Rows, Rows]:
+        if producer_rank in self._readers.notify_only:
+            return np.empty((0, 5), dtype=np.uint64), np.empty((0, 5), dtype=np.uint64)
+        link = self._link(producer_rank)
+        return link.local_rows, link.peer_rows
 
     def indices(
-        self,
-        producer_rank: Rank,
-        local_blocks: BlockIds,
-        peer_blocks: BlockIds,
-        *,
-        tokens: int | None = None,
-        local_first: Sequence[int] | None = None,
-        peer_first: Sequence[int] | None = None,
+        self, producer_rank: Rank, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
     ) -> tuple[Indices, Indices]:
         """Return (local, peer) int32 descriptor indices of equal length for one request.
 
+        Every ordered token that lies in a real local block is moved: those from the local list's first token up to
+        `tokens`. Blocks at or beyond `tokens` hold nothing ordered and are ignored.
+
         Args:
             producer_rank: (pp, tp) of one of `producer_ranks`.
-            local_blocks: Scheduler block ids to fill per local group; the un-cached tail after a prefix hit.
-            peer_blocks: The producer's scheduler block ids per peer group.
-            tokens: Tokens that the producer computed, where block sizes differ and counts cannot tell.
-            local_first: Per local group, the place of the list's first block in the sequence (its cached blocks).
-            peer_first: The same per peer group; 0 if only `local_first` is given.
+            local: Block list to fill per local group; the un-cached tail after a prefix hit.
+            peer: The producer's block list per peer group.
+            tokens: End of what is ordered: the tokens of the prompt that are in local KV after the read.
 
         Raises:
-            InvalidBlocks: On ids out of range, written twice, or lists that do not cover the tokens.
+            InvalidBlocks: Malformed lists, ids out of range or written twice, or a peer that lacks ordered tokens.
         """
         link = self._link(producer_rank)
-        pairs = link.block_pairs(
-            self._read_local(local_blocks), peer_blocks, Alignment(tokens, local_first, peer_first)
-        )
-        return link.indices(pairs)
+        return link.indices(link.block_pairs(self._read_local(local), peer, check_tokens(tokens)))
 
-    def expected_bytes(
-        self,
-        local_blocks: BlockIds,
-        peer_blocks: BlockIds,
-        *,
-        tokens: int | None = None,
-        local_first: Sequence[int] | None = None,
-        peer_first: Sequence[int] | None = None,
-    ) -> int:
+    def expected_bytes(self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int) -> int:
         """Return the bytes that a request moves into this rank from all producer ranks; arguments as `indices`."""
-        local = self._read_local(local_blocks)
-        known = Alignment(tokens, local_first, peer_first)
-        total = 0
+        return sum(
+            int(table.columns.length.sum()) * len(pair)
+            for link, pairs in self._pairs(local, peer, tokens)
+            for table, pair in zip(link.tables, pairs, strict=True)
+        )
+
+    def _pairs(
+        self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], tokens: int
+    ) -> Iterator[tuple[Link, list[BlockPairs]]]:
+        """Return the pairs of every producer rank."""
+        blocks, end = self._read_local(local), check_tokens(tokens)
         for link in self._links.values():
-            pairs = link.block_pairs(local, peer_blocks, known)
-            total += sum(int(t.length.sum()) * len(pair) for t, pair in zip(link.tables, pairs, strict=True))
-        return total
+            yield link, link.block_pairs(blocks, peer, end)
 
     @property
     def bytes_per_token(self) -> float:
@@ -183,17 +178,17 @@ class TransferPlan:
         return explain(link, self._local if is_local else link.peer, index, is_local=is_local)
 
     def _link(self, producer_rank: Rank) -> Link:
-        link = self._links.get((producer_rank[0], producer_rank[1]))
+        link = self._links.get(producer_rank)
         if link is None:
             raise UnsupportedTopology(
-                f"This rank reads nothing from producer rank {producer_rank}; it reads {list(self._links)}.",
+                f"This rank reads nothing from producer rank {producer_rank}; it reads {shown_ranks(self._links)}.",
                 code="rank-not-read",
                 context={"rank": producer_rank},
             )
         return link
 
-    def _read_local(self, blocks: BlockIds) -> list[Ints]:
-        local = read_blocks(blocks, self._local_blocks, "local", self._local.null_block)
+    def _read_local(self, lists: Sequence[BlockListLike]) -> list[Blocks]:
+        local = read_lists(lists, self._rules)
         check_disjoint_groups(self._aliases, local)
         return local
 
@@ -224,11 +219,11 @@ def plan_transfer(
     """
     _check_peers(peers, peer_tp)
     readers = Readers(local, peers)
-    needed = required_ranks(readers, local, peers)
-    overlaps = {rank: [pair for pair in find_overlaps(local, peers[rank]) if pair[1]] for rank in needed}
-    tables = {
-        rank: [build_table(pairing, found) for pairing, found in pairs] for rank, pairs in overlaps.items() if pairs
+    overlaps = {
+        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
+        for rank in readers.required()
     }
+    tables = _tables(overlaps)
     staged = stage(tables, overlaps) if staging != "never" else None
     estimate = make_estimate(tables, staged, cost or CostModel())
     if staging == "always" and staged is None:
@@ -239,6 +234,18 @@ def plan_transfer(
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
         return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
     return TransferPlan(local, peers, tables, readers, estimate)
+
+
+def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
+    """Return the slices of every producer rank, all together within the limit of a plan."""
+    tables: dict[Rank, list[SliceTable]] = {}
+    count = 0
+    for rank, pairs in overlaps.items():
+        for pairing, found in pairs:
+            table = build_table(pairing, found, before=count)
+            count += len(table)
+            tables.setdefault(rank, []).append(table)
+    return tables
 
 
 def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_topology._document import from_document
+from kv_topology._document import from_document, to_document
 from kv_topology._errors import TopologyError
 from kv_topology._plan import plan_transfer
 from kv_topology._readers import target_ranks
+from kv_topology._reshard import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology._model import RankGeometry
     from kv_topology._plan import Staging, TransferPlan
+    from kv_topology._reshard import RankShapeLike
     from kv_topology._staged import CostModel
 
 __all__ = ["Planner"]
@@ -44,6 +46,14 @@ class Planner:
         """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does."""
         geometries = {rank: _peer_geometry(rank, document) for rank, document in peers.items()}
         return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
+
+    def reshard(self, local: Mapping[str, object], shape: RankShapeLike) -> dict[str, object]:
+        """Return the document of another rank of the same make, at addresses that count up from 0; see `RankShape`.
+
+        Raises:
+            UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
+        """
+        return to_document(reshard(from_document(local), shape))
 
 
 def _peer_geometry(rank: tuple[int, int], document: Mapping[str, object]) -> RankGeometry:

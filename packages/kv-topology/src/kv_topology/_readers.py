@@ -1,70 +1,136 @@
-"""Who reads and who notifies every producer rank, worked out by each consumer rank on its own."""
+"""Readers and notifiers of every producer rank, worked out by each consumer rank on its own.
+
+Worked example. Latent attention, consumer tp 2, producer tp 4: every rank holds everything, consumer ranks 0 and 1 read
+producer ranks 0 and 2. Ranks 1 and 3 are read by nobody; the ranks across from them, 1 * 2 // 4 = 0 and 3 * 2 // 4 = 1,
+notify them. So every producer rank gets one report, and `count` is 1 for each.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
-from kv_topology._boxes import field_class
+from kv_topology._compare import check_names_match
 from kv_topology._errors import GeometryMismatch, UnsupportedTopology
-from kv_topology._model import Group
 from kv_topology._select import FieldClass, notify_home, ranks_read
-from kv_topology._shards import TokenDeal
+from kv_topology._shown import shown, shown_ranks
+from kv_topology._validate import LIMITS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kv_topology._model import RankGeometry
+    from kv_topology._model import FieldLayout, Group, RankGeometry, StageLayer
 
     Rank = tuple[int, int]
 
-__all__ = ["Readers", "required_ranks", "target_ranks"]
+__all__ = ["Readers", "field_class", "target_ranks"]
+
+
+def field_class(field: FieldLayout, consumer: Group, producer: Group) -> FieldClass:
+    """Return the class that decides from which producer ranks a field is read."""
+    axis = field.split_axis
+    return FieldClass(
+        axis.size if axis is not None else 1,
+        consumer.deal.size,
+        consumer.deal.interleave_tokens,
+        producer.deal.size,
+        producer.deal.interleave_tokens,
+    )
+
+
+def _notified(local: RankGeometry, peer_size: tuple[int, int], read: Iterable[Rank]) -> Iterator[Rank]:
+    """Return the producer ranks (pp, tp) across from this rank that are not among those read by anybody.
+
+    Args:
+        local: This rank.
+        peer_size: Pipeline stages and tensor-parallel ranks of the producer.
+        read: Producer ranks that some consumer rank is known to read.
+    """
+    taken = set(read)
+    for stage in range(peer_size[0]):
+        if notify_home(local.pp_size, peer_size[0], stage) == local.pp_rank:
+            for rank in range(peer_size[1]):
+                is_across = notify_home(local.tp_size, peer_size[1], rank) == local.tp_rank
+                if is_across and (stage, rank) not in taken:
+                    yield stage, rank
 
 
 @final
 class Readers:
     """The two engines' ranks, and for each pair of them whether one reports to the other.
 
-    A producer stage is read by the consumer stages that have one of its layers; a stage without any is notified by the
-    consumer stage across from it.
+    A layer is read from the first producer stage that holds it, by the consumer stages that have it. A producer rank
+    that nobody reads is notified by the consumer rank across from it.
+
+    Args:
+        local: This rank.
+        peers: Geometry of producer ranks by (pp, tp), at least one of every stage.
+
+    Raises:
+        UnsupportedTopology: `peer-missing`, `stage-layers-missing`.
+        GeometryMismatch: `layer-not-held`, `field-missing`.
     """
 
     def __init__(self, local: RankGeometry, peers: Mapping[Rank, RankGeometry]) -> None:
         any_peer = next(iter(peers.values()))
-        self._tp = (local.tp_size, any_peer.tp_size)
-        self._pp = (local.pp_size, any_peer.pp_size)
         self._local = local
         self._peers = peers
+        self._tp = (local.tp_size, any_peer.tp_size)
+        self._pp = (local.pp_size, any_peer.pp_size)
+        self._stages = self._one_of_every_stage()
+        self._owners = self._layer_owners()
         self._classes = self._stage_classes()
-        self.notify_only = self._notify_only()
+
+    def _one_of_every_stage(self) -> dict[int, RankGeometry]:
+        found: dict[int, RankGeometry] = {}
+        for stage, rank in sorted(self._peers):
+            found.setdefault(stage, self._peers[stage, rank])
+        if len(found) != self._pp[1]:
+            missing = next(stage for stage in range(len(found) + 1) if stage not in found)
+            raise UnsupportedTopology(
+                f"The producer has {self._pp[1]} pipeline stages, but there is no geometry of stage {missing}.",
+                code="peer-missing",
+                fault="peer",
+                context={"stages": self._pp[1], "missing": [(missing, 0)]},
+            )
+        return found
+
+    def _layer_owners(self) -> dict[str, int]:
+        """Return the producer stage that each layer is read from: the first one that holds it."""
+        owners: dict[str, int] = {}
+        for stage, peer in self._stages.items():
+            for layer in peer.placements:
+                owners.setdefault(layer, stage)
+        return owners
+
+    def layers_of(self, stage: int) -> frozenset[str]:
+        """Return the layers that are read from a producer stage."""
+        return frozenset(layer for layer, owner in self._owners.items() if owner == stage)
 
     def _stage_classes(self) -> dict[tuple[int, int], frozenset[FieldClass]]:
         """Return the field classes that each (consumer stage, producer stage) pair moves."""
-        mine, group_of = self._layers_by_stage(), self._consumer_groups()
         found: dict[tuple[int, int], set[FieldClass]] = {}
-        representatives: dict[int, RankGeometry] = {}
-        for (stage, _), peer in self._peers.items():
-            representatives.setdefault(stage, peer)
-        for producer_stage, peer in representatives.items():
-            seen: dict[tuple[int, int, int], frozenset[FieldClass]] = {}
-            for layer, placed in peer.placements.items():
-                stages = mine.get(layer, ())
-                for _, member in placed if stages else ():
-                    producer = peer.groups[member.group]
-                    consumer = group_of.get(layer, next(iter(group_of.values())))
-                    key = (id(member.layout), id(consumer), member.group)
-                    if key not in seen:
-                        seen[key] = frozenset(field_class(f, consumer, producer) for f in member.layout.fields)
-                    for stage in stages:
-                        found.setdefault((stage, producer_stage), set()).update(seen[key])
+        seen: dict[tuple[object, ...], frozenset[FieldClass]] = {}
+        for consumer_stage, entry in self._consumer_layers():
+            stage = self._owners.get(entry.layer)
+            if stage is None:
+                continue
+            consumer = self._group_of(entry)
+            for _, member in self._stages[stage].placements[entry.layer]:
+                producer = self._stages[stage].groups[member.group]
+                key = (member.layout, consumer, producer, entry.fields)
+                if key not in seen:
+                    fields = [f for f in member.layout.fields if not entry.fields or f.name in entry.fields]
+                    seen[key] = frozenset(field_class(field, consumer, producer) for field in fields)
+                found.setdefault((consumer_stage, stage), set()).update(seen[key])
         return {pair: frozenset(kinds) for pair, kinds in found.items()}
 
-    def _consumer_groups(self) -> dict[str, Group]:
-        return {layer: self._local.groups[placed[0][1].group] for layer, placed in self._local.placements.items()}
-
-    def _layers_by_stage(self) -> dict[str, tuple[int, ...]]:
+    def _consumer_layers(self) -> Iterator[tuple[int, StageLayer]]:
+        """Return (stage, layer) of all consumer stages."""
         local = self._local
         if local.pp_size == 1:
-            return dict.fromkeys(local.layers, (0,))
+            yield from ((0, entry) for entry in local.own_layers)
+            return
         if not local.stage_layers:
             raise UnsupportedTopology(
                 f"The consumer has {local.pp_size} pipeline stages but its geometry has no `stage_layers`, so the "
@@ -72,102 +138,136 @@ class Readers:
                 code="stage-layers-missing",
                 context={"pp_size": local.pp_size},
             )
-        stages: dict[str, tuple[int, ...]] = {}
         for number, layers in enumerate(local.stage_layers):
-            for layer in layers:
-                stages[layer] = (*stages.get(layer, ()), number)
-        return stages
+            yield from ((number, entry) for entry in layers)
+
+    def _group_of(self, entry: StageLayer) -> Group:
+        groups = self._local.groups
+        if entry.group is not None:
+            return groups[entry.group]
+        placed = self._local.placements.get(entry.layer)
+        if placed:
+            return groups[placed[0][1].group]
+        if len(groups) == 1:
+            return groups[0]
+        raise UnsupportedTopology(
+            f"`stage_layers` does not say to which of {len(groups)} groups layer {entry.layer!r} belongs, so the readers "
+            "of a producer rank cannot be counted.",
+            code="stage-layers-missing",
+            context={"layer": entry.layer, "groups": len(groups)},
+        )
 
     def reads(self, consumer: Rank, producer_stage: int) -> frozenset[int]:
         """Return the tp ranks of a producer stage that a consumer rank (pp, tp) reads."""
         kinds = self._classes.get((consumer[0], producer_stage), frozenset())
         return ranks_read(kinds, self._tp[0], consumer[1], self._tp[1])
 
+    @cached_property
+    def _by_producer(self) -> Mapping[Rank, list[Rank]]:
+        """Consumer ranks (pp, tp) that read each producer rank; a rank that nobody reads is absent."""
+        found: dict[Rank, list[Rank]] = {}
+        for consumer_stage, stage in sorted(self._classes):
+            for rank in range(self._tp[0]):
+                for producer in self.reads((consumer_stage, rank), stage):
+                    found.setdefault((stage, producer), []).append((consumer_stage, rank))
+        return found
+
     def readers(self, producer: Rank) -> list[Rank]:
         """Return the consumer ranks (pp, tp) that read a producer rank."""
-        return [
-            (stage, rank)
-            for stage in range(self._pp[0])
-            for rank in range(self._tp[0])
-            if producer[1] in self.reads((stage, rank), producer[0])
-        ]
+        return self._by_producer.get(producer, [])
 
     def count(self, producer: Rank) -> int:
         """Return how many consumer ranks report to a producer rank: its readers, or the one that notifies it."""
         return max(1, len(self.readers(producer)))
 
-    def _notify_only(self) -> tuple[Rank, ...]:
-        found: list[Rank] = []
+    @cached_property
+    def notify_only(self) -> tuple[Rank, ...]:
+        """Producer ranks that this rank notifies without reading them."""
+        return tuple(_notified(self._local, (self._pp[1], self._tp[1]), self._by_producer))
+
+    def required(self) -> list[Rank]:
+        """Return the producer ranks to read, after checking that every local layer is held and every rank is known."""
+        for layer, placed in self._local.placements.items():
+            if layer in self._owners:
+                check_names_match(placed, self._stages[self._owners[layer]].placements[layer], layer)
+            else:
+                raise GeometryMismatch(
+                    f"No producer rank in {shown_ranks(sorted(self._peers))} holds layer {layer!r}.",
+                    code="layer-not-held",
+                    fault="peer",
+                    context={"layer": layer},
+                )
         me = (self._local.pp_rank, self._local.tp_rank)
-        read = {
-            (stage, rank)
-            for stage in range(self._pp[1])
-            for consumer_stage in range(self._pp[0])
-            for consumer in range(self._tp[0])
-            for rank in self.reads((consumer_stage, consumer), stage)
-        }
-        for stage in range(self._pp[1]):
-            for rank in range(self._tp[1]):
-                home = (notify_home(*self._pp, stage), notify_home(*self._tp, rank))
-                if home == me and (stage, rank) not in read:
-                    found.append((stage, rank))
-        return tuple(found)
-
-
-def required_ranks(readers: Readers, local: RankGeometry, peers: Mapping[Rank, RankGeometry]) -> list[Rank]:
-    """Return the producer ranks to read, all of them in `peers`, after checking that every local layer is held.
-
-    Raises:
-        UnsupportedTopology: `layer-not-held` or `peer-missing`.
-    """
-    stages = sorted({stage for stage, _ in peers})
-    held = {
-        stage: {layer for (s, _), peer in peers.items() if s == stage for layer in peer.placements} for stage in stages
-    }
-    for layer in local.placements:
-        if not any(layer in layers for layers in held.values()):
-            raise GeometryMismatch(
-                f"No producer rank in {sorted(peers)} holds layer {layer!r}.",
-                code="layer-not-held",
+        needed = [(stage, rank) for stage in sorted(self._stages) for rank in sorted(self.reads(me, stage))]
+        missing = [rank for rank in needed if rank not in self._peers]
+        if missing:
+            raise UnsupportedTopology(
+                f"The plan reads from {len(needed)} producer ranks, but there is no geometry of {shown_ranks(missing)}.",
+                code="peer-missing",
                 fault="peer",
-                context={"layer": layer, "ranks": sorted(peers)},
+                context={"needed": len(needed), "missing": missing[:16]},
             )
-    me = (local.pp_rank, local.tp_rank)
-    needed = [(stage, rank) for stage in stages for rank in sorted(readers.reads(me, stage))]
-    missing = [rank for rank in needed if rank not in peers]
-    if missing:
-        raise UnsupportedTopology(
-            f"The plan reads from producer ranks {needed}, but there is no geometry of {missing}.",
-            code="peer-missing",
-            fault="peer",
-            context={"needed": needed, "missing": missing},
-        )
-    return needed
+        return needed
 
 
 def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dcp: int = 1) -> tuple[Rank, ...]:
     """Return the (pp, tp) producer ranks whose metadata a consumer rank needs before it can plan.
 
-    These are the ranks that it will read or notify, in every pipeline stage, because which stage holds which layer is
-    only known from the metadata itself.
+    These are the ranks that it may have to read or notify: which stage holds which layer, how the producer deals out
+    tokens, and which of its groups it does not deal out at all, is only known from the metadata itself.
 
     Args:
         local: This rank.
         peer_tp: Tensor-parallel size of the producer.
         peer_pp: Pipeline stages of the producer.
         peer_dcp: Context-parallel size of the producer's attention.
+
+    Raises:
+        UnsupportedTopology: `size-out-of-range`, or `no-producer-holds` if no way of dealing out tokens can be read.
     """
-    kinds: set[FieldClass] = set()
-    for layer, placed in local.placements.items():
-        group = local.groups[placed[0][1].group]
-        context = 1 if group.is_state else peer_dcp
-        producer = Group(
-            group.kind, group.block_tokens, deal=TokenDeal(context, interleave_tokens=group.deal.interleave_tokens)
-        )
-        for _, member in local.placements[layer]:
-            kinds.update(field_class(field, group, producer) for field in member.layout.fields)
-    chosen = frozenset(kinds)
-    everyone = {p for c in range(local.tp_size) for p in ranks_read(chosen, local.tp_size, c, peer_tp)}
-    mine = set(ranks_read(chosen, local.tp_size, local.tp_rank, peer_tp))
-    mine |= {p for p in range(peer_tp) if p not in everyone and notify_home(local.tp_size, peer_tp, p) == local.tp_rank}
-    return tuple((stage, rank) for stage in range(peer_pp) for rank in sorted(mine))
+    _check_sizes(peer_tp, peer_pp, peer_dcp)
+    classes = {
+        (axis.size if (axis := field.split_axis) else 1, group.deal.size, group.is_state)
+        for placed in local.placements.values()
+        for _, member in placed
+        for group in (local.groups[member.group],)
+        for field in member.layout.fields
+    }
+    mine: set[int] = set()
+    certain: set[int] = set()
+    for parts, context, is_state in classes:
+        options = [FieldClass(parts, context, 1, size, 0) for size in {1, 1 if is_state else peer_dcp}]
+        mine.update(*_readable(options, local.tp_size, local.tp_rank, peer_tp))
+        if peer_pp == 1:
+            for rank in range(local.tp_size):
+                certain.update(frozenset.intersection(*_readable(options, local.tp_size, rank, peer_tp)))
+    found = {(stage, rank) for stage in range(peer_pp) for rank in mine}
+    # A rank that is certain to be read needs no notification; a stage may turn out to hold none of our layers.
+    found.update(_notified(local, (peer_pp, peer_tp), ((0, rank) for rank in certain)))
+    return tuple(sorted(found))
+
+
+def _check_sizes(peer_tp: int, peer_pp: int, peer_dcp: int) -> None:
+    limits = (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp))
+    for what, size, most in limits:
+        if type(size) is not int or not 1 <= size <= most:
+            raise UnsupportedTopology(
+                f"The producer's {what} size is {shown(size)}; it must lie in 1..{shown(most)}.",
+                code="size-out-of-range",
+                fault="peer",
+                context={"what": what, "most": most},
+            )
+
+
+def _readable(options: Sequence[FieldClass], tp_size: int, tp_rank: int, peer_tp: int) -> list[frozenset[int]]:
+    """Return the ranks read under each way of dealing out tokens that can be read at all."""
+    found: list[frozenset[int]] = []
+    refusal: UnsupportedTopology | None = None
+    for option in options:
+        try:
+            found.append(ranks_read(frozenset((option,)), tp_size, tp_rank, peer_tp))
+        except UnsupportedTopology as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
+    return found

@@ -1,4 +1,4 @@
-"""The same layout for another shard or page size: how a peer of the same make lays out its pages.
+"""Layouts and geometries of another rank of the same make: another shard, another page size.
 
 Theory of operation. In a dense page the stride of an axis is the product of everything that lies inside it. Giving an
 inner axis another count therefore scales the strides of all axes outside of it, and nothing else. Fields that follow
@@ -9,17 +9,129 @@ guessed.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from kv_topology._errors import UnsupportedTopology
-from kv_topology._model import Layout
-from kv_topology._shards import even_interval
+from kv_topology._model import Group, Layout, Member, RankGeometry, Region
+from kv_topology._shards import TokenDeal, even_interval
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_topology._model import Axis, FieldLayout
 
-__all__ = ["reshard_layout"]
+__all__ = ["Order", "RankShape", "RankShapeLike", "reshard", "reshard_layout"]
+
+Order = Literal["HN", "NH"]
+"""Heads outside tokens in memory, or inside."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """Another rank of the same make: its place in its engine, and its block sizes.
+
+    Attributes:
+        tp_size: Tensor-parallel ranks of its engine.
+        tp_rank: The rank among them.
+        page_tokens: Tokens of a page in groups that count tokens.
+        pages_per_block: Pages of a block in those groups.
+        pp_size: Pipeline stages of its engine.
+        pp_rank: The rank's stage.
+        context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
+        order: Order of heads and tokens; None for as it is here.
+    """
+
+    tp_size: int
+    tp_rank: int
+    page_tokens: int
+    pages_per_block: int = 1
+    pp_size: int = 1
+    pp_rank: int = 0
+    context_sizes: tuple[int, ...] = ()
+    order: Order | None = None
+
+
+class RankShapeLike(Protocol):
+    """Anything with the members of a `RankShape`."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def pages_per_block(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def context_sizes(self) -> Sequence[int]: ...
+    @property
+    def order(self) -> Order | None: ...
+
+
+def reshard(local: RankGeometry, shape: RankShapeLike) -> RankGeometry:
+    """Return the geometry of another rank of the same make, its regions dense and at addresses that count up from 0.
+
+    Regions keep their order, and those that begin at one address still do: a caller that knows the real addresses,
+    strides and counts puts them in.
+
+    Args:
+        local: A rank with dense layouts.
+        shape: The other rank.
+
+    Raises:
+        UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
+    """
+    layouts = {
+        layout: reshard_layout(
+            layout, tp_size=shape.tp_size, tp_rank=shape.tp_rank, page_tokens=shape.page_tokens, order=shape.order
+        )
+        for layout in dict.fromkeys(member.layout for region in local.regions for member in region.members)
+    }
+    bases: dict[tuple[str, int, int], int] = {}
+    regions: list[Region] = []
+    end = 0
+    for region in local.regions:
+        base = bases.setdefault((region.memory_kind, region.device, region.base_address), end)
+        members, page_bytes = _packed(region, layouts)
+        regions.append(
+            Region(base, page_bytes, page_bytes, region.page_count, members, region.memory_kind, region.device)
+        )
+        end = max(end, base + page_bytes * region.page_count)
+    return RankGeometry(
+        tp_size=shape.tp_size,
+        tp_rank=shape.tp_rank,
+        groups=tuple(_group(group, number, shape) for number, group in enumerate(local.groups)),
+        regions=tuple(regions),
+        pp_size=shape.pp_size,
+        pp_rank=shape.pp_rank,
+        null_block=local.null_block,
+    )
+
+
+def _packed(region: Region, layouts: dict[Layout, Layout]) -> tuple[tuple[Member, ...], int]:
+    """Return the members of a region one after the other with their new layouts, and the bytes of a page."""
+    members: list[Member] = []
+    size = 0
+    for member in sorted(region.members, key=lambda member: member.offset_bytes):
+        layout = layouts[member.layout]
+        members.append(Member(member.layer, layout, member.group, size))
+        size += layout.extent_bytes
+    return tuple(members), size
+
+
+def _group(group: Group, number: int, shape: RankShapeLike) -> Group:
+    if group.is_state:
+        return group
+    block = shape.page_tokens * shape.pages_per_block
+    size = shape.context_sizes[number] if number < len(shape.context_sizes) else 1
+    deal = TokenDeal(size, shape.tp_rank % size, block) if size > 1 else TokenDeal()
+    return Group(group.kind, block, shape.pages_per_block, group.window_tokens, deal)
 
 
 def reshard_layout(layout: Layout, *, tp_size: int, tp_rank: int, page_tokens: int, order: str | None = None) -> Layout:

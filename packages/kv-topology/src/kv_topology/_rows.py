@@ -27,8 +27,8 @@ __all__ = ["MAX_DESCRIPTORS", "IndexRule", "build_rows", "expand_rows"]
 MAX_DESCRIPTORS = (1 << 31) - 1
 """Descriptors in one prepared list: indices are int32."""
 
-MAX_ROWS = 1 << 22
-"""Rows of one producer rank and group beyond which a plan is refused; a peer may claim pages of any number of units."""
+MAX_ROWS = 1 << 18
+"""Rows of one producer rank beyond which a plan is refused; a peer may claim pages of any number of units."""
 
 
 @final
@@ -45,6 +45,18 @@ class IndexRule:
     first: Ints
     page_step: Ints
     unit_step: Ints
+
+    def page_and_unit(self, slot: int, index: int, units: int) -> tuple[int, int]:
+        """Return the page and the unit of a descriptor of one slice: the inverse of the rule above.
+
+        Example: 3 units, dense (steps 3 and 1): the 7th descriptor is page 7 // 3 = 2, unit 7 % 3 = 1. In 3 rows of 5
+        pages (steps 1 and 5): unit 7 // 5 = 1, page 7 % 5 = 2.
+        """
+        inside = index - int(self.first[slot])
+        page_step, unit_step = int(self.page_step[slot]), int(self.unit_step[slot])
+        if page_step > 1 or units == 1:
+            return inside // page_step, inside % page_step
+        return inside % unit_step, inside // unit_step
 
 
 def build_rows(

@@ -82,19 +82,13 @@ def box_runs(axes: Sequence[BoxAxis], element_bytes: int, here: int, there: int)
     return Runs(here_offsets, there_offsets, np.full(len(here_offsets), run_bytes, dtype=np.int64))
 
 
-def join_runs(runs: Sequence[Runs], *, keep_order: bool = False) -> Runs:
-    """Return all runs as one table in which neighbours on both sides are joined.
-
-    Args:
-        runs: Tables to put together.
-        keep_order: Join only rows that follow each other already, instead of sorting by `here` first.
-    """
+def join_runs(runs: Sequence[Runs]) -> Runs:
+    """Return all runs as one table, sorted by `here`, in which neighbours on both sides are joined."""
     here = np.concatenate([table.here for table in runs])
     there = np.concatenate([table.there for table in runs])
     length = np.concatenate([table.length for table in runs])
-    if not keep_order:
-        order = np.argsort(here, kind="stable")
-        here, there, length = here[order], there[order], length[order]
+    order = np.argsort(here, kind="stable")
+    here, there, length = here[order], there[order], length[order]
     starts = np.ones(len(here), dtype=np.bool_)
     starts[1:] = (here[1:] != here[:-1] + length[:-1]) | (there[1:] != there[:-1] + length[:-1])
     first = np.flatnonzero(starts)

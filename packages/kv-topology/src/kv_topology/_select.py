@@ -1,11 +1,17 @@
-"""Which producer rank each part of a field is read from, and who notifies whom.
+"""Choice of producer ranks: from which rank each part of a field is read, and who notifies a rank that nobody reads.
 
 Theory of operation. Along its split axis a field falls into pieces at the borders of all producer ranks; every rank
-that holds a piece is a candidate for it, separately for each context-parallel share of the tokens. Of the candidates a
-consumer takes the first one across from it (`home_ranks`), or else the nearest; so replicas are shared out evenly, and
-divisible pairs get exactly the ranks that vLLM's own connector reads. A producer rank that nobody reads is notified by
-the consumer across from it, because it waits for a completion all the same. The rules need no message: every rank
-computes every other rank's choice, and so knows how many readers a producer rank has.
+that holds a piece is a candidate for it, separately for each context-parallel share of the tokens. The m consumer ranks
+that need a piece are spread evenly over its n candidates: the k-th of them reads candidate k * n // m. Divisible pairs
+thereby get exactly the ranks that vLLM's own connector reads. A producer rank that nobody reads waits for a completion
+all the same, so the consumer rank across from it notifies it. The rules need no message: every rank computes every
+other rank's choice, and so knows how many readers a producer rank has. Validation holds every geometry to the shards
+that they assume.
+
+Worked example. Two KV heads, 4 consumer ranks, 6 producer ranks. Producer ranks 0, 1, 2 hold head 0 and 3, 4, 5 head 1;
+consumer ranks 0, 1 need head 0 and 2, 3 head 1. So m = 2 and n = 3: consumers 0 and 1 read candidates 0 * 3 // 2 = 0
+and 1 * 3 // 2 = 1, and consumers 2 and 3 read ranks 3 and 4. Ranks 2 and 5 are notified by consumers 2 * 4 // 6 = 1 and
+5 * 4 // 6 = 3.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from itertools import pairwise
 from typing import final
 
 from kv_topology._errors import UnsupportedTopology
-from kv_topology._shards import TokenDeal, even_interval, home_ranks, tokens_meet
+from kv_topology._shards import TokenDeal, even_interval, holders, tokens_meet
 
 __all__ = ["FieldClass", "Piece", "choose_pieces", "notify_home", "ranks_read"]
 
@@ -31,7 +37,7 @@ class FieldClass:
         consumer_context: Context-parallel size of the consumer's group.
         consumer_interleave: Its tokens per turn.
         producer_context: The same of the producer's group.
-        producer_interleave: Its tokens per turn.
+        producer_interleave: Its tokens per turn; 0 when it is not known yet, so that any two shares may meet.
     """
 
     parts: int
@@ -39,6 +45,13 @@ class FieldClass:
     consumer_interleave: int
     producer_context: int
     producer_interleave: int
+
+    def meets(self, consumer_rank: int, share: int) -> bool:
+        """Return whether a consumer rank needs tokens of one context-parallel share of the producer."""
+        if not self.producer_interleave:
+            return True
+        mine = TokenDeal(self.consumer_context, consumer_rank % self.consumer_context, self.consumer_interleave)
+        return tokens_meet(mine, TokenDeal(self.producer_context, share, self.producer_interleave)) > 0.0
 
 
 @final
@@ -53,17 +66,12 @@ class Piece:
 
 def _borders(parts: int, tp_size: int, start: int, stop: int) -> list[int]:
     """Return the cut points of [start, stop) at the borders of all ranks' intervals."""
-    inner = (even_interval(parts, tp_size, rank)[0] for rank in range(tp_size))
-    return [start, *sorted({border for border in inner if start < border < stop}), stop]
+    first, last = holders(parts, tp_size, start), holders(parts, tp_size, stop - 1)
+    inner = {even_interval(parts, tp_size, rank)[0] for rank in range(first[-1] + 1, last[-1] + 1)}
+    return [start, *sorted(border for border in inner if start < border < stop), stop]
 
 
-def _pick(candidates: list[int], home: range) -> int:
-    """Return the first candidate across from the consumer, else the one nearest to it."""
-    across = [rank for rank in candidates if rank in home]
-    return across[0] if across else min(candidates, key=lambda rank: (abs(2 * rank - home[0] - home[-1]), rank))
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, producer_tp: int) -> tuple[Piece, ...]:
     """Return the pieces that one consumer rank reads, sorted by producer, then by interval.
 
@@ -79,20 +87,13 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
         UnsupportedTopology: `no-producer-holds` when context parallelism leaves a share of the tokens without a rank.
     """
     start, stop = even_interval(kind.parts, consumer_tp, consumer_rank)
-    home = home_ranks(consumer_tp, consumer_rank, producer_tp)
-    mine = TokenDeal(kind.consumer_context, consumer_rank % kind.consumer_context, kind.consumer_interleave)
+    shares = [share for share in range(kind.producer_context) if kind.meets(consumer_rank, share)]
     chosen: list[Piece] = []
-    borders = _borders(kind.parts, producer_tp, start, stop)
-    for low, high in pairwise(borders):
-        for share in range(kind.producer_context):
-            theirs = TokenDeal(kind.producer_context, share, kind.producer_interleave)
-            if tokens_meet(mine, theirs) == 0.0:
-                continue
-            candidates = [
-                rank
-                for rank in range(share, producer_tp, kind.producer_context)
-                if _covers(even_interval(kind.parts, producer_tp, rank), low, high)
-            ]
+    for low, high in pairwise(_borders(kind.parts, producer_tp, start, stop)):
+        sharers, holding = holders(kind.parts, consumer_tp, low), holders(kind.parts, producer_tp, low)
+        for share in shares:
+            offset = (share - holding.start) % kind.producer_context
+            candidates = holding[offset :: kind.producer_context]
             if not candidates:
                 raise UnsupportedTopology(
                     f"No producer rank of {producer_tp} holds parts [{low}, {high}) of {kind.parts} for share {share} "
@@ -101,12 +102,9 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
                     fault="peer",
                     context={"start": low, "stop": high, "share": share, "producer_tp": producer_tp},
                 )
-            chosen.append(Piece(_pick(candidates, home), low, high))
+            place = (consumer_rank - sharers.start) * len(candidates) // len(sharers)
+            chosen.append(Piece(candidates[place], low, high))
     return tuple(sorted(chosen, key=lambda piece: (piece.producer, piece.start)))
-
-
-def _covers(held: tuple[int, int], low: int, high: int) -> bool:
-    return held[0] <= low and high <= held[1]
 
 
 def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: int, producer_tp: int) -> frozenset[int]:
@@ -116,6 +114,6 @@ def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: in
     )
 
 
-def notify_home(consumer_tp: int, producer_tp: int, producer_rank: int) -> int:
-    """Return the consumer rank that notifies a producer rank which nobody reads."""
-    return producer_rank * consumer_tp // producer_tp
+def notify_home(consumer_size: int, producer_size: int, producer_rank: int) -> int:
+    """Return the consumer rank (or stage) across from a producer rank (or stage), which notifies it if nobody reads it."""
+    return producer_rank * consumer_size // producer_size

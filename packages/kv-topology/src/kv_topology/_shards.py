@@ -1,4 +1,4 @@
-"""Who holds what: even shards of an axis, replicas, and interleaved tokens.
+"""Shards and turns: the even split of an axis, replicas, and interleaved tokens.
 
 Theory of operation. An axis of `size` parts split over `tp_size` ranks gives rank r the interval
 [r*size//tp, (r+1)*size//tp). When there are more ranks than parts, each rank holds one part and neighbouring ranks
@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from kv_topology._arrays import Bools, Ints
 
-__all__ = ["TokenDeal", "common_unit_tokens", "even_interval", "home_ranks", "tokens_meet"]
+__all__ = ["TokenDeal", "common_unit_tokens", "even_interval", "holders", "tokens_meet"]
 
 
 def even_interval(size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
@@ -36,15 +36,16 @@ def even_interval(size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     return start, max(start + 1, (tp_rank + 1) * size // tp_size)
 
 
-def home_ranks(consumer_tp: int, consumer_rank: int, producer_tp: int) -> range:
-    """Return the producer ranks that lie across from a consumer rank when both engines fill the same line.
+def holders(size: int, tp_size: int, part: int) -> range:
+    """Return the ranks whose `even_interval` holds one part of an axis.
 
-    For divisible sizes these are the ranks that vLLM's own connector pairs: one rank when the consumer has at least
-    as many ranks, otherwise a run of producer_tp // consumer_tp ranks.
+    Example: 2 heads over 5 ranks give the intervals [0,1) [0,1) [0,1) [1,2) [1,2), so head 1 is held by ranks 3 and 4;
+    8 heads over 4 ranks give head 5 to rank 2 alone.
     """
-    start = consumer_rank * producer_tp // consumer_tp
-    stop = -(-(consumer_rank + 1) * producer_tp // consumer_tp)
-    return range(start, stop)
+    if size >= tp_size:
+        rank = ((part + 1) * tp_size - 1) // size
+        return range(rank, rank + 1)
+    return range(-(-part * tp_size // size), -(-(part + 1) * tp_size // size))
 
 
 @final
@@ -61,6 +62,13 @@ class TokenDeal:
     size: int = 1
     rank: int = 0
     interleave_tokens: int = 1
+
+    def spread(self, packed: Ints, unit_tokens: int) -> Ints:
+        """Return the global unit numbers of places in this rank's own dense sequence of units; undoes `packed`."""
+        if self.size == 1:
+            return packed
+        turn = self.interleave_tokens // unit_tokens
+        return (packed // turn) * (turn * self.size) + self.rank * turn + packed % turn
 
     def owned(self, units: Ints, unit_tokens: int) -> Bools:
         """Return which of the unit numbers (units of `unit_tokens` global tokens) this rank holds."""

@@ -8,33 +8,30 @@ on both sides is one slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import numpy as np
 
-from kv_topology._arrays import grid
+from kv_topology._arrays import ints
 from kv_topology._errors import UnsupportedTopology
 from kv_topology._runs import Runs, box_runs, join_runs, run_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology._arrays import Ints
-    from kv_topology._boxes import Box, Overlap, Pairing
+    from kv_topology._arrays import Bools, Ints
+    from kv_topology._boxes import Box, Overlap, Pairing, Place
 
-__all__ = ["MAX_SLICES", "SliceTable", "build_table"]
+__all__ = ["MAX_SLICES", "SliceColumns", "SliceTable", "build_table"]
 
-MAX_SLICES = 1 << 22
-"""Slices of one producer rank and group beyond which a plan is refused."""
+MAX_SLICES = 1 << 18
+"""Slices of one plan, over all producer ranks and groups, beyond which it is refused."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SliceTable:
-    """Slices of one pairing with one producer rank, one per row; all columns int64 (n,).
+class SliceColumns(NamedTuple):
+    """Slices by column, one per row; all columns int64 (n,).
 
     Attributes:
-        pairing: The groups and their unit.
         local_region: Region number here.
         local_offset: Byte offset in a local page, of the page's first unit.
         local_step: Bytes from one unit to the next inside a local page.
@@ -44,7 +41,6 @@ class SliceTable:
         length: Bytes of the slice.
     """
 
-    pairing: Pairing
     local_region: Ints
     local_offset: Ints
     local_step: Ints
@@ -53,14 +49,32 @@ class SliceTable:
     peer_step: Ints
     length: Ints
 
+    def take(self, chosen: Ints | Bools) -> SliceColumns:
+        """Return the chosen rows."""
+        return SliceColumns(*(column[chosen] for column in self))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SliceTable:
+    """Slices of one pairing with one producer rank.
+
+    Attributes:
+        pairing: The groups and their unit.
+        columns: The slices.
+    """
+
+    pairing: Pairing
+    columns: SliceColumns
+
     def __len__(self) -> int:
-        return len(self.length)
+        return len(self.columns.length)
 
 
 def _check_fineness(count: int) -> None:
     if count > MAX_SLICES:
         raise UnsupportedTopology(
-            f"The layouts of the two sides cut every page into {count} runs (limit {MAX_SLICES}); "
+            f"The layouts of the two sides cut pages into {count} runs (limit {MAX_SLICES}); "
             "use the same layout on both sides or a staged plan.",
             code="plan-too-fine",
             context={"slices": count, "limit": MAX_SLICES},
@@ -69,7 +83,6 @@ def _check_fineness(count: int) -> None:
 
 def _runs_by_step(boxes: Sequence[Box]) -> list[tuple[int, int, Runs]]:
     """Return (local step, peer step, joined runs) of the boxes of one pair of layouts."""
-    _check_fineness(sum(run_count(box.axes, box.element_bytes) for box in boxes))
     by_step: dict[tuple[int, int], list[Runs]] = {}
     for box in boxes:
         runs = box_runs(box.axes, box.element_bytes, box.here, box.there)
@@ -77,45 +90,61 @@ def _runs_by_step(boxes: Sequence[Box]) -> list[tuple[int, int, Runs]]:
     return [(*steps, join_runs(parts)) for steps, parts in by_step.items()]
 
 
-def build_table(pairing: Pairing, overlaps: Sequence[Overlap]) -> SliceTable:
+def build_table(pairing: Pairing, overlaps: Sequence[Overlap], *, before: int = 0) -> SliceTable:
     """Return the slices of one pair of groups with one producer rank.
+
+    Args:
+        pairing: The groups.
+        overlaps: What their layers have in common.
+        before: Slices that the plan has already.
 
     Raises:
         UnsupportedTopology: `plan-too-fine`.
     """
+    _check_fineness(sum(run_count(box.axes, box.element_bytes) for overlap in overlaps for box in overlap.boxes))
     blueprints = [(overlap, _runs_by_step(overlap.boxes)) for overlap in overlaps]
-    _check_fineness(sum(len(runs) * len(overlap.places) for overlap, steps in blueprints for _, _, runs in steps))
-    columns: list[Ints] = [np.empty((7, 0), dtype=np.int64)]
-    for overlap, steps in blueprints:
-        at = np.array(overlap.places, dtype=np.int64)
-        for local_step, peer_step, runs in steps:
-            part = np.empty((7, len(at), len(runs)), dtype=np.int64)
-            part[0] = at[:, 0, None]
-            part[1] = at[:, 1, None] + runs.here
-            part[2] = local_step
-            part[3] = at[:, 2, None]
-            part[4] = at[:, 3, None] + runs.there
-            part[5] = peer_step
-            part[6] = runs.length
-            columns.append(grid(part, 7, len(at) * len(runs)))
-    return SliceTable(pairing, *_join_places(np.concatenate(columns, axis=1)))
+    _check_fineness(
+        before + sum(len(runs) * len(overlap.places) for overlap, steps in blueprints for _, _, runs in steps)
+    )
+    parts = [
+        _at_places(overlap.places, local_step, peer_step, runs)
+        for overlap, steps in blueprints
+        for local_step, peer_step, runs in steps
+    ]
+    return SliceTable(pairing, _join_places(SliceColumns(*(np.concatenate(c) for c in zip(*parts, strict=True)))))
 
 
-def _join_places(table: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
+def _at_places(places: Sequence[Place], local_step: int, peer_step: int, runs: Runs) -> SliceColumns:
+    """Return the runs of one pair of layouts at every place where the two meet."""
+    local_region, local_offset, peer_region, peer_offset = (
+        ints(column)[:, None] for column in zip(*places, strict=True)
+    )
+
+    def spread(column: Ints | int) -> Ints:
+        return cast("Ints", np.broadcast_to(column, (len(places), len(runs))).ravel())
+
+    return SliceColumns(
+        local_region=spread(local_region),
+        local_offset=spread(local_offset + runs.here),
+        local_step=spread(local_step),
+        peer_region=spread(peer_region),
+        peer_offset=spread(peer_offset + runs.there),
+        peer_step=spread(peer_step),
+        length=spread(runs.length),
+    )
+
+
+def _join_places(columns: SliceColumns) -> SliceColumns:
     """Join rows that lie in the same two regions with the same steps and touch on both sides."""
-    order = np.lexsort((table[1], table[3], table[0]))
-    table = table[:, order]
-    region, offset, step, peer_region, peer_offset, peer_step, length = table
-    starts = np.ones(table.shape[1], dtype=np.bool_)
+    table = columns.take(np.lexsort((columns.local_offset, columns.peer_region, columns.local_region)))
+    starts = np.ones(len(table.length), dtype=np.bool_)
     starts[1:] = (
-        (np.diff(region) != 0)
-        | (np.diff(peer_region) != 0)
-        | (np.diff(step) != 0)
-        | (np.diff(peer_step) != 0)
-        | (offset[1:] != offset[:-1] + length[:-1])
-        | (peer_offset[1:] != peer_offset[:-1] + length[:-1])
+        (np.diff(table.local_region) != 0)
+        | (np.diff(table.peer_region) != 0)
+        | (np.diff(table.local_step) != 0)
+        | (np.diff(table.peer_step) != 0)
+        | (table.local_offset[1:] != table.local_offset[:-1] + table.length[:-1])
+        | (table.peer_offset[1:] != table.peer_offset[:-1] + table.length[:-1])
     )
     first = np.flatnonzero(starts)
-    joined = table[:, first]
-    joined[6] = np.add.reduceat(length, first)
-    return joined[0], joined[1], joined[2], joined[3], joined[4], joined[5], joined[6]
+    return table.take(first)._replace(length=np.add.reduceat(table.length, first))

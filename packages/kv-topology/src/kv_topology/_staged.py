@@ -12,12 +12,12 @@ This works when the fields of a page leave no gap and no tokens are dealt out; o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
 from kv_topology._arrays import ints
-from kv_topology._slices import SliceTable
+from kv_topology._slices import SliceColumns, SliceTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,26 +131,60 @@ class _Bay:
         return place
 
 
-def _span(table: SliceTable, chosen: Bools) -> tuple[int, int, int, int]:
-    """Return (first byte, one past the last, number of bytes, units) of what a producer's slices fill in a page."""
-    units = table.pairing.local_units
-    offset, length, step = table.local_offset[chosen], table.length[chosen], table.local_step[chosen]
-    return int(offset.min()), int((offset + (units - 1) * step + length).max()), int(length.sum()) * units, units
+class _Span(NamedTuple):
+    """The bytes of a page that one producer's slices fill."""
+
+    start: int
+    stop: int
+    filled: int
+    units: int
 
 
-def _chunks(table: SliceTable, chosen: Bools) -> list[tuple[int, int, int, int]]:
-    """Return (peer region, peer offset, peer step, bytes) of the runs that are contiguous at the producer."""
-    columns = (table.peer_region, table.peer_step, table.peer_offset, table.length)
-    rows = sorted(zip(*(column[chosen].tolist() for column in columns), strict=True))
-    chunks: list[tuple[int, int, int, int]] = []
-    for region, step, offset, length in rows:
-        start = offset
-        if chunks:
-            before, first, same_step, size = chunks[-1]
-            if (before, same_step, first + size) == (region, step, offset):
-                start = first
-                chunks.pop()
-        chunks.append((region, start, step, offset + length - start))
+class _Row(NamedTuple):
+    """One slice of a staged plan: the columns of `SliceColumns`, one number each."""
+
+    local_region: int
+    local_offset: int
+    local_step: int
+    peer_region: int
+    peer_offset: int
+    peer_step: int
+    length: int
+
+
+class _Chunk(NamedTuple):
+    """A run of bytes that is contiguous at the producer, and where it is put in the received page."""
+
+    peer_region: int
+    peer_offset: int
+    peer_step: int
+    length: int
+    place: int = 0
+
+    def holds(self, region: int, start: int, stop: int) -> bool:
+        """Return whether a stretch of the producer's page lies in this chunk."""
+        return self.peer_region == region and self.peer_offset <= start and stop <= self.peer_offset + self.length
+
+
+def _span(table: SliceTable, chosen: Bools) -> _Span:
+    """Return what a producer's slices fill in a page."""
+    units, slices = table.pairing.local_units, table.columns.take(chosen)
+    stops = slices.local_offset + (units - 1) * slices.local_step + slices.length
+    return _Span(int(slices.local_offset.min()), int(stops.max()), int(slices.length.sum()) * units, units)
+
+
+def _chunks(table: SliceTable, chosen: Bools) -> list[_Chunk]:
+    """Return the runs that are contiguous at the producer."""
+    slices = table.columns.take(chosen)
+    columns = (slices.peer_region, slices.peer_step, slices.peer_offset, slices.length)
+    chunks: list[_Chunk] = []
+    for region, step, offset, length in sorted(zip(*(column.tolist() for column in columns), strict=True)):
+        last = chunks[-1] if chunks else None
+        end = (last.peer_region, last.peer_step, last.peer_offset + last.length) if last is not None else None
+        if last is not None and end == (region, step, offset):
+            chunks[-1] = last._replace(length=last.length + length)
+        else:
+            chunks.append(_Chunk(region, offset, step, length))
     return chunks
 
 
@@ -159,19 +193,19 @@ def _open_bays(tables: Sequence[SliceTable]) -> dict[tuple[int, int], _Bay] | No
 
     None if gaps, dealt tokens, or units of different sizes in one page forbid it.
     """
-    spans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    spans: dict[tuple[int, int], list[_Span]] = {}
     for table in tables:
         if table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1:
             return None
-        for region in np.unique(table.local_region).tolist():
-            part = _span(table, table.local_region == region)
+        for region in np.unique(table.columns.local_region).tolist():
+            part = _span(table, table.columns.local_region == region)
             spans.setdefault((region, table.pairing.local_group), []).append(part)
     bays: dict[tuple[int, int], _Bay] = {}
     for key, parts in spans.items():
-        lows, highs, sizes, units = zip(*parts, strict=True)
-        if len(set(units)) != 1 or max(highs) - min(lows) != sum(sizes):
+        start, stop = min(part.start for part in parts), max(part.stop for part in parts)
+        if len({part.units for part in parts}) != 1 or stop - start != sum(part.filled for part in parts):
             return None
-        bays[key] = _Bay(min(lows), max(highs), units[0])
+        bays[key] = _Bay(start, stop, parts[0].units)
     return bays
 
 
@@ -215,26 +249,25 @@ def _stage_table(
 
     Returns None if a box is spread over several chunks, so that its cells do not keep the producer's strides.
     """
-    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    rows: list[_Row] = []
     group = table.pairing.local_group
-    for region in np.unique(table.local_region).tolist():
+    for region in np.unique(table.columns.local_region).tolist():
         bay = bays[region, group]
-        places: list[tuple[int, int, int, int]] = []
-        for peer_region, offset, step, length in _chunks(table, table.local_region == region):
-            place = bay.take(length)
-            rows.append((region, place, bay.unit_bytes, peer_region, offset, step, length))
-            places.append((peer_region, offset, length, place))
+        chunks: list[_Chunk] = []
+        for found in _chunks(table, table.columns.local_region == region):
+            chunk = found._replace(place=bay.take(found.length))
+            rows.append(_Row(region, chunk.place, bay.unit_bytes, *chunk[:4]))
+            chunks.append(chunk)
         for overlap in overlaps:
-            for local_region, local_offset, peer_region, peer_offset in overlap.places:
-                if local_region == region:
+            for place in overlap.places:
+                if place.local_region == region:
                     for box in overlap.boxes:
-                        there = peer_offset + box.there
-                        source = _place_of(places, peer_region, there, there + _extent(box))
+                        there = place.peer_offset + box.there
+                        source = _place_of(chunks, place.peer_region, there, there + _extent(box))
                         if source is None:
                             return None
-                        bay.moves.append(_move(box, bay, source, local_offset + box.here))
-    columns = [ints(list(column)) for column in zip(*rows, strict=True)]
-    return SliceTable(table.pairing, *columns)
+                        bay.moves.append(_move(box, bay, source, place.local_offset + box.here))
+    return SliceTable(table.pairing, SliceColumns(*(ints(list(column)) for column in zip(*rows, strict=True))))
 
 
 def _extent(box: Box) -> int:
@@ -242,12 +275,10 @@ def _extent(box: Box) -> int:
     return sum((count - 1) * stride for count, _, stride in box.axes) + box.element_bytes
 
 
-def _place_of(places: Sequence[tuple[int, int, int, int]], region: int, start: int, stop: int) -> int | None:
+def _place_of(chunks: Sequence[_Chunk], region: int, start: int, stop: int) -> int | None:
     """Return where a stretch of the producer's page lies in the received page, None if no chunk holds all of it."""
-    for peer_region, offset, length, place in places:
-        if peer_region == region and offset <= start and stop <= offset + length:
-            return place + start - offset
-    return None
+    found = next((chunk for chunk in chunks if chunk.holds(region, start, stop)), None)
+    return None if found is None else found.place + start - found.peer_offset
 
 
 def _move(box: Box, bay: _Bay, source: int, target: int) -> PageMove:

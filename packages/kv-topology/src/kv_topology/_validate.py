@@ -1,14 +1,16 @@
-"""Checks that a geometry agrees with itself. Everything here may come from a peer: coded errors, bounded work."""
+"""Checks that a geometry agrees with itself. Everything here may come from a peer: coded errors, bounded work.
+
+The work of a check is proportional to the numbers in the geometry, whose count a document limits before it is read; what
+could cost more (comparing the bytes of fields) is taken off one budget per geometry before it is done.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kv_topology._disjoint import Budget, find_shared_byte
 from kv_topology._errors import InvalidGeometry
-from kv_topology._runs import box_runs, run_count
 from kv_topology._shards import even_interval
 
 if TYPE_CHECKING:
@@ -17,14 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["LIMITS", "check_geometry"]
 
 LIMITS = {
-    "ranks": 1 << 16,
-    "regions": 1 << 16,
-    "members": 1 << 18,
+    "tp": 1 << 12,
+    "pp": 1 << 10,
+    "devices": 1 << 16,
+    "groups": 1 << 10,
+    "regions": 1 << 15,
+    "members": 1 << 16,
     "axes": 8,
     "axis_size": 1 << 31,
     "page_bytes": 1 << 40,
     "page_count": 1 << 31,
-    "page_runs": 1 << 20,
+    "compared_fields": 1 << 15,
+    "compared_runs": 1 << 17,
     "address": 1 << 64,
 }
 """Sizes beyond which a geometry is refused as absurd."""
@@ -97,47 +103,32 @@ def _check_field(field: FieldLayout, where: str) -> None:
         raise _fail("packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens.")
 
 
-def _field_runs(field: FieldLayout, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted (start, stop) of the field's bytes; int64 (n,) each."""
-    axes = [(axis.count, axis.stride_bytes, axis.stride_bytes) for axis in field.axes]
-    if run_count(axes, field.element_bytes) > LIMITS["page_runs"]:
-        raise _fail("layout-too-fine", f"Field {field.name!r} has more than {LIMITS['page_runs']} runs in a page.")
-    runs = box_runs(axes, field.element_bytes, offset, 0)
-    return runs.here, runs.here + runs.length
-
-
-def _check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str) -> None:
+def _check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str, budget: Budget) -> None:
     """Raise unless the fields, each with its offset, keep to different bytes of a page."""
-    ranges = sorted((offset, offset + field.extent_bytes) for _, field, offset in fields)
-    if all(one[1] <= two[0] for one, two in pairwise(ranges)):
-        return
-    parts = [_field_runs(field, offset) for _, field, offset in fields]
-    starts = np.concatenate([part[0] for part in parts])
-    stops = np.concatenate([part[1] for part in parts])
-    order = np.argsort(starts, kind="stable")
-    overlap = np.flatnonzero(starts[order][1:] < stops[order][:-1])
-    if len(overlap):
-        owner = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])[order]
-        one, two = fields[int(owner[overlap[0]])], fields[int(owner[overlap[0] + 1])]
-        byte = int(starts[order][overlap[0] + 1])
+    shared = find_shared_byte([(field, offset) for _, field, offset in fields], budget)
+    if shared is not None:
+        one, two = fields[shared.first], fields[shared.second]
         raise _fail(
             "fields-overlap",
-            f"{one[0]} and {two[0]} share byte {byte} of the pages of {where}.",
+            f"{one[0]} and {two[0]} share byte {shared.offset_bytes} of the pages of {where}.",
             first=one[0],
             second=two[0],
-            offset_bytes=byte,
+            offset_bytes=shared.offset_bytes,
         )
 
 
-def _check_layout(layout: Layout, where: str) -> None:
+def _check_layout(layout: Layout, where: str, budget: Budget) -> None:
     if not layout.fields:
         raise _fail("layout-empty", f"The layout of {where} has no fields.")
+    names = [field.name for field in layout.fields]
+    if len(set(names)) != len(names):
+        raise _fail("field-twice", f"The layout of {where} has a field name twice: {', '.join(names[:8])}.")
     for field in layout.fields:
         _check_field(field, f"field {field.name!r} of {where}")
-    _check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where)
+    _check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where, budget)
 
 
-def _check_region(region: Region, number: int, group_count: int) -> None:
+def _check_region(region: Region, number: int, group_count: int, known: set[object], budget: Budget) -> None:
     where = f"region {number}"
     _in_range("page_count", region.page_count, 1, LIMITS["page_count"], where)
     _in_range("page_bytes", region.page_bytes, 1, LIMITS["page_bytes"], where)
@@ -145,7 +136,7 @@ def _check_region(region: Region, number: int, group_count: int) -> None:
     _in_range("base_address", region.base_address, 0, LIMITS["address"] - 1, where)
     end = region.base_address + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
     _in_range("end address", end, 0, LIMITS["address"], where)
-    _in_range("device", region.device, 0, LIMITS["ranks"], where)
+    _in_range("device", region.device, 0, LIMITS["devices"], where)
     if region.memory_kind not in {"DRAM", "VRAM"}:
         raise _fail("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
     by_group: dict[int, list[Member]] = {}
@@ -162,13 +153,15 @@ def _check_region(region: Region, number: int, group_count: int) -> None:
             )
         by_group.setdefault(member.group, []).append(member)
     for members in by_group.values():
-        if len(members) > 1:
+        pattern = tuple((member.layout, member.offset_bytes) for member in members)
+        if len(members) > 1 and pattern not in known:
+            known.add(pattern)
             fields = [
                 (f"{field.name!r} of layer {member.layer!r}", field, member.offset_bytes + field.offset_bytes)
                 for member in members
                 for field in member.layout.fields
             ]
-            _check_disjoint(fields, where)
+            _check_disjoint(fields, where, budget)
 
 
 def _check_group(group: Group, number: int) -> None:
@@ -187,7 +180,7 @@ def _check_group(group: Group, number: int) -> None:
             pages_per_block=group.pages_per_block,
         )
     deal = group.deal
-    _in_range("context size", deal.size, 1, LIMITS["ranks"], where)
+    _in_range("context size", deal.size, 1, LIMITS["tp"], where)
     _in_range("context rank", deal.rank, 0, deal.size - 1, where)
     _in_range("interleave_tokens", deal.interleave_tokens, 1, LIMITS["axis_size"], where)
     if deal.size > 1 and (group.is_state or group.block_tokens % deal.interleave_tokens):
@@ -236,11 +229,12 @@ def _check_shards(geometry: RankGeometry) -> None:
 def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: int) -> None:
     name = fields[0].name
     axes = [field.split_axis for field in fields]
-    intervals = sorted((axis.start, axis.stop) for axis in axes if axis is not None)
-    if len(fields) > 1 and len(intervals) != len(fields):
+    held = [axis for axis in axes if axis is not None]
+    if len(fields) > 1 and len(held) != len(fields):
         raise _fail("field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis.")
-    if not intervals:
+    if not held:
         return
+    intervals = sorted((axis.start, axis.stop) for axis in held)
     for one, two in pairwise(intervals):
         if one[1] != two[0]:
             code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
@@ -251,15 +245,16 @@ def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: i
                 first=one,
                 second=two,
             )
-    size = {axis.size for axis in axes if axis is not None}
-    held = (intervals[0][0], intervals[-1][1])
-    expected = even_interval(min(size), tp_size, tp_rank)
-    if held != expected or len(size) != 1:
+    if len({(axis.name, axis.size) for axis in held}) != 1:
+        raise _fail("parts-differ", f"Parts of field {name!r} of layer {layer!r} are split along different axes.")
+    share = (intervals[0][0], intervals[-1][1])
+    expected = even_interval(held[0].size, tp_size, tp_rank)
+    if share != expected:
         raise _fail(
             "shard-irregular",
-            f"Rank {tp_rank} of {tp_size} holds [{held[0]}, {held[1]}) of field {name!r} of layer {layer!r}; "
-            f"its even share of {min(size)} parts is [{expected[0]}, {expected[1]}).",
-            held=held,
+            f"Rank {tp_rank} of {tp_size} holds [{share[0]}, {share[1]}) of field {name!r} of layer {layer!r}; "
+            f"its even share of {held[0].size} parts is [{expected[0]}, {expected[1]}).",
+            held=share,
             expected=expected,
         )
 
@@ -308,15 +303,55 @@ def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> No
 def check_geometry(geometry: RankGeometry) -> None:
     """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
     where = "the geometry"
-    for size, rank, what in (
-        (geometry.tp_size, geometry.tp_rank, "tp"),
-        (geometry.pp_size, geometry.pp_rank, "pp"),
+    for what, size, rank in (
+        ("tp", geometry.tp_size, geometry.tp_rank),
+        ("pp", geometry.pp_size, geometry.pp_rank),
     ):
-        _in_range(f"{what}_size", size, 1, LIMITS["ranks"], where)
+        _in_range(f"{what}_size", size, 1, LIMITS[what], where)
         _in_range(f"{what}_rank", rank, 0, size - 1, where)
-    _in_range("number of groups", len(geometry.groups), 1, LIMITS["ranks"], where)
+    _in_range("number of groups", len(geometry.groups), 1, LIMITS["groups"], where)
     _in_range("number of regions", len(geometry.regions), 1, LIMITS["regions"], where)
     _in_range("number of members", sum(len(r.members) for r in geometry.regions), 1, LIMITS["members"], where)
+    for number, group in enumerate(geometry.groups):
+        _check_group(group, number)
+        _check_deal_rank(group, number, geometry.tp_rank)
+    _check_regions(geometry)
+    _check_shards(geometry)
+    _check_aliases(geometry)
+    _check_stages(geometry)
+
+
+def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
+    """Raise unless the context-parallel rank follows from the tensor-parallel rank, as every reader assumes."""
+    expected = tp_rank % group.deal.size
+    if group.deal.rank != expected:
+        raise _fail(
+            "deal-irregular",
+            f"Group {number} of tensor-parallel rank {tp_rank} has context rank {group.deal.rank} of {group.deal.size}; "
+            f"it must be {expected}.",
+            rank=group.deal.rank,
+            expected=expected,
+        )
+
+
+def _check_regions(geometry: RankGeometry) -> None:
+    budget = Budget(LIMITS["compared_fields"], LIMITS["compared_runs"])
+    layouts: set[Layout] = set()
+    grouped: set[tuple[Layout, int]] = set()
+    patterns: set[object] = set()
+    for number, region in enumerate(geometry.regions):
+        for member in region.members:
+            if member.layout not in layouts:
+                _check_layout(member.layout, f"layer {member.layer!r}", budget)
+                layouts.add(member.layout)
+        _check_region(region, number, len(geometry.groups), patterns, budget)
+        for member in region.members:
+            if (member.layout, member.group) not in grouped:
+                _check_member_group(member, geometry.groups[member.group], f"region {number}")
+                grouped.add((member.layout, member.group))
+
+
+def _check_stages(geometry: RankGeometry) -> None:
     if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
         raise _fail(
             "stage-layers-count",
@@ -324,18 +359,7 @@ def check_geometry(geometry: RankGeometry) -> None:
             stages=len(geometry.stage_layers),
             pp_size=geometry.pp_size,
         )
-    for number, group in enumerate(geometry.groups):
-        _check_group(group, number)
-    checked: set[tuple[int, int]] = set()
-    for number, region in enumerate(geometry.regions):
-        for member in region.members:
-            if (id(member.layout), -1) not in checked:
-                _check_layout(member.layout, f"layer {member.layer!r}")
-                checked.add((id(member.layout), -1))
-        _check_region(region, number, len(geometry.groups))
-        for member in region.members:
-            if (id(member.layout), member.group) not in checked:
-                _check_member_group(member, geometry.groups[member.group], f"region {number}")
-                checked.add((id(member.layout), member.group))
-    _check_shards(geometry)
-    _check_aliases(geometry)
+    for layers in geometry.stage_layers:
+        for entry in layers:
+            if entry.group is not None:
+                _in_range(f"group of layer {entry.layer!r}", entry.group, 0, len(geometry.groups) - 1, "stage_layers")

@@ -9,14 +9,14 @@ the planner beyond the description of the geometry: it places tags by strided vi
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
 from kv_topology._arrays import outer_sum
-from kv_topology._memory import MARGIN, MemoryOfRank, Request
+from kv_topology._memory import MARGIN, SENTINEL, MemoryOfRank, Request
 from kv_topology._rows import expand_rows
 
 if TYPE_CHECKING:
@@ -25,23 +25,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_topology._arrays import Ints
-    from kv_topology._model import Group, RankGeometry
+    from kv_topology._lists import BlockListLike
+    from kv_topology._model import RankGeometry
     from kv_topology._staged import StagedRegion
 
     Rank = tuple[int, int]
     Bytes = npt.NDArray[np.uint8]
 
-__all__ = [
-    "MemoryOfRank",
-    "OracleFailure",
-    "Proof",
-    "Request",
-    "ReadPlan",
-    "check_plan",
-    "check_readers",
-    "execute",
-    "prove",
-]
+__all__ = ["MemoryOfRank", "OracleFailure", "Proof", "Request", "execute", "permute", "prove"]
 
 
 class OracleFailure(AssertionError):  # noqa: N818 - the name says what happened
@@ -49,7 +40,7 @@ class OracleFailure(AssertionError):  # noqa: N818 - the name says what happened
 
 
 class ReadPlan(Protocol):
-    """What the oracle needs of a plan; `TransferPlan` is one."""
+    """The members of a plan that the oracle calls; `TransferPlan` has them."""
 
     @property
     def producer_ranks(self) -> Sequence[Rank]:
@@ -67,13 +58,7 @@ class ReadPlan(Protocol):
         ...
 
     def staged_pages(
-        self,
-        local_blocks: Sequence[Sequence[int]],
-        peer_blocks: Sequence[Sequence[int]],
-        *,
-        tokens: int | None,
-        local_first: Sequence[int] | None,
-        peer_first: Sequence[int] | None,
+        self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
     ) -> Sequence[tuple[StagedRegion, Ints]]:
         """Permutations and the pages to apply them to."""
         ...
@@ -91,14 +76,7 @@ class ReadPlan(Protocol):
         ...
 
     def indices(
-        self,
-        producer_rank: Rank,
-        local_blocks: Sequence[Sequence[int]],
-        peer_blocks: Sequence[Sequence[int]],
-        *,
-        tokens: int | None,
-        local_first: Sequence[int] | None,
-        peer_first: Sequence[int] | None,
+        self, producer_rank: Rank, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Descriptor indices of one request."""
         ...
@@ -107,7 +85,7 @@ class ReadPlan(Protocol):
 @final
 @dataclass
 class Proof:
-    """What a successful proof covered.
+    """Counts of a successful proof.
 
     Attributes:
         bytes_proved: Consumer bytes that were compared with their tag.
@@ -135,16 +113,8 @@ def execute(
         OracleFailure: A descriptor leaves the registered memory, or pairs have different lengths.
     """
     copies = 0
-    told = request if request.is_told else None
     for rank in plan.producer_ranks:
-        local, peer = plan.indices(
-            rank,
-            request.local_blocks,
-            request.peer_blocks,
-            tokens=request.tokens,
-            local_first=told.local_first if told else None,
-            peer_first=told.peer_first if told else None,
-        )
+        local, peer = plan.indices(rank, request.local, request.peer, tokens=request.tokens)
         here = expand_rows(plan.local_rows(rank))[local]
         there = expand_rows(plan.peer_rows(rank))[peer]
         if not np.array_equal(here[:, 1], there[:, 1]):
@@ -167,15 +137,7 @@ def permute(plan: ReadPlan, request: Request, memory: MemoryOfRank) -> None:
     """Put the received pages of a staged plan in order, with numpy; a model of what an engine does on its device."""
     if not plan.is_staged:
         return
-    told = request if request.is_told else None
-    staged = plan.staged_pages(
-        request.local_blocks,
-        request.peer_blocks,
-        tokens=request.tokens,
-        local_first=told.local_first if told else None,
-        peer_first=told.peer_first if told else None,
-    )
-    for spec, pages in staged:
+    for spec, pages in plan.staged_pages(request.local, request.peer, tokens=request.tokens):
         region = memory.geometry.regions[spec.region]
         for page in pages.tolist():
             at = region.base_address + page * region.page_stride_bytes - memory.start
@@ -200,7 +162,7 @@ def check_plan(
     local: RankGeometry,
     producers: Mapping[Rank, MemoryOfRank],
     request: Request,
-    limits: Sequence[tuple[int, int] | None],
+    limits: Sequence[tuple[int, int]],
 ) -> Proof:
     """Prove one consumer rank's plan for one request.
 
@@ -209,28 +171,29 @@ def check_plan(
         local: The consumer rank's geometry.
         producers: Filled memory of the producer's ranks.
         request: Block lists.
-        limits: Per local group the interval of tokens that must arrive, None for all of the blocks.
+        limits: Per local group the interval of tokens that must arrive; other tokens of the blocks may.
 
     Raises:
         OracleFailure: With the first wrong byte.
     """
-    memory, expected = MemoryOfRank(local), MemoryOfRank(local)
+    memory, must, may = MemoryOfRank(local), MemoryOfRank(local), MemoryOfRank(local)
     writes = np.zeros(len(memory.data), dtype=np.uint8)
     copies = execute(plan, request, memory, producers, writes)
     permute(plan, request, memory)
-    proved = expected.place_tags(request.local_blocks, request, limits, is_local=True)
-    wrong = np.flatnonzero(memory.data != expected.data)
+    must.place_tags(request.local, limits)
+    may.place_tags(request.local, [(0, sys.maxsize)] * len(local.groups))
+    is_untouched = (memory.data == SENTINEL) & ~must.marks
+    wrong = np.flatnonzero((memory.data != may.data) & ~is_untouched)
     if len(wrong):
         at = int(wrong[0])
         raise OracleFailure(
             f"byte {at - MARGIN} of rank {(local.pp_rank, local.tp_rank)} is {memory.data[at]:#x}, "
-            f"must be {expected.data[at]:#x}; {len(wrong)} bytes are wrong"
+            f"must be {may.data[at]:#x}; {len(wrong)} bytes are wrong"
         )
-    if int(writes.max(initial=0)) > 1 or int((writes > 0).sum()) != proved:
-        raise OracleFailure(
-            f"{int((writes > 0).sum())} bytes were written, at most {writes.max()} times; {proved} expected"
-        )
-    return Proof(proved, copies, 1)
+    least, written, most = int(must.marks.sum()), int((writes > 0).sum()), int(may.marks.sum())
+    if int(writes.max(initial=0)) > 1 or not least <= written <= most:
+        raise OracleFailure(f"{written} bytes were written, at most {writes.max()} times; {least} to {most} expected")
+    return Proof(least, copies, 1)
 
 
 def prove(
@@ -252,8 +215,7 @@ def prove(
     """
     memories = {rank: MemoryOfRank(geometry) for rank, geometry in producers.items()}
     for memory in memories.values():
-        everything = [None] * len(memory.geometry.groups)
-        memory.place_tags(request.peer_blocks, request, everything, is_local=False)
+        memory.place_tags(request.peer, [(0, sys.maxsize)] * len(memory.geometry.groups))
     total = Proof()
     plans = {rank: make_plan(local, producers) for rank, local in consumers.items()}
     for rank, plan in plans.items():
@@ -277,25 +239,15 @@ def check_readers(plans: Sequence[ReadPlan], producers: Sequence[Rank]) -> None:
             raise OracleFailure(f"producer rank {rank} gets {reports} reports, plans say {sorted(counts)}")
 
 
-def _covered(
-    local: RankGeometry, producers: Mapping[Rank, RankGeometry], request: Request
-) -> list[tuple[int, int] | None]:
-    """Return per local group the tokens that the producer's list of the same layers covers."""
-    limits: list[tuple[int, int] | None] = [None] * len(local.groups)
+def _covered(local: RankGeometry, producers: Mapping[Rank, RankGeometry], request: Request) -> list[tuple[int, int]]:
+    """Return per local group the tokens that must arrive: all that are ordered, but none that only a window hides."""
+    limits = [(0, request.tokens)] * len(local.groups)
     for producer in producers.values():
         for layer, placed in producer.placements.items():
-            group = placed[0][1].group
-            if layer in local.placements and not producer.groups[group].is_state:
-                mine = local.placements[layer][0][1].group
-                start, stop = _reach(producer.groups[group], request.peer_blocks[group], request, group, is_local=False)
-                near, _ = _reach(local.groups[mine], request.local_blocks[mine], request, mine, is_local=True)
-                limits[mine] = (max(start, near), stop)
+            if layer in local.placements:
+                number = local.placements[layer][0][1].group
+                window = local.groups[number].window_tokens
+                begins = request.peer[placed[0][1].group].first_token
+                if window and begins <= request.tokens - window + 1:
+                    limits[number] = (begins, request.tokens)
     return limits
-
-
-def _reach(group: Group, ids: Sequence[int], request: Request, number: int, *, is_local: bool) -> tuple[int, int]:
-    """Return the tokens that a list covers, less those that its attention window cannot reach."""
-    span = group.span_tokens
-    stop = request.first(number, is_local=is_local) + len(ids)
-    needed = math.ceil(group.window_tokens / span) + 1 if group.window_tokens else len(ids)
-    return (stop - min(needed, len(ids))) * span, stop * span

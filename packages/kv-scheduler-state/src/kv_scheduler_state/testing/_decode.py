@@ -232,7 +232,7 @@ class DecodeSide:
             self.peer.notify(_peer_id(request_id), self.peer.readers[0], now_s)
             return
         failed = [request_id] if "bad" in answer.ranks else []
-        self.state.transfer_results(sent=[], received=[request_id], failed=failed)
+        self.state.report(sent=[], received=[request_id], failed=failed)
         answer.ranks = ["idle"] * len(answer.ranks)
         if answer.status == "aborting":
             answer.status = "gone"
@@ -282,7 +282,9 @@ class DecodeSide:
         for answer in self.answers.values():
             if answer.status == "aborting":
                 demand("reading" not in answer.ranks, "an aborted read goes on")
-        self._beat({request_id for beat in plan.heartbeats for request_id in beat.peer_request_ids}, now_s)
+        for request_id in plan.failures:
+            self.state.report(sent=[], received=[request_id], failed=[request_id])
+        self._beat({request_id for beat in plan.heartbeats for request_id, _ in beat.readers}, now_s)
 
     def _beat(self, beaten: set[str], now_s: float) -> None:
         for request_id, answer in self.answers.items():
@@ -323,6 +325,14 @@ class DecodeSide:
             for name, call in self._calls(request_id, now_s).items():
                 if name not in _LAWFUL[answer.status]:
                     demand_refusal(f"{request_id}: {name} while {answer.status}", call)
+            self._forget_failure(request_id)
+
+    def _forget_failure(self, request_id: str) -> None:
+        """Take back the failure that a refused load orders, since this engine never parked the request."""
+        outbox = self.state._outbox  # noqa: SLF001 -- a probe must leave no trace
+        self.state._reports.unread.discard(request_id)  # noqa: SLF001
+        outbox.failures.pop(request_id, None)
+        outbox.has_orders = outbox.holds_orders()
 
     def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
         state, blocks = self.state, [[7, 8]]
@@ -330,21 +340,22 @@ class DecodeSide:
         return {
             "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
             "external": partial(state.external_tokens, request_id, computed_tokens=0),
-            "load": partial(allocate, external_tokens=32),
             "hit": partial(allocate, external_tokens=0),
             "preempt": partial(state.preempt, request_id, now_s=now_s),
             "finish": partial(
                 state.finish, request_id, reason="abort", block_ids=blocks, computed_tokens=1, now_s=now_s
             ),
-            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
-            "failed": partial(state.transfer_results, sent=[], received=[], failed=[request_id]),
-            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
+            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
+            "failed": partial(state.report, sent=[], received=[], failed=[request_id]),
+            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
+            # Last, because a refused one is reported as failed: the engine has parked the request.
+            "load": partial(allocate, external_tokens=32),
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that tells this request's future, with times relative to now and, perhaps, ranks unnamed."""
         answer = self.answers[request_id]
-        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
         order = outbox.reads.get(request_id)
         ranks = [(doing, rank in answer.in_flight) for rank, doing in enumerate(answer.ranks)]

@@ -9,6 +9,7 @@ without asking the code under test.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
@@ -57,7 +58,7 @@ class PrefillSide:
             consumer_table=tables.consumer,
         )
         self.tables = [
-            LeaseTable(admits_all_readers=False, max_pause_s=1e9, table=tables.lease) for _ in range(workers)
+            LeaseTable(admits_all_readers=False, max_pause_s=math.inf, table=tables.lease) for _ in range(workers)
         ]
         self.words = [[0] * requests for _ in range(workers)]
         self.readers = tuple(f"reader-{rank}" for rank in range(readers))
@@ -196,7 +197,8 @@ class PrefillSide:
         for words, table in zip(self.words, self.tables, strict=True):
             for order in plan.fences:
                 words[order.slot] = order.generation
-            table.apply(plan._replace(expects=()) if self.is_plain else plan, now_s=now_s)
+            refusals = table.apply(plan._replace(expects=()) if self.is_plain else plan, now_s=now_s)
+            demand(not refusals, f"the workers refuse {refusals}")
         for grant in plan.grants:
             prompt = self.prompts[grant.request_id]
             demand(prompt.status == "kept", f"{grant.request_id}: granted while {prompt.status}")
@@ -236,7 +238,7 @@ class PrefillSide:
         for request_id, prompt in self.prompts.items():
             if len(prompt.reported) == len(self.tables) and prompt.status != "freed":
                 demand(prompt.status == "kept", f"{request_id}: reported as sent while {prompt.status}")
-                self.state.transfer_results(sent=[request_id], received=[], failed=[])
+                self.state.report(sent=[request_id], received=[], failed=[])
                 demand(not self.is_fence_intact(request_id), f"{request_id}: freed, and its fence still says it is not")
                 prompt.status = "freed"
 
@@ -349,19 +351,19 @@ class PrefillSide:
             "finish": partial(finish, request_id, reason="length"),
             "abort": partial(finish, request_id, reason="abort"),
             "revoke": partial(state.revoke, request_id, now_s=now_s),
-            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
-            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
+            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
+            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
         prompt = self.prompts[request_id]
-        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
         leases = [table._leases.get(request_id) for table in self.tables]  # noqa: SLF001
         readers = [
             [
-                (reader in told, lease is not None and reader in lease.readers)
+                (reader in told, lease is not None and reader in lease.readers_done)
                 for told, lease in zip(prompt.delivered, leases, strict=True)
             ]
             for reader in self.readers
@@ -397,4 +399,4 @@ def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
     if lease is None:
         return None
     left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
-    return lease.state, left_s, len(lease.readers), lease.readers_needed
+    return lease.state, left_s, len(lease.readers_done), lease.is_read

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL
 from vllm_adapter.cache.fields import dense_bytes, make_field, unknown_shape, whole_page
+from vllm_adapter.ports.topology import AxisEntry
 
 if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
-    from vllm_adapter.cache.fields import Axis, Field
+    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["attention_fields", "latent_fields"]
 
 
-def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Return the fields of an attention page, or of one head's part of it where heads lie apart.
 
     Raises:
@@ -37,7 +38,7 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[Field]:
     return _packed(facts, cache)
 
 
-def latent_fields(cache: LayerCache, page_tokens: int) -> list[Field]:
+def latent_fields(cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
     """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
 
     Raises:
@@ -51,11 +52,11 @@ def latent_fields(cache: LayerCache, page_tokens: int) -> list[Field]:
         raise unknown_shape(cache, "latent caches have the axes block, token and channel")
     if vectors != page_tokens:
         used = vectors * channels
-        axes: list[Axis] = [["interior", used, 0, used, channel_step, "whole"]]
+        axes: list[AxisEntry] = [AxisEntry("interior", used, 0, used, channel_step)]
         return [make_field("latent", cache.element_bytes, 0, axes, f"compressed:{page_tokens}:{vectors}x{channels}")]
     axes = [
-        ["token", vectors, 0, vectors, vector_step, "whole"],
-        ["channel", channels, 0, channels, channel_step, "whole"],
+        AxisEntry("token", vectors, 0, vectors, vector_step),
+        AxisEntry("channel", channels, 0, channels, channel_step),
     ]
     return [make_field("latent", cache.element_bytes, 0, axes)]
 
@@ -76,7 +77,7 @@ def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int
     return start, stop, total
 
 
-def _packed(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head and token a key and then a value; one opaque cell where a quantized cache packs them."""
     _, _, tokens, content = cache.shape
     _, head_step, token_step, element_step = cache.stride_bytes
@@ -92,31 +93,31 @@ def _packed(facts: EngineFacts, cache: LayerCache) -> list[Field]:
             cache.element_bytes,
             offset,
             [
-                ["token", tokens, 0, tokens, token_step, "whole"],
-                ["head", total, start, stop, head_step, "tp"],
-                ["channel", size, 0, size, element_step, "whole"],
+                AxisEntry("token", tokens, 0, tokens, token_step),
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("channel", size, 0, size, element_step),
             ],
         )
         for name, offset, size in parts
     ]
 
 
-def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head the page's keys, tokens innermost, and then its values, channels innermost."""
     _, _, tokens, content = cache.shape
     _, head_step, _, element_step = cache.stride_bytes
     start, stop, total = _head_interval(facts, cache)
     channels = content // 2
 
-    def part(name: str, offset: int, token_step: int, channel_step: int) -> Field:
+    def part(name: str, offset: int, token_step: int, channel_step: int) -> FieldDocument:
         return make_field(
             name,
             cache.element_bytes,
             offset,
             [
-                ["token", tokens, 0, tokens, token_step, "whole"],
-                ["head", total, start, stop, head_step, "tp"],
-                ["channel", channels, 0, channels, channel_step, "whole"],
+                AxisEntry("token", tokens, 0, tokens, token_step),
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("channel", channels, 0, channels, channel_step),
             ],
         )
 
@@ -124,7 +125,7 @@ def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[Field]:
     return [key, part("value", tokens * channels * element_step, channels * element_step, element_step)]
 
 
-def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
     _, _, tokens, content = cache.shape
     _, head_step, _, element_step = cache.stride_bytes
@@ -137,8 +138,8 @@ def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[Field]:
             cache.element_bytes,
             half * interior * cache.element_bytes,
             [
-                ["head", total, start, stop, head_step, "tp"],
-                ["interior", interior, 0, interior, element_step, "whole"],
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("interior", interior, 0, interior, element_step),
             ],
             packing,
         )

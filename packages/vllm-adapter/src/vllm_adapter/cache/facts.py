@@ -1,4 +1,4 @@
-"""What the adapter knows about its own engine, as plain frozen values (no vLLM object goes further than the host seam)."""
+"""Facts about this engine as plain frozen values; no vLLM object goes further than the host seam."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class CacheGroup:
         window_tokens: Attention window; 0 for none.
         scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
         layers: Names of its layers.
+        is_dealt: Whether context parallelism deals out its tokens; else every rank of the context group has all of them.
     """
 
     kind: GroupKind
@@ -33,6 +34,7 @@ class CacheGroup:
     window_tokens: int
     scratch_blocks: int
     layers: tuple[str, ...]
+    is_dealt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class LayerCache:
         state_shapes: Shapes of the state tensors in a page, for state layers.
         state_element_bytes: Their element sizes.
         state_kind: The host's name for the kind of state layer, e.g. `"MAMBA2"`.
+        state_groups: Groups of B and C in the whole model, where the host knows them; 0 if not. Ranks beyond them hold copies.
         is_latent: Whether a token has one vector that all ranks hold.
         is_replicated: Whether all ranks hold the same state.
         has_planes: Whether the tensor's head slots are something else than one per KV head, e.g. one for all keys and one
@@ -74,6 +77,7 @@ class LayerCache:
     state_shapes: tuple[tuple[int, ...], ...] = ()
     state_element_bytes: tuple[int, ...] = ()
     state_kind: str = ""
+    state_groups: int = 0
     is_latent: bool = False
     is_replicated: bool = False
     has_planes: bool = False
@@ -96,6 +100,7 @@ class EngineFacts:
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
         backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
+        interleave_tokens: Tokens that go to one rank in turn under context parallelism, as the host decided them.
     """
 
     engine_id: str
@@ -119,11 +124,23 @@ class EngineFacts:
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
     extra_factors: Mapping[str, object] = field(default_factory=dict[str, object])
     backoff_tokens: int | None = None
+    interleave_tokens: int = 1
 
     @property
     def has_state(self) -> bool:
         """Whether some layers keep a recurrent state instead of a cache of tokens."""
         return any(group.kind == "state" for group in self.groups)
+
+    def deal_of(self, group: CacheGroup) -> tuple[int, int, int]:
+        """Return how a group's tokens are dealt out: (context-parallel size, this rank's place, tokens per turn)."""
+        if group.kind == "state" or not group.is_dealt or self.dcp == 1:
+            return 1, 0, 1
+        return self.dcp, self.tp_rank % self.dcp, self.interleave_tokens
+
+    @property
+    def dealt_groups(self) -> tuple[bool, ...]:
+        """Whether context parallelism deals out the tokens of each group; the same on every engine of this model."""
+        return tuple(group.kind != "state" and group.is_dealt for group in self.groups)
 
     @property
     def whole_block_tokens(self) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ What the host allocates (its axes: B kernel block, H head, N token, C content; "
 - latent attention: (B, 1, N, C) or (B, N, C), one vector per token on every rank;
 - state layers: pages of bytes that hold the convolution's inputs and then the recurrent state.
 
-What is not understood in detail (planes of keys and of values, unknown states) moves as whole pages between engines of equal
-size, and is refused when the plan for other sizes is made.
+Pages that are not understood in detail (planes of keys and of values, unknown states) move whole between engines of equal
+size, and are refused when the plan for other sizes is made.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from vllm_adapter.cache.attention import attention_fields, latent_fields
 from vllm_adapter.cache.fields import dense_bytes
 from vllm_adapter.cache.state import state_fields
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.ports.topology import GeometryDocument, GroupDocument, MemberEntry, RegionDocument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
-    from vllm_adapter.cache.fields import Field
     from vllm_adapter.ports import MemoryKind
+    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["local_document", "region_caches", "registration_ranges"]
 
 SCHEMA = "kv-topology/geometry"
 
 
-def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str, object]:
+def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> GeometryDocument:
     """Return this rank's geometry document; its regions are those of `region_caches`.
 
     Raises:
@@ -45,8 +46,8 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str
     """
     if not caches:
         raise AdapterError("the engine registered no layer that keeps a KV cache", code="no-cache-layers")
-    layouts: list[list[Field]] = []
-    regions: list[dict[str, object]] = []
+    layouts: list[list[FieldDocument]] = []
+    regions: list[RegionDocument] = []
     pages_per_block = _pages_per_block(facts, caches)
     for cache in region_caches(facts, caches):
         group, pages = facts.groups[cache.group], pages_per_block[cache.group]
@@ -54,27 +55,27 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> dict[str
         if layout not in layouts:
             layouts.append(layout)
         regions.append(_region(facts, cache, group, layouts.index(layout), pages))
-    return {
-        "schema": SCHEMA,
-        "version": 1,
-        "tp": [facts.tp, facts.tp_rank],
-        "pp": [facts.pp, facts.pp_rank],
+    return GeometryDocument(
+        schema=SCHEMA,
+        version=1,
+        tp=(facts.tp, facts.tp_rank),
+        pp=(facts.pp, facts.pp_rank),
         # Block 0 is the scheduler's placeholder for blocks that a request does not have (any more).
-        "null_block": 0,
-        "stage_layers": [],
-        "groups": [
-            {
-                "kind": group.kind,
-                "block_tokens": 0 if group.kind == "state" else group.block_tokens,
-                "pages_per_block": pages_per_block[number],
-                "window_tokens": group.window_tokens,
-                "context": [facts.dcp, facts.tp_rank % facts.dcp, 1] if group.kind != "state" else [1, 0, 1],
-            }
+        null_block=0,
+        stage_layers=[],
+        groups=[
+            GroupDocument(
+                kind=group.kind,
+                block_tokens=0 if group.kind == "state" else group.block_tokens,
+                pages_per_block=pages_per_block[number],
+                window_tokens=group.window_tokens,
+                context=facts.deal_of(group),
+            )
             for number, group in enumerate(facts.groups)
         ],
-        "layouts": layouts,
-        "regions": regions,
-    }
+        layouts=layouts,
+        regions=regions,
+    )
 
 
 def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, int, MemoryKind], ...]:
@@ -104,22 +105,22 @@ def _pages_per_block(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[i
 
 def _region(
     facts: EngineFacts, cache: LayerCache, group: CacheGroup, layout: int, pages_per_block: int
-) -> dict[str, object]:
+) -> RegionDocument:
     if group.kind == "state" or len(cache.shape) == 1:
         stride = cache.stride_bytes[0] if len(cache.shape) > 1 else cache.page_bytes
         page_bytes, page_count = min(cache.page_bytes, stride), facts.block_count
     else:
         stride, page_count = cache.stride_bytes[0], facts.block_count * pages_per_block
         page_bytes = min(stride, _page_extent_bytes(cache))
-    return {
-        "base_address": cache.address,
-        "page_bytes": page_bytes,
-        "page_stride_bytes": stride,
-        "page_count": page_count,
-        "memory_kind": cache.memory_kind,
-        "device": cache.device,
-        "members": [[cache.layer, layout, cache.group, 0]],
-    }
+    return RegionDocument(
+        base_address=cache.address,
+        page_bytes=page_bytes,
+        page_stride_bytes=stride,
+        page_count=page_count,
+        memory_kind=cache.memory_kind,
+        device=cache.device,
+        members=[MemberEntry(cache.layer, layout, cache.group, 0)],
+    )
 
 
 def _page_extent_bytes(cache: LayerCache) -> int:
@@ -149,7 +150,7 @@ def region_caches(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[Laye
     return found
 
 
-def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_block: int) -> list[Field]:
+def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_block: int) -> list[FieldDocument]:
     if group.kind == "state":
         return state_fields(facts, cache)
     if cache.is_latent:

@@ -5,16 +5,34 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, cast, final
 
+from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports import DeriveDocument, MemoryKind, PeerMetadata, PeerSizes
+    from vllm_adapter.ports import GeometryDocument, MemoryKind, PeerMetadata, PeerSizes, Reshard
 
 __all__ = ["PeerGeometry", "pack_document"]
 
 _MAX_DOCUMENT_BYTES = 16 * 2**20
+_MAX_DOCUMENT_VALUES = 1 << 19
+"""Commas and brackets of a document: counted before it is read, since a value of two bytes takes sixty in memory."""
+_SENT = (
+    "kv_caches_base_addr",
+    "device_id",
+    "num_blocks",
+    "block_lens",
+    "block_strides",
+    "block_size",
+    "physical_blocks_per_logical_kv_block",
+    "kv_cache_layout",
+    "ssm_sizes",
+    "region_names",
+    "region_num_blocks",
+    "region_mem_types",
+)
+"""Fields of the metadata of vLLM's own connector from which a document is derived."""
 
 
 def pack_document(document: Mapping[str, object]) -> bytes:
@@ -27,42 +45,22 @@ class PeerGeometry:
     """Finds the geometry document of a peer rank.
 
     Args:
-        derive: Makes a document from our own one and a peer's plain numbers, for peers that send no document.
+        reshard: Makes the document of another rank from our own one, for peers that send no document.
+        dealt_groups: Whether context parallelism deals out the tokens of each group.
     """
 
-    def __init__(self, derive: DeriveDocument) -> None:
-        self._derive = derive
+    def __init__(self, reshard: Reshard, dealt_groups: Sequence[bool]) -> None:
+        self._reshard = reshard
+        self._dealt_groups = tuple(dealt_groups)
 
     def document(
-        self, local: Mapping[str, object], metadata: PeerMetadata, rank: tuple[int, int], sizes: PeerSizes
+        self, local: GeometryDocument, metadata: PeerMetadata, rank: tuple[int, int], sizes: PeerSizes
     ) -> Mapping[str, object]:
         """Return the document of a (pp, tp) rank; raises coded errors on what does not fit."""
         if metadata.geometry is not None:
             return _unpack(metadata.geometry)
-        facts: dict[str, object] = {
-            "kv_caches_base_addr": list(metadata.kv_caches_base_addr),
-            "device_id": metadata.device_id,
-            "num_blocks": metadata.num_blocks,
-            "block_lens": list(metadata.block_lens),
-            "block_strides": list(metadata.block_strides) if metadata.block_strides is not None else None,
-            "block_size": metadata.block_size,
-            "physical_blocks_per_logical_kv_block": metadata.physical_blocks_per_logical_kv_block,
-            "kv_cache_layout": metadata.kv_cache_layout,
-            "ssm_sizes": list(metadata.ssm_sizes),
-            "region_names": list(metadata.region_names) if metadata.region_names is not None else None,
-            "region_num_blocks": list(metadata.region_num_blocks) if metadata.region_num_blocks is not None else None,
-            "region_group_ids": list(metadata.region_group_ids) if metadata.region_group_ids is not None else None,
-            "region_mem_types": list(metadata.region_mem_types) if metadata.region_mem_types is not None else None,
-        }
-        return self._derive(
-            local,
-            facts,
-            peer_tp=sizes.peer_tp,
-            peer_tp_rank=rank[1],
-            peer_pp=sizes.peer_pp,
-            peer_pp_rank=rank[0],
-            peer_dcp=sizes.peer_dcp,
-        )
+        facts: dict[str, object] = {name: getattr(metadata, name) for name in _SENT}
+        return derive_document(local, facts, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
 
     @staticmethod
     def memory_kind(metadata: PeerMetadata) -> MemoryKind:
@@ -70,17 +68,18 @@ class PeerGeometry:
         kinds = set(metadata.region_mem_types or ("DRAM",))
         if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
             raise AdapterError(
-                f"the peer's regions are of the memory kinds {sorted(kinds)}; one of DRAM and VRAM is supported",
+                f"the peer's regions are of the memory kinds {sorted(kinds)[:4]}; one of DRAM and VRAM is supported",
                 code="mixed-memory-kinds",
                 fault="peer",
-                context={"kinds": sorted(kinds)},
+                context={"kinds": sorted(kinds)[:4]},
             )
         return cast("MemoryKind", kinds.pop())
 
 
 def _unpack(raw: bytes) -> Mapping[str, object]:
+    values = sum(raw.count(mark) for mark in (b",", b"[", b"{")) if len(raw) <= _MAX_DOCUMENT_BYTES else None
     try:
-        document: object = json.loads(raw) if len(raw) <= _MAX_DOCUMENT_BYTES else None
+        document: object = json.loads(raw) if values is not None and values <= _MAX_DOCUMENT_VALUES else None
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):

@@ -11,10 +11,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from vllm_adapter.cache.fields import make_field, unknown_shape, whole_page
+from vllm_adapter.ports.topology import AxisEntry
 
 if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
-    from vllm_adapter.cache.fields import Axis, Field
+    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["state_fields"]
 
@@ -22,7 +23,7 @@ Projection = tuple[str, int, int]
 """Name, parts that this rank holds, channels per part."""
 
 
-def state_fields(facts: EngineFacts, cache: LayerCache) -> list[Field]:
+def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Return the fields of a state page; one whole-page field where the kind of layer is not known.
 
     Raises:
@@ -63,7 +64,9 @@ def _projections(cache: LayerCache) -> list[Projection] | None:
     return known
 
 
-def _convolution(facts: EngineFacts, cache: LayerCache, projections: list[Projection]) -> tuple[list[Field], int]:
+def _convolution(
+    facts: EngineFacts, cache: LayerCache, projections: list[Projection]
+) -> tuple[list[FieldDocument], int]:
     """Return the fields of the convolution, and the bytes that they take."""
     shape, element_bytes = cache.state_shapes[0], cache.state_element_bytes[0]
     channels, rows = max(shape), min(shape)
@@ -71,28 +74,28 @@ def _convolution(facts: EngineFacts, cache: LayerCache, projections: list[Projec
     channel_step, row_step = (
         (rows * element_bytes, element_bytes) if is_channel_first else (element_bytes, channels * element_bytes)
     )
-    fields: list[Field] = []
+    fields: list[FieldDocument] = []
     offset = 0
     for name, parts, width in projections:
         first = facts.tp_rank * parts
-        axes: list[Axis] = [
-            ["group", parts * facts.tp, first, first + parts, width * channel_step, "tp"],
-            ["channel", width, 0, width, channel_step, "whole"],
-            ["row", rows, 0, rows, row_step, "whole"],
+        axes: list[AxisEntry] = [
+            AxisEntry("group", parts * facts.tp, first, first + parts, width * channel_step, "tp"),
+            AxisEntry("channel", width, 0, width, channel_step),
+            AxisEntry("row", rows, 0, rows, row_step),
         ]
         fields.append(make_field(name, element_bytes, offset, axes))
         offset += parts * width * channel_step
     return fields, channels * rows * element_bytes
 
 
-def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, offset: int) -> Field:
+def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, offset: int) -> FieldDocument:
     heads, *inner = shape
     step = element_bytes
-    axes: list[Axis] = []
+    axes: list[AxisEntry] = []
     for number, length in reversed(list(enumerate(inner))):
         name = "state" if number == len(inner) - 1 else "channel"
-        axes.insert(0, [name, length, 0, length, step, "whole"])
+        axes.insert(0, AxisEntry(name, length, 0, length, step))
         step *= length
     first = facts.tp_rank * heads
-    axes.insert(0, ["head", heads * facts.tp, first, first + heads, step, "tp"])
+    axes.insert(0, AxisEntry("head", heads * facts.tp, first, first + heads, step, "tp"))
     return make_field("ssm", element_bytes, offset, axes)

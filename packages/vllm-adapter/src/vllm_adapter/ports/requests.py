@@ -1,4 +1,4 @@
-"""What the adapter needs from kv-scheduler-state: the life of a request."""
+"""Protocols for kv-scheduler-state: the life of a request, and the leases on one worker."""
 
 from __future__ import annotations
 
@@ -10,59 +10,101 @@ if TYPE_CHECKING:
     from vllm_adapter.ports.values import BlockIds
 
 __all__ = [
-    "ReadOrder",
-    "HeartbeatOrder",
-    "FenceOrder",
-    "GrantOrder",
-    "StepPlan",
     "Admission",
+    "AnnouncedFences",
+    "BlockList",
+    "FenceOrder",
     "FinishDecision",
-    "SchedulerState",
+    "GrantOrder",
+    "HeartbeatOrder",
     "LeaseEnd",
     "LeaseTable",
-    "PeerOrder",
+    "PeerAddress",
+    "PromptIdentity",
+    "ReadOrder",
+    "Refusal",
+    "SchedulerState",
+    "StepPlan",
 ]
 
 
-class PeerOrder(Protocol):
-    """The peer engine that an order is about, as its ticket names it."""
+class BlockList(Protocol):
+    """Blocks of one KV-cache group, in token order.
+
+    A block covers `block_tokens * dcp` tokens. Example: 4 tokens per block, a prefix hit of 8 tokens, `ids=(5, 6)`,
+    `first_token=8`: block 5 holds tokens 8 to 11 and block 6 holds tokens 12 to 15.
+    """
 
     @property
-    def peer_engine_id(self) -> str: ...
+    def ids(self) -> Sequence[int]: ...
     @property
-    def peer_host(self) -> str: ...
+    def first_token(self) -> int:
+        """Index in the prompt of the first token that `ids[0]` stands for; 0 for a state, where it means nothing."""
+        ...
+
     @property
-    def peer_port(self) -> int: ...
-    @property
-    def peer_tp(self) -> int: ...
-    @property
-    def peer_pp(self) -> int: ...
-    @property
-    def peer_dcp(self) -> int: ...
-    @property
-    def peer_generation(self) -> int | None: ...
-    @property
-    def peer_dialect(self) -> int | None:
-        """Connector version that the peer's ticket announced."""
+    def null(self) -> int | None:
+        """The id that stands for "no block here"; None if every id is a block."""
         ...
 
 
-class ReadOrder(PeerOrder, Protocol):
-    """One request's read, from the scheduler to the workers."""
+class PeerAddress(Protocol):
+    """The peer engine that an order is about, as its ticket names it."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dcp(self) -> int: ...
+    @property
+    def generation(self) -> int | None:
+        """Generation of the peer's memory registration that the ticket was written under, or None."""
+        ...
+
+    @property
+    def dialect(self) -> int | None:
+        """Connector version that the peer's ticket announced, or None."""
+        ...
+
+
+class ReadOrder(Protocol):
+    """One request's read, or the notification that stands in for it."""
 
     @property
     def request_id(self) -> str: ...
     @property
+    def peer(self) -> PeerAddress: ...
+    @property
     def peer_request_id(self) -> str: ...
     @property
-    def peer_block_ids(self) -> BlockIds: ...
+    def peer_blocks(self) -> Sequence[BlockList]: ...
     @property
-    def local_block_ids(self) -> BlockIds:
-        """All empty for a notify-only order (full prefix hit, or aborted before its blocks were allocated)."""
+    def local_blocks(self) -> Sequence[BlockList]:
+        """Blocks to fill; all without ids for a notify-only order (full prefix hit, or aborted before allocation)."""
         ...
 
     @property
-    def fence(self) -> tuple[int, int] | None: ...
+    def tokens(self) -> int:
+        """Prompt tokens that the local KV holds after the read: the end (exclusive) of what is ordered."""
+        ...
+
+    @property
+    def fence(self) -> tuple[int, int] | None:
+        """(slot, generation) to verify after the read."""
+        ...
+
+    @property
+    def nonce(self) -> str:
+        """Nonce of the grant, to send back in every notification; empty for a peer that gave none."""
+        ...
+
     @property
     def lease_s(self) -> float | None: ...
     @property
@@ -71,25 +113,27 @@ class ReadOrder(PeerOrder, Protocol):
         ...
 
     @property
-    def external_tokens(self) -> int:
-        """Prompt tokens that the read covers."""
+    def prompt(self) -> str:
+        """Digest of the prompt in the ticket, already verified; empty if the ticket has none."""
         ...
 
     @property
-    def local_computed_blocks(self) -> Sequence[int]:
-        """Blocks per group in front of `local_block_ids` that a prefix hit covers."""
-        ...
+    def is_notify_only(self) -> bool: ...
 
 
-class HeartbeatOrder(PeerOrder, Protocol):
+class HeartbeatOrder(Protocol):
     """Leases of one peer engine that are to be renewed now."""
 
     @property
-    def peer_request_ids(self) -> Sequence[str]: ...
+    def peer(self) -> PeerAddress: ...
+    @property
+    def readers(self) -> Sequence[tuple[str, str]]:
+        """(peer request id, nonce) pairs."""
+        ...
 
 
 class FenceOrder(Protocol):
-    """A fence word that the workers write before the request's blocks can be read."""
+    """A fence word to write before the request's blocks can be read."""
 
     @property
     def request_id(self) -> str: ...
@@ -100,7 +144,7 @@ class FenceOrder(Protocol):
 
 
 class GrantOrder(Protocol):
-    """A lease that starts now, on the workers' clocks."""
+    """A lease that starts now, on the worker's clock."""
 
     @property
     def request_id(self) -> str: ...
@@ -108,16 +152,18 @@ class GrantOrder(Protocol):
     def lease_s(self) -> float: ...
     @property
     def fence(self) -> tuple[int, int] | None: ...
+    @property
+    def nonce(self) -> str: ...
 
 
 class StepPlan(Protocol):
-    """What one scheduler step tells the workers."""
+    """All orders of one scheduler step."""
 
     @property
     def reads(self) -> Sequence[ReadOrder]: ...
     @property
     def expects(self) -> Sequence[str]:
-        """Producer requests whose readers may be heard before the grant."""
+        """Producer requests whose readers may report before the grant."""
         ...
 
     @property
@@ -131,43 +177,83 @@ class StepPlan(Protocol):
 
     @property
     def revokes(self) -> Sequence[str]:
-        """Producer requests whose lease ends now; the scheduler waits for them to be reported."""
+        """Producer requests whose lease ends now; the scheduler waits for them to be reported as sent."""
         ...
 
+    @property
+    def restarts(self) -> Sequence[str]:
+        """Producer requests whose prompt is computed from the beginning again; each has a new word in `fences`."""
+        ...
+
+    @property
+    def saves(self) -> Sequence[tuple[str, BlockIds]]:
+        """(request id, blocks per group) to copy to the host buffer in this step."""
+        ...
+
+    @property
+    def completes(self) -> Sequence[str]:
+        """Requests whose prompt is complete with this step's saves (host-buffer mode)."""
+        ...
+
+    @property
+    def heartbeats(self) -> Sequence[HeartbeatOrder]: ...
     @property
     def cancels(self) -> Sequence[str]:
         """Requests whose running read is no longer wanted; the scheduler still waits for its end."""
         ...
 
     @property
+    def passes(self) -> Sequence[str]:
+        """The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done."""
+        ...
+
+    @property
+    def voids(self) -> Sequence[str]:
+        """Requests whose read, ordered by now, must end badly: the cache was reset."""
+        ...
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """Requests that the host parked for a read that nobody will make; report them as received and failed."""
+        ...
+
+    @property
     def is_empty(self) -> bool: ...
+
+
+class PromptIdentity(Protocol):
+    """Computes what a ticket binds a prompt to."""
+
     @property
-    def saves(self) -> Sequence[tuple[str, BlockIds]]: ...
-    @property
-    def heartbeats(self) -> Sequence[HeartbeatOrder]: ...
-    def to_bytes(self) -> bytes: ...
+    def refusal(self) -> str:
+        """Code of the reason why this engine cannot identify the prompt; empty if it can."""
+        ...
+
+    def digest(self, tokens: int) -> str | None:
+        """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
+        ...
 
 
 class Admission(Protocol):
-    """What the scheduler does with a request that has just arrived."""
+    """Decision on a request that has just arrived."""
 
     @property
     def role(self) -> Literal["none", "producer", "consumer"]: ...
     @property
     def rejected_code(self) -> str:
-        """Why the ticket was refused (the request is then prefilled locally); empty otherwise."""
+        """Code of the reason why the ticket is refused (the prompt is then computed here); empty otherwise."""
         ...
 
     @property
     def rejected_message(self) -> str: ...
     @property
     def truncate_tokens(self) -> int:
-        """Trailing prompt tokens that a state-model producer must drop before the prefix lookup."""
+        """Trailing prompt tokens that a producer must drop before the prefix lookup."""
         ...
 
 
 class FinishDecision(Protocol):
-    """Answer to the end of a request."""
+    """Decision on a finished request's blocks."""
 
     @property
     def keep_blocks(self) -> bool: ...
@@ -176,23 +262,47 @@ class FinishDecision(Protocol):
         """`kv_transfer_params` of the response, in vLLM's wire names."""
         ...
 
+    @property
+    def withheld_code(self) -> str:
+        """Code of the reason why a producer's finished prompt is not handed over; empty otherwise."""
+        ...
+
 
 class SchedulerState(Protocol):
-    """Both machines of the scheduler process behind one facade: events in, decisions out."""
+    """The request machines of the scheduler process: events in, decisions out.
 
-    def arrive(self, request_id: str, params: object, *, prompt_tokens: int, now_s: float) -> Admission: ...
-    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int:
-        """Prompt tokens to load from the peer beyond the local prefix hit; free of side effects."""
+    A call that is refused raises an exception with `code`, `fault`, `is_retry_safe` and `context`, and changes nothing; only
+    a refused allocation with external tokens puts the request into the `failures` of the next plan.
+    """
+
+    def arrive(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        prompt_tokens: int,
+        identity: PromptIdentity | None = None,
+        now_s: float,
+    ) -> Admission: ...
+    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
+        """Prompt tokens to load beyond the local prefix hit; None: ask again later, a sibling reads the same hand-over."""
         ...
 
     def allocate(
-        self, request_id: str, *, block_ids: BlockIds, new_block_ids: BlockIds, external_tokens: int, now_s: float
+        self,
+        request_id: str,
+        *,
+        block_ids: BlockIds,
+        new_block_ids: BlockIds,
+        external_tokens: int,
+        preemptions: int = 0,
+        now_s: float,
     ) -> None:
-        """Blocks were given to the request; `new_block_ids` are those not covered by a prefix hit."""
+        """Note a request's blocks; `new_block_ids` are those not covered by a prefix hit."""
         ...
 
     def scheduled(self, request_id: str, *, new_block_ids: BlockIds, is_prompt_complete: bool) -> None:
-        """A (chunk of a) prefill runs in this step (host-buffer saves)."""
+        """Note a (chunk of a) prefill that runs in this step (host-buffer saves)."""
         ...
 
     def preempt(self, request_id: str, *, now_s: float) -> None: ...
@@ -203,22 +313,38 @@ class SchedulerState(Protocol):
         reason: Literal["length", "stop", "abort", "error"],
         block_ids: BlockIds,
         computed_tokens: int,
+        withhold: bool = False,
+        identity: PromptIdentity | None = None,
         now_s: float,
-    ) -> FinishDecision: ...
-    def transfer_results(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None: ...
-    def take_step_plan(self, *, now_s: float) -> StepPlan: ...
-    @property
-    def heartbeat_delay_s(self) -> float:
-        """How long the heartbeats of the latest plan with any had been due: those to the most overdue peer engine."""
+    ) -> FinishDecision:
+        """End a request; `withhold` keeps the ticket back although the request ended well."""
         ...
 
-    def has_work(self) -> bool: ...
-    def reset(self, *, now_s: float) -> Sequence[str]:
-        """Void all KV from before now; returns the requests whose read is under way, for the caller to end."""
+    def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+        """Note the workers' reports; ids of `failures` that come back are accepted."""
+        ...
+
+    def take_step_plan(self, *, now_s: float) -> StepPlan: ...
+    def relieve(self, *, now_s: float) -> bool:
+        """Order the oldest lease back under memory pressure; True while blocks are about to be freed."""
+        ...
+
+    def reset(self, *, now_s: float) -> None:
+        """Void all KV from before now; reads under way are in the next plan's `voids`."""
         ...
 
     def set_generation(self, generation: int | None) -> None:
         """Name this registration generation in tickets from now on."""
+        ...
+
+    @property
+    def heartbeat_delay_s(self) -> float:
+        """Delay of the heartbeats in the latest plan that has any: that of the most overdue peer engine."""
+        ...
+
+    @property
+    def fence_slots_used(self) -> int:
+        """Fence slots in use; with all of them in use nothing is handed over."""
         ...
 
     def snapshot(self, *, now_s: float) -> Sequence[Mapping[str, object]]: ...
@@ -227,8 +353,21 @@ class SchedulerState(Protocol):
         ...
 
 
+class Refusal(Protocol):
+    """An order that the lease table refused; all others were applied."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def order(self) -> Literal["expect", "grant", "release", "revoke", "void"]: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
 class LeaseEnd(Protocol):
-    """A producer request whose blocks may be given back, after its fence was bumped."""
+    """A producer request whose blocks may be given back, after its fence word was written."""
 
     @property
     def request_id(self) -> str: ...
@@ -241,31 +380,64 @@ class LeaseEnd(Protocol):
 
     @property
     def is_reported(self) -> bool:
-        """Whether the scheduler waits to hear of it as sent."""
+        """Whether the scheduler waits for its report as sent."""
+        ...
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the scheduler ended it early."""
         ...
 
 
 class LeaseTable(Protocol):
-    """Producer leases on one worker: the pure part, time comes in."""
+    """The producer's leases on one worker: the pure part, time comes in. Transfer thread only."""
 
-    def expect(self, request_id: str, *, now_s: float) -> None:
-        """Announce a request whose readers may be heard before its grant."""
+    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+        """Apply the producer's part of a plan; `void` are grants whose KV is lost, whose leases end at once."""
         ...
 
-    def grant(self, request_id: str, *, lease_s: float, fence: tuple[int, int] | None, now_s: float) -> None: ...
-    def renew(self, request_id: str, *, now_s: float) -> bool: ...
-    def read_complete(self, request_id: str, *, reader: str, reader_count: int, now_s: float) -> str:
-        """Count one reader once; "counted", "complete", "duplicate", "unknown", "expired" or "bad-count"."""
+    def expect(self, request_id: str, *, now_s: float) -> None:
+        """Announce a request whose readers may report before its grant."""
         ...
 
     def release(self, request_id: str, *, now_s: float) -> None: ...
+    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool: ...
+    def read_complete(
+        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
+    ) -> str:
+        """Count one reader of one consumer engine once; return the verdict.
+
+        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
+        "unadmitted-reader" or "too-many-consumers".
+        """
+        ...
+
     def take_ended(self, *, now_s: float) -> Sequence[LeaseEnd]:
-        """Leases that ended since the last call, oldest first; expires those that are due."""
+        """Return the leases that ended since the last call, oldest first, after expiring those that are due."""
+        ...
+
+    def live_count(self) -> int: ...
+    def snapshot(self, *, now_s: float) -> Sequence[Mapping[str, object]]:
+        """Return every lease that is expected or granted, oldest first; `request_id` is among its values."""
+        ...
+
+
+class AnnouncedFences(Protocol):
+    """Fence words of requests that were announced and are neither granted nor released yet. Engine thread only."""
+
+    def apply(self, plan: StepPlan) -> tuple[Sequence[tuple[int, int]], Sequence[str]]:
+        """Take in a plan; return the (slot, generation) words to write now and the grants whose KV is lost."""
+        ...
+
+    def slot(self, request_id: str) -> int | None:
+        """Return the request's fence slot, None if it has none."""
         ...
 
     @property
-    def next_deadline_s(self) -> float | None: ...
-    def live_count(self) -> int: ...
-    def snapshot(self, *, now_s: float) -> Sequence[Mapping[str, object]]:
-        """Every lease that is expected or granted, oldest first; `request_id` is among its values."""
+    def ids(self) -> Sequence[str]:
+        """All announced requests."""
+        ...
+
+    def lose(self) -> None:
+        """Note that memory and fence words of all of them are gone (sleep)."""
         ...

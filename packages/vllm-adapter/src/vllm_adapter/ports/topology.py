@@ -1,15 +1,103 @@
-"""What the adapter needs from kv-topology: which bytes of which peer rank land where."""
+"""Members of kv-topology that the adapter calls: geometry documents, block lists and plans."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports.values import BlockIds, Indices, PageNumbers, Rows
+    from vllm_adapter.ports.requests import BlockList
+    from vllm_adapter.ports.values import Indices, MemoryKind, PageNumbers, Rows
 
-__all__ = ["DeriveDocument", "PageMove", "PeerPlan", "PeerSizes", "Planner", "StagedRegion"]
+__all__ = [
+    "AxisEntry",
+    "FieldDocument",
+    "GeometryDocument",
+    "GroupDocument",
+    "HeadOrder",
+    "MemberEntry",
+    "PageMove",
+    "PeerPlan",
+    "PeerSizes",
+    "Planner",
+    "RankShape",
+    "RegionDocument",
+    "Reshard",
+    "StagedRegion",
+]
+
+
+# ---------------------------------------------------------------------------------------------- geometry documents
+
+
+class AxisEntry(NamedTuple):
+    """One axis of a field; a list of six in the document."""
+
+    name: str
+    size: int
+    start: int
+    stop: int
+    stride_bytes: int
+    split: Literal["whole", "tp"] = "whole"
+
+
+class FieldDocument(TypedDict):
+    """One logical tensor in a page."""
+
+    name: str
+    element_bytes: int
+    offset_bytes: int
+    packing: str
+    axes: list[AxisEntry]
+
+
+class MemberEntry(NamedTuple):
+    """One layer's place in the pages of a region; a list of four in the document."""
+
+    layer: str
+    layout: int
+    group: int
+    offset_bytes: int
+
+
+class RegionDocument(TypedDict):
+    """Registered memory, cut into pages."""
+
+    base_address: int
+    page_bytes: int
+    page_stride_bytes: int
+    page_count: int
+    memory_kind: MemoryKind
+    device: int
+    members: list[MemberEntry]
+
+
+class GroupDocument(TypedDict):
+    """One KV-cache group; `context` is (size, rank, tokens per turn)."""
+
+    kind: str
+    block_tokens: int
+    pages_per_block: int
+    window_tokens: int
+    context: tuple[int, int, int]
+
+
+class GeometryDocument(TypedDict):
+    """One rank's geometry as it travels; `tp` and `pp` are (size, rank)."""
+
+    schema: str
+    version: int
+    tp: tuple[int, int]
+    pp: tuple[int, int]
+    null_block: int | None
+    stage_layers: list[list[str]]
+    groups: list[GroupDocument]
+    layouts: list[list[FieldDocument]]
+    regions: list[RegionDocument]
+
+
+# --------------------------------------------------------------------------------------------------------- plans
 
 
 class PageMove(Protocol):
@@ -30,7 +118,7 @@ class PageMove(Protocol):
 
 
 class StagedRegion(Protocol):
-    """How received pages of one local region and group are put in order."""
+    """Permutation of the received pages of one local region and group."""
 
     @property
     def region(self) -> int:
@@ -51,7 +139,7 @@ class StagedRegion(Protocol):
 
 
 class PeerPlan(Protocol):
-    """What one local consumer rank reads from one producer engine."""
+    """Everything that one local consumer rank reads from one producer engine."""
 
     @property
     def producer_ranks(self) -> Sequence[tuple[int, int]]:
@@ -60,7 +148,7 @@ class PeerPlan(Protocol):
 
     @property
     def notify_only_ranks(self) -> Sequence[tuple[int, int]]:
-        """Ranks that hold replicas, are not read, and still wait for a notification."""
+        """Ranks that are not read and still wait for a notification from this rank."""
         ...
 
     @property
@@ -69,40 +157,33 @@ class PeerPlan(Protocol):
         ...
 
     def staged_pages(
-        self,
-        local_blocks: BlockIds,
-        peer_blocks: BlockIds,
-        *,
-        tokens: int | None = None,
-        local_first: Sequence[int] | None = None,
+        self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
     ) -> Sequence[tuple[StagedRegion, PageNumbers]]:
-        """What a read leaves to be permuted, and in which local pages; arguments as `indices`."""
+        """Permutations that a read leaves to be done, and the local pages to apply them to; arguments as `indices`."""
         ...
 
     @property
     def bytes_per_token(self) -> float: ...
+    def expected_bytes(self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int) -> int:
+        """Bytes that a request moves into this rank from all producer ranks; arguments as `indices`."""
+        ...
+
     def reader_count(self, producer_rank: tuple[int, int]) -> int:
         """Consumer ranks that report to this producer rank."""
         ...
 
     def local_rows(self, producer_rank: tuple[int, int]) -> Rows:
-        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; same n as `peer_rows`."""
+        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; (0, 5) for a rank that is only notified."""
         ...
 
     def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
     def indices(
-        self,
-        producer_rank: tuple[int, int],
-        local_blocks: BlockIds,
-        peer_blocks: BlockIds,
-        *,
-        tokens: int | None = None,
-        local_first: Sequence[int] | None = None,
+        self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
     ) -> tuple[Indices, Indices]:
-        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad ids.
+        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad lists.
 
-        `tokens` (of the prompt so far) and `local_first` (per group, blocks in front of the local list) say where lists
-        begin; without them a shorter local list is the tail of the peer's.
+        One list per group and side. Every token from a local list's first one up to `tokens` that lies in a real local
+        block is moved; a peer that lacks one is refused, unless the window of token number `tokens` does not reach it.
         """
         ...
 
@@ -111,28 +192,45 @@ class PeerSizes(Protocol):
     """Parallel sizes of a peer engine, as its ticket says."""
 
     @property
-    def peer_tp(self) -> int: ...
+    def tp(self) -> int: ...
     @property
-    def peer_pp(self) -> int: ...
+    def pp(self) -> int: ...
     @property
-    def peer_dcp(self) -> int: ...
+    def dcp(self) -> int: ...
 
 
-class DeriveDocument(Protocol):
-    """Makes the geometry document of a peer rank that sends none, from ours and its plain numbers."""
+HeadOrder = Literal["HN", "NH"]
+"""Heads outside tokens in memory, or inside."""
 
-    def __call__(
-        self,
-        local_document: Mapping[str, object],
-        peer_facts: Mapping[str, object],
-        /,
-        *,
-        peer_tp: int,
-        peer_tp_rank: int,
-        peer_pp: int,
-        peer_pp_rank: int,
-        peer_dcp: int,
-    ) -> Mapping[str, object]: ...
+
+class RankShape(Protocol):
+    """A rank of the same make as ours: its place in its engine, and its block sizes."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def pages_per_block(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def context_sizes(self) -> Sequence[int]:
+        """Context-parallel size of each group; turns are whole blocks."""
+        ...
+
+    @property
+    def order(self) -> HeadOrder | None: ...
+
+
+class Reshard(Protocol):
+    """Makes the document of another rank of the same make, its regions dense and at addresses that count up from 0."""
+
+    def __call__(self, local: Mapping[str, object], shape: RankShape, /) -> Mapping[str, object]: ...
 
 
 class Planner(Protocol):
@@ -147,3 +245,4 @@ class Planner(Protocol):
     def plan(
         self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
     ) -> PeerPlan: ...
+    def reshard(self, local: Mapping[str, object], shape: RankShape) -> Mapping[str, object]: ...

@@ -1,10 +1,16 @@
-"""What a staged read leaves to be done: its pages hold the producer's order and are put in ours, in place.
+"""Conversion of staged reads: their pages hold the producer's order of bytes and are put in ours, in place.
 
 Theory of operation. A staged plan reads whole pages as the producer keeps them, because a direct one would need a descriptor
 for every run of bytes that is contiguous on both sides. The plan says, per local region, which cells of a received page go
 where (`kv_topology.PageMove`, in bytes). Here these become a few *steps*: regions whose pages are permuted alike share one,
 neighbouring cells that stay together are joined, and lengths are counted in the widest word that divides them all. A step is
-executed by the host's tensor library over all its regions and pages at once (`_torch_pages.py`); nothing here touches memory.
+executed by the host's tensor library over all its regions and pages at once (`torch_pages.py`); nothing here touches memory.
+
+Worked example. A page of 2 heads x 4 tokens x 8 bytes was received tokens first and is wanted heads first. The plan's move is
+`shape (1, 4, 2, 8)` for (unit, token, head, byte), `source_strides (64, 16, 8, 1)`, `target_strides (64, 8, 32, 1)`,
+`element_bytes 1`. The axis of one unit drops out; the bytes of a cell are contiguous on both sides and become a run of 8. The
+widest word that divides 8, 16 and 32 is 8 bytes, so in words the move is `shape (4, 2, 1)`, source strides (2, 1, 1), target
+strides (1, 4, 1): word (token 3, head 1) goes from 3 * 2 + 1 = 7 to 3 * 1 + 1 * 4 = 7, word (1, 1) from 3 to 5.
 """
 
 from __future__ import annotations
@@ -12,17 +18,44 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from vllm_adapter.ports import PageMove, PageNumbers, StagedRegion
+    from vllm_adapter.ports import GeometryDocument, PageMove, PageNumbers, StagedRegion
 
 __all__ = ["ConversionStep", "PageConverter", "PageRange", "Permutation", "WordMove", "conversion_steps", "page_ranges"]
 
 _WIDEST_WORD_BYTES = 8
-_PlainMove = tuple[tuple[int, ...], int, int, tuple[int, ...], int, tuple[int, ...]]
+
+
+class _PlainMove(NamedTuple):
+    """A move of the plan as a hashable value, in bytes."""
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+class _JoinedAxis(NamedTuple):
+    """An axis that is left of a move: its steps, and bytes per step on both sides."""
+
+    steps: int
+    source: int
+    target: int
+
+
+class _JoinedMove(NamedTuple):
+    """A move whose contiguous axes are joined: where it begins on both sides, in bytes from the first permuted byte."""
+
+    axes: tuple[_JoinedAxis, ...]
+    run_bytes: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +141,12 @@ class PageConverter(Protocol):
         ...
 
 
-def page_ranges(document: Mapping[str, object]) -> tuple[PageRange, ...]:
+def page_ranges(document: GeometryDocument) -> tuple[PageRange, ...]:
     """Return where the pages of a geometry document's regions are, by region number."""
-    regions = cast("Sequence[Mapping[str, Any]]", document.get("regions", ()))
-    return tuple(PageRange(r["base_address"], r["page_stride_bytes"], r["page_count"]) for r in regions)
+    return tuple(
+        PageRange(region["base_address"], region["page_stride_bytes"], region["page_count"])
+        for region in document.get("regions", ())
+    )
 
 
 def conversion_steps(
@@ -136,7 +171,7 @@ def conversion_steps(
 
 
 def _plain(move: PageMove) -> _PlainMove:
-    return (
+    return _PlainMove(
         tuple(move.shape),
         move.element_bytes,
         move.source_offset,
@@ -148,38 +183,47 @@ def _plain(move: PageMove) -> _PlainMove:
 
 @lru_cache(maxsize=256)
 def _permutation(start: int, stop: int, moves: tuple[_PlainMove, ...]) -> Permutation:
-    joined = [(*_join(move), move[2] - start, move[4] - start) for move in moves]
+    """Return a page's moves in the widest word that divides all their lengths, places and strides."""
+    joined = [_join(move, start) for move in moves]
     word_bytes = math.gcd(_WIDEST_WORD_BYTES, start, stop - start)
-    for axes, run_bytes, source, target in joined:
-        steps = [step for _, *both in axes for step in both]
-        word_bytes = math.gcd(word_bytes, run_bytes, source, target, *steps)
+    for move in joined:
+        strides = [stride for axis in move.axes for stride in (axis.source, axis.target)]
+        word_bytes = math.gcd(word_bytes, move.run_bytes, move.source, move.target, *strides)
     return Permutation(
-        word_bytes,
-        start,
-        (stop - start) // word_bytes,
-        tuple(
-            WordMove(
-                (*(count for count, _, _ in axes), run_bytes // word_bytes),
-                source // word_bytes,
-                (*(here // word_bytes for _, here, _ in axes), 1),
-                target // word_bytes,
-                (*(there // word_bytes for _, _, there in axes), 1),
-            )
-            for axes, run_bytes, source, target in joined
-        ),
+        word_bytes, start, (stop - start) // word_bytes, tuple(_in_words(move, word_bytes) for move in joined)
     )
 
 
-def _join(move: _PlainMove) -> tuple[list[tuple[int, int, int]], int]:
-    """Return the axes (count, source stride, target stride) that are left of a move, and its contiguous run in bytes."""
-    shape, run_bytes, _, source_strides, _, target_strides = move
-    axes = [axis for axis in zip(shape, source_strides, target_strides, strict=True) if axis[0] > 1]
-    while (touching := next((axis for axis in axes if axis[1] == axis[2] == run_bytes), None)) is not None:
+def _in_words(move: _JoinedMove, word_bytes: int) -> WordMove:
+    return WordMove(
+        (*(axis.steps for axis in move.axes), move.run_bytes // word_bytes),
+        move.source // word_bytes,
+        (*(axis.source // word_bytes for axis in move.axes), 1),
+        move.target // word_bytes,
+        (*(axis.target // word_bytes for axis in move.axes), 1),
+    )
+
+
+def _join(move: _PlainMove, start: int) -> _JoinedMove:
+    """Return the axes that are left of a move after joining what is contiguous on both sides.
+
+    Example: cells of 8 bytes, axes (count, source, target) = (4, 8, 8), (2, 64, 32): the first axis touches (its steps
+    are the cell), so the run grows to 32 bytes; the second one does not touch at the source (64) and stays.
+    """
+    run_bytes = move.element_bytes
+    axes = [
+        _JoinedAxis(*axis)
+        for axis in zip(move.shape, move.source_strides, move.target_strides, strict=True)
+        if axis[0] > 1
+    ]
+    while (touching := next((axis for axis in axes if axis.source == axis.target == run_bytes), None)) is not None:
         axes.remove(touching)
-        run_bytes *= touching[0]
-    joined: list[tuple[int, int, int]] = []
-    for count, source, target in sorted(axes, key=lambda axis: axis[1], reverse=True):
-        if joined and joined[-1][1:] == (source * count, target * count):
-            count *= joined.pop()[0]  # noqa: PLW2901  (the outer axis goes on where the inner one ends, on both sides)
-        joined.append((count, source, target))
-    return joined, run_bytes
+        run_bytes *= touching.steps
+    joined: list[_JoinedAxis] = []
+    for axis in sorted(axes, key=lambda axis: axis.source, reverse=True):
+        merged = axis
+        if joined and joined[-1][1:] == (axis.source * axis.steps, axis.target * axis.steps):
+            # The outer axis goes on where the inner one ends, on both sides: together they are one.
+            merged = axis._replace(steps=axis.steps * joined.pop().steps)
+        joined.append(merged)
+    return _JoinedMove(tuple(joined), run_bytes, move.source_offset - start, move.target_offset - start)

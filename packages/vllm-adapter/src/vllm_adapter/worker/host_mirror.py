@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
 from vllm_adapter.worker.conversion import PageRange, page_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from vllm_adapter.ports import BlockIds, PageNumbers
+    from vllm_adapter.ports import BlockIds, GeometryDocument, PageNumbers
 
 __all__ = ["HostMirror", "MirrorMemory", "PageCopy"]
 
@@ -75,12 +75,11 @@ class HostMirror:
         document: This rank's geometry document, whose addresses are the mirror's.
     """
 
-    def __init__(self, memory: MirrorMemory, document: Mapping[str, object]) -> None:
+    def __init__(self, memory: MirrorMemory, document: GeometryDocument) -> None:
         self._memory = memory
-        self._null_block = document.get("null_block")
-        groups = cast("Sequence[Mapping[str, Any]]", document["groups"])
-        self._pages_per_block = [int(group["pages_per_block"]) for group in groups]
-        self._regions = _regions_by_group(document, len(groups))
+        self._null_block = document["null_block"]
+        self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
+        self._regions = _regions_by_group(document)
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
         self._waiting: dict[str, list[Future[None]]] = {}
         self._last: Future[None] | None = None
@@ -137,14 +136,12 @@ class HostMirror:
         return copies
 
 
-def _regions_by_group(document: Mapping[str, object], groups: int) -> list[dict[int, tuple[PageRange, ...]]]:
+def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRange, ...]]]:
     """Return the pages of each group's regions by their size; what layers share once."""
-    found: list[dict[int, set[PageRange]]] = [{} for _ in range(groups)]
-    regions = cast("Sequence[Mapping[str, Any]]", document["regions"])
-    for region, pages in zip(regions, page_ranges(document), strict=True):
-        page_bytes = int(region["page_bytes"])
-        for group in {int(member[2]) for member in region["members"]}:
-            found[group].setdefault(page_bytes, set()).add(pages)
+    found: list[dict[int, set[PageRange]]] = [{} for _ in document["groups"]]
+    for region, pages in zip(document["regions"], page_ranges(document), strict=True):
+        for group in {member.group for member in region["members"]}:
+            found[group].setdefault(region["page_bytes"], set()).add(pages)
     return [
         {page_bytes: tuple(sorted(ranges, key=lambda r: r.address)) for page_bytes, ranges in by_size.items()}
         for by_size in found

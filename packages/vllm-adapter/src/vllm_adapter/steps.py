@@ -1,0 +1,115 @@
+"""The two messages between the scheduler's process and the workers' processes of one engine: orders down, a report up.
+
+A scheduler step produces one `StepOrders`. A worker answers with one `StepReport`. Both are frozen and can be pickled; vLLM
+carries them inside the objects of `host/metadata.py`. Within one step orders only go down and reports only go up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm_adapter.ports import ReadOrder, StepPlan
+
+__all__ = ["RankRegistration", "ReadEnd", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLink:
+    """The trace that a request's spans belong to.
+
+    Attributes:
+        headers: The trace headers that the request came with (W3C `traceparent`, `tracestate`).
+        arrived_ns: Time of its arrival, Unix time in nanoseconds.
+    """
+
+    headers: Mapping[str, str]
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRegistration:
+    """The memory registration of one rank, as the rank reports it.
+
+    Attributes:
+        generation: Number of the registration; the same on all ranks.
+        envelope: Bytes that the side channel serves for the rank; None while nothing is registered.
+        answer: Number of the last question that the rank has received.
+    """
+
+    generation: int
+    envelope: bytes | None
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Everything that one step orders from every worker.
+
+    Attributes:
+        plan: Orders of the request machines.
+        links: Traces that the reads of this step belong to, by request; empty without tracing.
+        question: Number of the pending question for the workers' registration; 0 for none.
+    """
+
+    plan: StepPlan
+    links: Mapping[str, TraceLink] = field(default_factory=dict[str, TraceLink])
+    question: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything that one worker reports after a step.
+
+    Attributes:
+        sent: Producer requests whose lease has ended on this worker; their fence word is void.
+        received: Consumer requests whose read has ended on this worker, well or badly.
+        failed: The part of `received` that ended badly.
+        registration: This rank's registration, if it was asked for or has changed.
+    """
+
+    sent: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    registration: RankRegistration | None = None
+
+
+@dataclass(slots=True)
+class ReadTimes:
+    """Times at which a read reached its stages (seconds, the reader's monotonic clock); None for a stage not reached."""
+
+    ordered_s: float
+    posted_s: float | None = None
+    """The peer is known and the transfers are posted."""
+    data_s: float | None = None
+    """The last byte has arrived."""
+    fence_s: float = 0.0
+    """Seconds that the verification of the slowest fence took after that."""
+    bytes_moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """The one end of a request's read.
+
+    Attributes:
+        order: The read order.
+        code: Reason of the failure; empty for a good read.
+        message: The same as a sentence.
+        times: Times of its stages.
+        ended_s: Time of the end.
+    """
+
+    order: ReadOrder
+    code: str
+    message: str
+    times: ReadTimes
+    ended_s: float
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every page arrived and the lease held."""
+        return not self.code

@@ -1,0 +1,195 @@
+"""Geometry of vLLM's own connector, derived from ours: it must equal what that rank would have described itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+
+from kv_topology import Planner, RankGeometry, TopologyError, from_document, to_document
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.vllm_peer import derive_document
+from vllm_adapter.errors import AdapterError
+
+DENSE = ModelSpec(("attention",) * 12, 4, 8)
+STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
+HYBRID = ModelSpec(("attention", "mamba2", "mamba2"), 4, 8, state=STATE)
+LATENT = ModelSpec(("latent",) * 3, latent_dim=24)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+
+
+def derived(
+    local: RankGeometry, facts: dict[str, Any], *, tp: int = 1, rank: int = 0, dcp: int = 1, dealt: bool = True
+) -> RankGeometry:
+    """The geometry of the peer's rank, through documents as the adapter derives it."""
+    document = derive_document(
+        with_names(to_document(local)),
+        facts,
+        (0, rank),
+        Sizes(tp, 1, dcp),
+        reshard=Planner().reshard,
+        dealt_groups=[dealt] * len(local.groups),
+    )
+    return from_document(document)
+
+
+def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) -> dict[str, Any]:
+    """What that connector sends for a rank: one region per base address, page lengths per kernel block."""
+    ratio = engine.block_tokens // engine.page_tokens
+    slots = {}
+    for region in geometry.regions:
+        slots.setdefault(region.base_address, region)
+    views = list(slots.values())
+    scale = [ratio if geometry.groups[v.members[0].group].is_state else 1 for v in views]
+    states = [m.layout for v in geometry.regions for m in v.members if geometry.groups[m.group].is_state]
+    conv = sum(f.held_bytes for f in states[0].fields if f.name.startswith("conv")) if states else 0
+    return {
+        "kv_caches_base_addr": [v.base_address for v in views],
+        "block_lens": [v.page_stride_bytes // s for v, s in zip(views, scale, strict=True)],
+        "block_strides": [v.page_stride_bytes // s for v, s in zip(views, scale, strict=True)],
+        "num_blocks": engine.block_count * ratio,
+        "block_size": engine.page_tokens,
+        "kv_cache_layout": "NHD" if engine.layout.endswith("NHD") else "HND",
+        "physical_blocks_per_logical_kv_block": ratio,
+        "ssm_sizes": [conv, sum(f.held_bytes for f in states[0].fields) - conv if states else 0],
+        "device_id": 0,
+        **({"region_names": [v.members[0].layer for v in views]} if names else {}),
+    }
+
+
+@pytest.mark.parametrize(("tp", "peer_tp"), list(product((1, 2, 4, 8), (1, 2, 4, 8))))
+@pytest.mark.parametrize("model", [DENSE, LATENT, HYBRID], ids=["dense", "latent", "hybrid"])
+@pytest.mark.parametrize(
+    "layouts",
+    [("packed-HND",) * 2, ("packed-HND", "packed-NHD"), ("halves-NHD",) * 2, ("keys-by-channel",) * 2],
+)
+@pytest.mark.parametrize("names", [True, False])
+def test_derived_geometry_is_the_peers_own(tp, peer_tp, model, layouts, names):
+    mine = EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, layout=layouts[0], block_count=6)
+    theirs = EngineSpec(peer_tp, block_tokens=32, kernel_block_tokens=32, layout=layouts[1], block_count=9)
+    if model is HYBRID:
+        theirs = EngineSpec(peer_tp, block_tokens=96, kernel_block_tokens=32, layout=layouts[1], block_count=9)
+    locals_, peers = build_engine(model, mine), build_engine(model, theirs)
+    for rank in range(peer_tp):
+        own = peers[0, rank]
+        found = derived(locals_[0, tp - 1], facts_of(own, theirs, names=names), tp=peer_tp, rank=rank)
+        assert found.groups == own.groups
+        assert found.tp_rank == rank
+        for left, right in zip(found.regions, own.regions, strict=True):
+            assert left.members == right.members
+            assert (left.base_address, left.page_stride_bytes) == (right.base_address, right.page_stride_bytes)
+            assert left.page_count == right.page_count
+
+
+def test_documents_in_and_out():
+    engine = EngineSpec(2, block_tokens=16)
+    ranks = build_engine(DENSE, engine)
+    peer = derived(ranks[0, 0], facts_of(ranks[0, 1], engine), tp=2, rank=1, dcp=2)
+    assert peer.tp_rank == 1
+    assert (peer.groups[0].deal.size, peer.groups[0].deal.rank, peer.groups[0].deal.interleave_tokens) == (2, 1, 16)
+    whole = derived(ranks[0, 0], facts_of(ranks[0, 1], engine), tp=2, rank=1, dcp=2, dealt=False)
+    assert whole.groups[0].deal.size == 1
+
+
+def test_device_memory_and_optional_lists():
+    engine = EngineSpec(1, block_tokens=16, block_count=5)
+    local = build_engine(DENSE, engine)[0, 0]
+    facts = facts_of(local, engine)
+    facts["region_mem_types"] = ["VRAM"] * 12
+    facts["device_id"] = 3
+    facts["region_num_blocks"] = [5, 4, 3, 2, 1, 5] * 2
+    del facts["block_strides"]
+    peer = derived(local, facts)
+    assert {region.memory_kind for region in peer.regions} == {"VRAM"}
+    assert {region.device for region in peer.regions} == {3}
+    assert [region.page_count for region in peer.regions] == [5, 4, 3, 2, 1, 5] * 2
+
+
+def change(name, value):
+    return {name: value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "code"),
+    [
+        (change("block_lens", [77] * 12), AdapterError, "page-bytes-differ"),
+        (change("block_lens", [4096] * 12), AdapterError, "page-bytes-differ"),
+        (change("block_lens", [2048] * 11), AdapterError, "peer-facts-malformed"),
+        (change("block_lens", "x"), AdapterError, "peer-facts-malformed"),
+        (change("block_lens", [2048] * 11 + [True]), AdapterError, "peer-facts-malformed"),
+        (change("block_size", 0), AdapterError, "peer-facts-malformed"),
+        (change("block_size", None), AdapterError, "peer-facts-malformed"),
+        (change("num_blocks", -1), AdapterError, "peer-facts-malformed"),
+        (change("kv_caches_base_addr", None), AdapterError, "peer-facts-malformed"),
+        (change("region_names", ["x"]), AdapterError, "peer-facts-malformed"),
+        (change("region_names", ["layers.77"] * 12), AdapterError, "layer-not-held"),
+        (change("block_strides", [1] * 12), TopologyError, "size-out-of-range"),
+        (change("ssm_sizes", [1, "x"]), AdapterError, "peer-facts-malformed"),
+        (change("region_mem_types", ["tape"] * 12), TopologyError, "bad-memory-kind"),
+    ],
+)
+def test_bad_numbers_are_refused(changes, error, code):
+    engine = EngineSpec(1, block_tokens=16)
+    local = build_engine(DENSE, engine)[0, 0]
+    with pytest.raises(error) as caught:
+        derived(local, {**facts_of(local, engine), **changes})
+    assert caught.value.code == code
+
+
+def test_page_bytes_error_names_both_numbers():
+    engine = EngineSpec(1, block_tokens=16)
+    local = build_engine(DENSE, engine)[0, 0]
+    facts = {**facts_of(local, engine), "block_lens": [2000] * 12, "block_strides": [2000] * 12}
+    with pytest.raises(AdapterError, match=r"2000 bytes.*needs 2048") as caught:
+        derived(local, facts)
+    assert caught.value.context["expected"] == 2048
+    assert caught.value.fault == "peer"
+
+
+def test_state_sizes_are_checked():
+    engine = EngineSpec(1, block_tokens=64, kernel_block_tokens=16)
+    local = build_engine(HYBRID, engine)[0, 0]
+    facts = {**facts_of(local, engine), "ssm_sizes": [1, 2]}
+    with pytest.raises(AdapterError) as caught:
+        derived(local, facts)
+    assert caught.value.code == "state-bytes-differ"
+
+
+def test_region_count_must_match_without_names():
+    engine = EngineSpec(1, block_tokens=16)
+    local = build_engine(DENSE, engine)[0, 0]
+    facts = facts_of(local, engine, names=False)
+    for name in ("kv_caches_base_addr", "block_lens", "block_strides"):
+        facts[name] = facts[name][:3]
+    with pytest.raises(AdapterError) as caught:
+        derived(local, facts)
+    assert (caught.value.code, caught.value.context["local"], caught.value.context["peer"]) == (
+        "region-count-differs",
+        12,
+        3,
+    )
+
+
+def test_convolution_rows_are_derived_where_all_their_parts_shrink_alike_and_refused_elsewhere():
+    def engine(tp):
+        return EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, conv_order="SD")
+
+    local = build_engine(HYBRID, engine(1))[0, 0]
+    halves = build_engine(HYBRID, engine(2))
+    for rank in range(2):
+        own = halves[0, rank]
+        found = derived(local, facts_of(own, engine(2)), tp=2, rank=rank)
+        assert [region.members for region in found.regions] == [region.members for region in own.regions]
+    # Four ranks share two groups: B and C stay as they are while x shrinks, so rows get another inside.
+    with pytest.raises(TopologyError) as caught:
+        derived(local, facts_of(halves[0, 0], engine(2)), tp=4)
+    assert caught.value.code == "layout-not-dense"
