@@ -16,6 +16,10 @@ from vllm_adapter.worker.transfer.records import FinishedRead
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
 
+DOCUMENT: Any = {}
+"""No regions: the coordinator only hands the document on."""
+
+
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
@@ -33,7 +37,8 @@ class Bench:
             lambda: self.now_s,
             "D",
         )
-        planner = PeerPlanner({}, PeerGeometry(lambda _local, _facts: {}), self.planner, "DRAM")
+        nothing: Any = None
+        planner = PeerPlanner(DOCUMENT, PeerGeometry(nothing, ()), self.planner, "DRAM")
         limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14), retries=retries)
         self.reads = ReadCoordinator(parts, planner, limits, self.finished.append)
 

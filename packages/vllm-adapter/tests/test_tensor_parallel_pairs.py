@@ -141,7 +141,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     untyped: Any = (agent, handshakes)
     parts = TransferParts(*untyped, Codec(), recorder, lambda: 0.0, "D")
     nobody: Any = None
-    planner = PeerPlanner(rank.document, PeerGeometry(nobody), Planner(), "DRAM")
+    planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
     limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
     reads = ReadCoordinator(parts, planner, limits, finished.append)
     order = Order(

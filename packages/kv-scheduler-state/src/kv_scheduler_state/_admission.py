@@ -53,14 +53,14 @@ class Admissions:
             return BYSTANDER
         if request_id.startswith(self._reserved):
             request.rejected_code = "ticket-id-reserved"
-            message = f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            message = (
+                f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            )
             return Admission("none", "ticket-id-reserved", message)
         backoff, prompt_tokens = self._backoff_tokens, request.prompt_tokens
         truncate_tokens = backoff if prompt_tokens > backoff else 0
         kept_tokens = prompt_tokens - truncate_tokens
-        request.producer = self._producers.arrive(
-            request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s
-        )
+        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
         if kind == "readback":
             try:
                 ticket = self._verified(fields, kind, identity)
@@ -99,7 +99,8 @@ class Admissions:
             return ticket
         if not prompt:
             raise TicketError(
-                "ticket-prompt-unidentified", "the engine that wrote the ticket could not tell which prompt it had computed"
+                "ticket-prompt-unidentified",
+                "the engine that wrote the ticket could not tell which prompt it had computed",
             )
         digest = None if identity is None or tokens is None else identity.digest(tokens)
         if digest != prompt:

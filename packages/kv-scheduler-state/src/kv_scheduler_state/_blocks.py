@@ -142,7 +142,9 @@ class BlockRules:
         if null is not None:
             return tuple([block if block in fillable else null for block in ids])
         if not fillable.issuperset(ids):
-            raise InvalidEvent(f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {ids}")
+            raise InvalidEvent(
+                f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {ids}"
+            )
         return ids
 
     def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:

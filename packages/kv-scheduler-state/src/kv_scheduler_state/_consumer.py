@@ -184,7 +184,7 @@ class Consumers:
                     self.heartbeats.stop(record.peer, record.ticket)
                     record.peer = None
             elif effect == "order-notify":
-                self._outbox.read(_read_order(request_id, record.ticket, self._rules.nothing, 0, is_reported=False))
+                self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
                 self._cancel(request_id)
             elif effect == "pass-read":
@@ -193,6 +193,12 @@ class Consumers:
                 self.hand_overs.read_ended(record.hand_over, is_passed=False)
             elif effect == "end-passed-read":
                 self.hand_overs.read_ended(record.hand_over, is_passed=True)
+                if record.hand_over.is_abandoned:
+                    self._notify(request_id, record.ticket)
+
+    def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
+        """Order that the peer is told: nobody reads the hand-over."""
+        self._outbox.read(_read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Give up a ticket that was not used yet; order the bad end of a read under way."""

@@ -4,6 +4,9 @@ One hand-over serves one read. Its first holder to be allocated reads; the other
 find the prompt in the local prefix cache afterwards. A read that has ended, well or badly, has used the ticket up. A reader
 that is aborted passes the hand-over on: its read is cancelled without telling the peer, and the next holder reads.
 The peer is told that a hand-over is not needed only when its last holder gives it up.
+
+Example: d1, d2 and d3 hold one ticket. d1 reads, d2 and d3 wait. d1 is aborted: once its cancelled read is quiet, d2 reads. When
+that read has ended, d3 finds the prompt in the prefix cache, and reads nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +41,11 @@ class HandOver:
     def is_wanted_by_others(self) -> bool:
         """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
         return self.is_spent or self.reading > 0 or self.waiting > 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a read was passed on and no holder is left to take it up."""
+        return not (self.is_spent or self.reading or self.waiting)
 
 
 @final

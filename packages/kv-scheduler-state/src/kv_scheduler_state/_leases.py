@@ -37,7 +37,7 @@ from kv_scheduler_state._tables import LEASE_TABLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_scheduler_state._plan import StepPlan
+    from kv_scheduler_state._orders import ProducerOrders
 
 __all__ = ["LeaseTable"]
 
@@ -116,7 +116,7 @@ class LeaseTable:
         self._ended: list[LeaseEnd] = []
         self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
 
-    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+    def apply(self, plan: ProducerOrders, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
         """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
 
         Args:

@@ -2,8 +2,9 @@
 
 Tickets of this project carry it (`kv_first_tokens`). vLLM's own connector, and version 0.1 of this project, only send ids, under
 fixed rules: a group that keeps the whole prompt is sent whole; a window group is cut to its last `window_blocks` blocks;
-of a state group the running state is sent, by older versions with the scratch blocks behind it. Where a cut window list begins follows from a whole list with blocks of the same size, which has as many
-blocks as the window list had before the cut.
+of a state group the running state is sent, by older versions with the scratch blocks behind it. The first token of a cut
+window list follows from a whole list with blocks of the same size, which has as many blocks as the window list had before
+the cut.
 
 Example: blocks of 16 tokens, a window of 32 (`window_blocks` 3), a whole list of 10 blocks and a window list of 3: the window
 list begins with token (10 - 3) * 16 = 112, whether the last block holds tokens of the prompt or was only allocated ahead. A

@@ -141,7 +141,9 @@ class Producers:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
             self._outbox.restart(request_id, record.fence)
 
-    def scheduled(self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float) -> None:
+    def scheduled(
+        self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
+    ) -> None:
         """Order the host-buffer save of a chunk."""
         advance(record, row, now_s, self._trace_length)
         if not self._config.uses_host_buffer:

@@ -184,7 +184,9 @@ class SchedulerState:
                 if type(count) is not int or count < 0:
                     refuse_count(name, count)
             if consumer is None and external_tokens:
-                raise InvalidEvent(f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket")
+                raise InvalidEvent(
+                    f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
+                )
             at_s = self._clock.observe(now_s)
             rows = () if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
             if consumer is not None:

@@ -54,13 +54,31 @@ CONSUMER_TABLE: Final = Table(
         _T(
             "queued", "hit", "local", ("order-notify", "stop-heartbeat"), "Nothing is left to read: only tell the peer."
         ),
-        _T("queued", "hit-shared", "local", ("stop-heartbeat",), "Another request has read or will read the same ticket."),
+        _T(
+            "queued",
+            "hit-shared",
+            "local",
+            ("stop-heartbeat",),
+            "Another request has read or will read the same ticket.",
+        ),
         _T(
             "queued", "finish", GONE, ("order-notify", "stop-heartbeat"), "Ended before allocation: only tell the peer."
         ),
-        _T("queued", "finish-shared", GONE, ("stop-heartbeat",), "Another request has read or will read the same ticket."),
+        _T(
+            "queued",
+            "finish-shared",
+            GONE,
+            ("stop-heartbeat",),
+            "Another request has read or will read the same ticket.",
+        ),
         _T("reading", "done", "local", ("end-read", "stop-heartbeat"), "The data is here and its fence was verified."),
-        _T("reading", "broken", "local", ("end-read", "stop-heartbeat"), "The read failed; the prompt is computed here."),
+        _T(
+            "reading",
+            "broken",
+            "local",
+            ("end-read", "stop-heartbeat"),
+            "The read failed; the prompt is computed here.",
+        ),
         _T(
             "reading",
             "broken-for-good",

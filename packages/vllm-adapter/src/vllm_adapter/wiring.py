@@ -189,7 +189,8 @@ class WorkerParts:
             facts,
             caches,
             agent_metadata=agent.agent_metadata(),
-            fence=agent.fence,
+            # An engine that hands out no fence words announces none, so that its tickets are not refused for want of one.
+            fence=agent.fence if self.settings.fence_slots else None,
             geometry=pack_document(document),
             generation=generation,
         )

@@ -198,11 +198,16 @@ def prefill_world(
 
 
 def decode_world(
-    tables: Tables | None = None, *, requests: int, readers: int = 2, fails_requests: bool = False
+    tables: Tables | None = None,
+    *,
+    requests: int,
+    readers: int = 2,
+    fails_requests: bool = False,
+    is_shared: bool = False,
 ) -> World:
-    """Return a decode engine whose peer always serves."""
+    """Return a decode engine whose peer always serves; its requests may share one ticket."""
     peer = GenerousPeer(readers)
-    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests)
+    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
     return World(None, side)
 
 

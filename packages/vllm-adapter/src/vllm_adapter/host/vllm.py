@@ -146,8 +146,8 @@ def check_readback(config: VllmConfig, *, is_bidirectional: bool) -> None:
     transfer = config.kv_transfer_config
     if is_bidirectional and transfer is not None and transfer.kv_role != "kv_both":
         raise UnsupportedHost(
-            f"bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{transfer.kv_role}': only then does vLLM keep a step "
-            "that still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+            f"bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{transfer.kv_role}': only then does vLLM keep "
+            "a step that still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
             code="readback-needs-kv-both",
             context={"kv_role": transfer.kv_role},
         )
@@ -162,8 +162,8 @@ def has_content_ids(config: VllmConfig) -> bool:
     if media is None or media.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
         return True
     _logger.warning_once(
-        "vllm-adapter: with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by their "
-        "content. No ticket can then be bound to a prompt with images: such prompts are computed on each engine "
+        "vllm-adapter: with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by "
+        "their content. No ticket can then be bound to a prompt with images: such prompts are computed on each engine "
         "(ticket-media-unidentified). Set mm_processor_cache_gb above 0 or enable_prefix_caching on all engines."
     )
     return False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -18,7 +17,7 @@ from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.ports import BlockIds, FinishDecision, HandshakeListener, PromptIdentity
@@ -265,10 +264,9 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        is_relieved = False
         with self._refusals("request for blocks", "(none)"):
-            is_relieved = self._state.relieve(now_s=self._now_s())
-        return is_relieved
+            return self._state.relieve(now_s=self._now_s())
+        return False
 
     def update_output(
         self,
@@ -305,11 +303,10 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        is_void = False
         with self._refusals("reset", "(all)"):
             self._state.reset(now_s=self._now_s())
-            is_void = True
-        return is_void
+            return True
+        return False
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
@@ -347,10 +344,29 @@ class SchedulerSide:
         """Return the block ids of the transferable groups."""
         return tuple([block_ids[group_id] for group_id in self._facts.group_ids])
 
-    @contextmanager
-    def _refusals(self, event: str, request_id: str) -> Iterator[None]:
-        """Turn an exception inside the block into one log line."""
-        try:
-            yield
-        except Exception:
-            _logger.exception("request %s: %s was refused; it goes on without a hand-over", request_id, event)
+    def _refusals(self, event: str, request_id: str) -> _Refusals:
+        """Return a block that turns an exception into one log line."""
+        return _Refusals(event, request_id)
+
+
+@final
+class _Refusals:
+    """A `with` block that turns an exception into one log line; its `__exit__` returns a bool, so that type checkers know."""
+
+    __slots__ = ("_event", "_request_id")
+
+    def __init__(self, event: str, request_id: str) -> None:
+        self._event = event
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Log an exception, and let only those through that end the process."""
+        if not isinstance(error, Exception):
+            return False
+        _logger.error(
+            "request %s: %s was refused; it goes on without a hand-over", self._request_id, self._event, exc_info=error
+        )
+        return True

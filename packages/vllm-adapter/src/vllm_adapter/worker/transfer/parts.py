@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
+        GeometryDocument,
         HandshakeClient,
         MemoryKind,
         PeerAddress,
@@ -61,7 +62,7 @@ class PeerPlanner:
         local_kind: Memory kind of this rank's pages.
     """
 
-    document: Mapping[str, object]
+    document: GeometryDocument
     peer_geometry: PeerGeometry
     planner: Planner
     local_kind: MemoryKind
