@@ -195,6 +195,23 @@ def test_values_that_python_takes_for_equal_are_judged_apart():
     assert judge(offer, other, 14).code == "factors-differ"
 
 
+def test_each_rank_that_claims_something_else_is_judged(monkeypatch):
+    judged = []
+    monkeypatch.setattr(
+        "kv_handshake._session.judge",
+        lambda offer, envelope, version: judged.append(envelope.rank) or judge(offer, envelope, version),
+    )
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    ask_all(asker, core, ahead=3)
+    assert (asker.error, judged) == (None, [(0, 0)]), "three ranks, one judgement"
+    judged.clear()
+    other = sample_envelopes([(0, 1)], factors={**FACTORS, "num_kv_heads": 8.0})
+    asker = session()
+    ask_all(asker, ServerCore(sample_envelopes(RANKS) | other), ahead=3)
+    assert (asker.error.code, judged) == ("hash-mismatch", [(0, 0), (0, 1)])
+
+
 def test_bytes_before_the_first_query_are_the_callers_fault():
     error = fails(good(), "illegal-event", asked=0).error
     assert error.fault == "local"
