@@ -26,7 +26,7 @@ def _facts(head_size: int) -> EngineFacts:
     )  # fmt: skip
 
 
-def _places(field: dict[str, Any]) -> dict[tuple[int, ...], int]:
+def _places(field: Any) -> dict[tuple[int, ...], int]:
     """Return the element offset in a page of every (token, head, channel) of a field."""
     sizes = [axis[3] - axis[2] for axis in field["axes"]]
     assert [axis[0] for axis in field["axes"]] == ["token", "head", "channel"]

@@ -1,4 +1,4 @@
-"""What a scrape shows of statistics that crossed from workers and scheduler."""
+"""A scrape of statistics that crossed from workers and scheduler."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_adapter.host.metrics import PromMetrics, TransferStats
 def page() -> Any:
     classes = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    names, values = ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]}
-    metrics = PromMetrics(config, {kind: kind for kind in classes}, names, values)
+    values: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    metrics = PromMetrics(config, {kind: kind for kind in classes}, ["model_name", "engine"], values)
 
     def observe(engine: int = 0, **data: list[Any]) -> None:
         total = TransferStats()
         for key, items in data.items():
-            # One interval after the other, and rank after rank, as vLLM adds them up.
+            # Interval after interval, and rank after rank, as vLLM adds them up.
             for item in items:
                 total.aggregate(TransferStats(data={key: [item]}))
         metrics.observe(total.data, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,7 +21,14 @@ PAGES = 24
 
 
 def rank(
-    dtype: torch.dtype, *, tokens: int, order: str, heads: int = 4, head_dim: int = 8, tp: int = 1, number: int = 0
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    order: Literal["HND", "NHD"],
+    heads: int = 4,
+    head_dim: int = 8,
+    tp: int = 1,
+    number: int = 0,
 ):
     shape = AttentionShape(
         kv_heads=heads,
