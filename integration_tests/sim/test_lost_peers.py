@@ -56,6 +56,7 @@ def statistics(engine: Engine) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.never_wrong("B5")
 @pytest.mark.parametrize("producers", [1, 2])
 def test_one_disconnect_is_mended_by_a_second_attempt(make: Make, producers: int) -> None:
     producer, consumer = make("P", tp=producers), make("D", wrap=Blip)
@@ -80,6 +81,7 @@ def test_without_retries_one_disconnect_fails_the_request(make: Make) -> None:
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_closed_port_fails_each_of_many_requests_at_once_and_names_the_cause(make: Make) -> None:
     producer, consumer = make("P"), make("D")
     tickets = [producer.prefill(TOKENS)[1] for _ in range(10)]
@@ -93,6 +95,7 @@ def test_a_closed_port_fails_each_of_many_requests_at_once_and_names_the_cause(m
     assert set(codes) <= {"connection-refused", "recently-failed"}
 
 
+@pytest.mark.never_wrong("B12")
 def test_an_idle_engine_whose_process_is_gone_is_let_go_within_seconds(make: Make) -> None:
     settings = Settings(kv_lease_duration=3.0)
     producer, consumer = make("P", settings=settings), make("D", settings=settings)

@@ -49,7 +49,8 @@ class NixlConnector(Connector):
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
-            connector_module.wants_host_buffer = lambda _config: True
+            module: Any = connector_module
+            module.wants_host_buffer = lambda _config: True
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")

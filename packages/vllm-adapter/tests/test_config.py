@@ -96,6 +96,7 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     assert main(["config", "--check", str(tmp_path / "missing.json")]) == 1
 
 
+@pytest.mark.never_wrong("B10")
 def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
     assert load_settings({})[0].max_inflight_bytes == 4 << 30
     assert load_settings({"max_inflight_bytes": 0})[0].max_inflight_bytes == 0
