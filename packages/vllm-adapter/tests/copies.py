@@ -10,7 +10,7 @@ __all__ = ["RankMemory", "copy_plan"]
 
 
 class RankMemory:
-    """One rank's registered memory as a byte array that begins at `base`."""
+    """A rank's registered memory as a byte array that begins at `base`."""
 
     def __init__(self, base: int, size: int, fill: int = 0) -> None:
         self.base = base

@@ -113,7 +113,7 @@ def test_a_group_that_context_parallelism_leaves_whole_is_told() -> None:
 
 def indexer_document(tokens: int, rank: int = 0) -> GeometryDocument:
     groups = (CacheGroup("latent", tokens, 0, 0, ("index",)),)
-    shape = {"shape": (BLOCKS, 1, tokens, 12), "stride_bytes": (tokens * 12, tokens * 12, 12, 1)}
+    shape: dict[str, Any] = {"shape": (BLOCKS, 1, tokens, 12), "stride_bytes": (tokens * 12, tokens * 12, 12, 1)}
     cache = latent_cache(rank, tokens=tokens, layer="index", is_indexer=True, page_bytes=tokens * 12, **shape)
     return local_document(facts(blocks=BLOCKS, groups=groups), [cache])
 

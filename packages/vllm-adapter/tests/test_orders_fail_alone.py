@@ -1,4 +1,4 @@
-"""Whatever one order, ticket or peer contains, the others of the same step go on, and the failing one ends with a code."""
+"""A failing order ends with a code and the others of its step go on, whatever an order, a ticket or a peer contains."""
 
 from __future__ import annotations
 

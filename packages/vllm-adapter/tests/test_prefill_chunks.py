@@ -1,4 +1,4 @@
-"""Which blocks a chunk touches: whatever the chunks, every block is copied after its last token was computed."""
+"""Blocks that a chunk touches: whatever the chunks, every block is copied after its last token was computed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_topology import Planner, RankGeometry, TopologyError, from_document, to_document
+from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import with_names
 from vllm_adapter.cache.vllm_peer import derive_document
@@ -43,9 +43,9 @@ def derived(
 
 
 def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) -> dict[str, Any]:
-    """What that connector sends for a rank: one region per base address, page lengths per kernel block."""
+    """Return what that connector sends for a rank: one region per base address, page lengths per kernel block."""
     ratio = engine.block_tokens // engine.page_tokens
-    slots = {}
+    slots: dict[int, Region] = {}
     for region in geometry.regions:
         slots.setdefault(region.base_address, region)
     views = list(slots.values())

@@ -1,4 +1,4 @@
-"""What recorded caches hold, told by the families of models and not by the adapter: the other side of the byte oracle.
+"""Contents of recorded caches, told by the families of models and not by the adapter: the other side of the byte oracle.
 
 Everything is worked out from the recorded specs: what a head, a latent vector or a projection is in the whole model (from the
 record of one rank) and which of them a rank of a larger engine has (evenly, shared when there are too few).
@@ -97,7 +97,7 @@ def _heads(
 
 def _opaque(length: int, rank: tuple[int, int] | None, name: str = "page") -> Layout:
     """Return a page whose inside only equal engines understand: a rank's own, or everybody's."""
-    axes = (Axis("inside", length, 0, length, 1),)
+    axes: tuple[Axis, ...] = (Axis("inside", length, 0, length, 1),)
     if rank is not None:
         axes = (Axis("shard", rank[0], rank[1], rank[1] + 1, length, "tp"), *axes)
     return Layout((FieldLayout(name, 1, 0, axes),))

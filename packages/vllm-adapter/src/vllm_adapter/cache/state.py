@@ -21,7 +21,7 @@ __all__ = ["state_fields"]
 
 
 class Projection(NamedTuple):
-    """One of the inputs that the convolution keeps side by side.
+    """An input among those that the convolution keeps side by side.
 
     Attributes:
         name: Name of its field.

@@ -1,4 +1,4 @@
-"""What speculative decoding changes about a hand-over, read off the host's configuration."""
+"""Changes that speculative decoding makes to a hand-over, read off the host's configuration."""
 
 from __future__ import annotations
 
