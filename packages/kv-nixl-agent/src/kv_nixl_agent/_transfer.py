@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._peers import PeerTable
     from ._port import Handle, NixlPort, Progress
     from ._schedule import Schedule
-    from ._states import Event, State
+    from ._states import Event, State, Transition
     from ._statistics import Statistics, Tracer
     from ._values import Outcome, PageCheck, TransferOrder, TransferResult
     from ._word_reads import WordReader
@@ -70,6 +70,7 @@ class Transfer:
 
     __slots__ = (
         "_account",
+        "_clock",
         "_is_attached",
         "_wiring",
         "_word",
@@ -83,6 +84,7 @@ class Transfer:
 
     def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
         self._wiring = wiring
+        self._clock = wiring.clock
         self.order = order
         self.peer = peer
         self.pending = parts
@@ -97,7 +99,8 @@ class Transfer:
         )
         """Whether the notification travels with the data; otherwise it is sent once all is verified."""
         self._word = WordCheck(order, peer, wiring.words)
-        self.deadline_s = self._go("accept") + order.deadline_s
+        self._go("accept")
+        self.deadline_s = self._account.entered_s["queued"] + order.deadline_s
         wiring.trace(order, "queued")
 
     @property
@@ -105,22 +108,23 @@ class Transfer:
         """Whether its result is out."""
         return self.state in ("gone", "quarantined")
 
-    def _go(self, event: Event) -> float:
-        """Take the step that the table lists for an event; return the time."""
-        now_s = self._wiring.clock()
-        target = step(self.state, event).target
+    def _go(self, event: Event) -> Transition:
+        """Take the step that the table lists for an event."""
+        row = step(self.state, event)
+        target = row.target
         if target != self.state:
             self.state = target
-            self._account.entered(target, now_s)
-        return now_s
+            self._account.entered_s[target] = self._clock()
+        return row
 
     # --------------------------------------------------------------------------------------------------------- posting
 
     def post(self, part: Part) -> None:
         """Post one of its parts, the next one of `pending`."""
         wiring = self._wiring
+        started_s = self._clock()
         is_first = self.state == "queued"
-        started_s = self._go("post")
+        self._go("post")
         if is_first:
             wiring.trace(self.order, "posted")
         self.active.append(part)
@@ -135,7 +139,7 @@ class Transfer:
             progress = wiring.port.post(part.handle)
         except AgentError as error:
             failure = error
-        self._account.post_s += wiring.clock() - started_s
+        self._account.post_s += self._clock() - started_s
         if failure is not None:
             self._fail_part(part, failure, is_off_wire=part.handle is None or was_rejected(failure))
         elif progress == "done":
@@ -204,10 +208,10 @@ class Transfer:
     def _finish_data_if_complete(self) -> None:
         if self.active or self.pending or self.state != "posted":
             return
-        now_s = self._go("last-part-done")
+        self._go("last-part-done")
         self._wiring.trace(self.order, "data-done")
         self.peer.is_wired = True
-        if now_s > self.deadline_s:
+        if self._account.entered_s["data-done"] > self.deadline_s:
             self.end_late()
         else:
             self._verify()
@@ -313,8 +317,8 @@ class Transfer:
 
     def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
         """Take the step that reports the result, and do what the table demands of it."""
-        effects = step(self.state, event).effects
-        now_s = self._go(event)
+        effects = self._go(event).effects
+        now_s = self._account.entered_s[self.state]
         result = self._account.result(
             self.order, self.peer, ending, now_s=now_s, is_memory_quiet=not self.active, is_notified=is_notified
         )

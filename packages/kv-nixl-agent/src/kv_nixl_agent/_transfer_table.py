@@ -103,8 +103,9 @@ class TransferTable:
 
     def end_late(self, now_s: float) -> None:
         """End the transfers whose deadline has passed."""
-        for transfer in self._deadlines.take_late(now_s):
-            transfer.end_late()
+        if self._deadlines.is_due(now_s):
+            for transfer in self._deadlines.take_late(now_s):
+                transfer.end_late()
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
