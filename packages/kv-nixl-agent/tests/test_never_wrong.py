@@ -18,6 +18,7 @@ from kv_nixl_agent import (
     TransferThread,
 )
 from kv_nixl_agent._fences import SCRATCH_WORDS
+from kv_nixl_agent._pacing import Pacer
 from kv_nixl_agent._transfer import Transfer
 from kv_nixl_agent.testing import FakeFabric
 
@@ -34,7 +35,7 @@ class Owner:
         self.thread = TransferThread(
             name,
             [self.pages.region],
-            on_result=lambda result: self.results.append(result),
+            on_result=self.results.append,
             on_notification=lambda _, payload: self.events.append(payload.decode()),
             port_factory=fabric.port,
             **arguments,
@@ -77,34 +78,34 @@ def notifier(fabric, owner):
 def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
     fabric = FakeFabric()
     owner = Owner(fabric, thread_options=ThreadOptions(max_sleep_s=1e-4))
-    accepted, is_over = [[] for _ in range(4)], threading.Event()
+    accepted = [[] for _ in range(4)]
 
     def submit(mine, caller):
-        for number in range(100_000):
+        for number in range(20_000):
             try:
                 owner.thread.submit(TransferOrder(f"{caller}-{number}", "nobody", ONE, ONE))
             except AgentError as error:
                 assert error.code == "thread-dead"
                 return
             mine.append(f"{caller}-{number}")
-            if is_over.is_set():
-                return
 
-    def broken():
-        raise death("broken on purpose")
+    def break_later():
+        turns = iter(range(40))
 
-    def break_it():
+        def broken():
+            if next(turns, None) is None:
+                raise death("broken on purpose")
+            return False
+
         owner.thread.agent._transfers.launch = broken
 
+    owner.thread.call_soon(break_later)
     callers = [threading.Thread(target=submit, args=(mine, caller)) for caller, mine in enumerate(accepted)]
     for caller in callers:
         caller.start()
-    time.sleep(0.02)
-    owner.thread.call_soon(break_it)
-    owner.thread._thread.join(30)
     for caller in callers:
-        caller.join(10)
-    is_over.set()
+        caller.join(50)
+    owner.thread._thread.join(50)
     assert owner.thread.health().state == "dead"
     assert "broken on purpose" in owner.thread.health().last_traceback
     ended = [result.transfer_id for result in owner.results]
@@ -234,26 +235,30 @@ def test_a_probe_through_the_thread():
     ]
 
 
-def test_slow_polling_grows_while_nothing_happens_and_work_still_wakes_at_once():
-    owner = Owner(FakeFabric())
-    time.sleep(0.3)
+def test_idle_polling_slows_down_only_where_it_is_allowed():
+    now_s = [100.0]
+    pacer = Pacer(ThreadOptions(idle_poll_s=5e-4, slow_poll_s=8e-3), lambda: now_s[0])
 
-    def turns_per_s():
-        before = owner.thread.health().turns
-        time.sleep(0.2)
-        return (owner.thread.health().turns - before) / 0.2
+    def period_s(quiet_s):
+        return pacer._idle_period_s(100.0 + quiet_s)
 
-    fast = turns_per_s()
+    assert period_s(60.0) == 5e-4
+    pacer.may_poll_slowly = True
+    assert [period_s(quiet_s) for quiet_s in (0.0, 0.01, 0.3, 60.0)] == [5e-4, 5e-4, 8e-3, 8e-3]
+    now_s[0] = 160.0
+    pacer.progressed()
+    assert pacer._idle_period_s(160.0) == 5e-4
+
+
+def test_work_wakes_a_slowly_polling_thread_at_once():
+    owner = Owner(FakeFabric(), thread_options=ThreadOptions(idle_poll_s=1e-3, slow_poll_s=30.0))
     owner.thread.allow_slow_polling(True)
-    time.sleep(0.05)
-    slow = turns_per_s()
+    time.sleep(0.1)
     began_s = time.monotonic()
-    for _ in range(10):
+    for _ in range(20):
         owner.hold().set()
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 5.0
     owner.thread.close()
-    assert slow < 200
-    assert slow < fast / 2
 
 
 # ------------------------------------------------------------------------------------------------------------- fences
@@ -339,10 +344,12 @@ def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
         is_running = threading.Event()
 
         def write(thread=owner.thread, is_running=is_running):
-            with pytest.raises(AgentError):
-                while True:
+            while True:
+                try:
                     thread.write_fence(3, 11)
-                    is_running.set()
+                except AgentError:
+                    return
+                is_running.set()
 
         writer = threading.Thread(target=write)
         writer.start()

@@ -27,7 +27,7 @@ _LIMIT_S = 20.0
 
 
 class ProducerControl(Protocol):
-    """What the checks need from a producer; `page_pattern(seed, ...)` is the content of its pages."""
+    """Producer under the control of the checks; `page_pattern(seed, ...)` is the content of its pages."""
 
     @property
     def agent_metadata(self) -> bytes:
@@ -41,7 +41,7 @@ class ProducerControl(Protocol):
 
     @property
     def rows(self) -> npt.NDArray[np.uint64]:
-        """One strided row over the pages."""
+        """Strided row over the pages."""
         ...
 
     @property
@@ -90,7 +90,7 @@ def _own_sockets() -> int:
 @final
 @dataclass
 class Stage:
-    """One consumer and one producer.
+    """A consumer and a producer.
 
     Attributes:
         consumer: Agent under test, driven by `run_until`.
