@@ -8,8 +8,9 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing, TransportError
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
 from kv_handshake._reading import decode_clock, decode_envelope
+from kv_handshake._zmq import RouterSocket
 from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import check_listener, sample_envelopes
@@ -130,6 +131,7 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=limits, clock=clock)
     listener.start()
     codes = []
+    refusal = None
     for _ in range(6):
         sock = raw(zmq.REQ, listener.port)
         sock.send(QUERY)
@@ -308,9 +310,9 @@ def test_a_message_of_endless_frames_stops_nobody(listener, raw):
     flood = raw(zmq.DEALER, listener.port)
     flood.send_multipart([b""] * 500_000)
     until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
-    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.01, hold_most_s=0.01)
-    client = Client(LocalOffer(policy="off"), timing=timing)
-    until(lambda: client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok)
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+    assert outcome.is_ok, outcome
     assert listener.statistics()["restarts"] == 0
     assert listener.is_alive
     client.close()
@@ -334,3 +336,40 @@ def test_peers_write_no_log_lines_of_their_own(caplog):
     assert client.statistics()["log_lines_held_back"] == 19
     client.close()
     listener.close()
+
+
+def test_a_restart_refuses_no_connection(listener, monkeypatch):
+    """The port stays open: a client that comes between two sockets waits for the second one."""
+    gate = threading.Event()
+    real, failures = listener._core.respond, iter([RuntimeError("broken")])
+
+    def respond(query, *, clock_s):
+        for failure in failures:
+            raise failure
+        return real(query, clock_s=clock_s)
+
+    def made_later(port, *, security=None):
+        assert gate.wait(20)
+        return router_socket(port, security=security)
+
+    router_socket = RouterSocket
+    monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)
+    monkeypatch.setattr(listener._core, "respond", respond)
+    timing = Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01)
+    client = Client(LocalOffer(policy="off"), timing=timing)
+    ends: list[Outcome] = []
+
+    def ask():
+        client.request(
+            host="127.0.0.1", port=listener.port, ranks=[(0, 3)], engine_id="", dialect=14, on_done=ends.append
+        )
+
+    ask()
+    until(lambda: listener.statistics()["restarts"] == 1)
+    ask()
+    time.sleep(0.1)
+    assert ends == []
+    gate.set()
+    until(lambda: len(ends) == 2)
+    assert [outcome.code for outcome in ends] == ["", ""]
+    client.close()

@@ -9,7 +9,7 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._states import EVENTS, TRANSITIONS, IllegalEvent, next_step
+from kv_handshake._states import EVENTS, TRANSITIONS, Cause, Event, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._writing import encode_clock
 from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
@@ -195,6 +195,23 @@ def test_values_that_python_takes_for_equal_are_judged_apart():
     assert judge(offer, other, 14).code == "factors-differ"
 
 
+def test_each_rank_that_claims_something_else_is_judged(monkeypatch):
+    judged = []
+    monkeypatch.setattr(
+        "kv_handshake._session.judge",
+        lambda offer, envelope, version: judged.append(envelope.rank) or judge(offer, envelope, version),
+    )
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    ask_all(asker, core, ahead=3)
+    assert (asker.error, judged) == (None, [(0, 0)]), "three ranks, one judgement"
+    judged.clear()
+    other = sample_envelopes([(0, 1)], factors={**FACTORS, "num_kv_heads": 8.0})
+    asker = session()
+    ask_all(asker, ServerCore(sample_envelopes(RANKS) | other), ahead=3)
+    assert (asker.error.code, judged) == ("hash-mismatch", [(0, 0), (0, 1)])
+
+
 def test_bytes_before_the_first_query_are_the_callers_fault():
     error = fails(good(), "illegal-event", asked=0).error
     assert error.fault == "local"
@@ -216,8 +233,8 @@ def test_bytes_that_answer_no_query_are_the_peers_fault():
 @pytest.mark.parametrize("state", TRANSITIONS)
 @pytest.mark.parametrize("cause", ["query", "bytes", "reply", "fault"])
 @pytest.mark.parametrize("left", ["outstanding", "unasked", "none"])
-def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, left):
-    events = [
+def test_every_cause_in_every_state_has_one_step_or_one_culprit(state: State, cause: Cause, left: RanksLeft):
+    events: list[Event] = [
         event for event in TRANSITIONS[state] if EVENTS[event].cause == cause and EVENTS[event].left in (None, left)
     ]
     step = next_step(state, cause, left)

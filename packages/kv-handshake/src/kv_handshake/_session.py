@@ -20,7 +20,7 @@ from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, encode_query
-from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
+from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._text import shortened
 
@@ -90,6 +90,8 @@ class ClientSession:
         self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
+        self._repeated = Repeated()
+        self._judged: Envelope | None = None
         self._verdict = Verdict()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
@@ -244,8 +246,10 @@ class ClientSession:
         self._step("reply")
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
-        envelope = decode_envelope(frames[0])
-        self._verdict = judge(self._offer, envelope, self._dialect.version)
+        envelope = decode_envelope(frames[0], self._repeated)
+        if not _is_same_claim(envelope, self._judged):
+            self._verdict = judge(self._offer, envelope, self._dialect.version)
+            self._judged = envelope
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
         wanted = 2 if self._dialect.has_clock_frame else 1
@@ -264,7 +268,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = decode_metadata(envelope)
+        metadata = decode_metadata(envelope, self._repeated)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
@@ -302,3 +306,14 @@ class ClientSession:
             self._best_rtt_s = rtt_s
             if peer_clock_s is not None:
                 self._clock_offset_s = peer_clock_s - middle_s
+
+
+def _is_same_claim(one: Envelope, other: Envelope | None) -> bool:
+    """Return whether two envelopes of a session get the same verdict: only their rank and metadata differ."""
+    return (
+        other is not None
+        and one.factors is other.factors  # equal bytes; equal values could be 1 and True
+        and one.refusal is None is other.refusal
+        and (one.compatibility_hash, one.protocol, one.capabilities)
+        == (other.compatibility_hash, other.protocol, other.capabilities)
+    )

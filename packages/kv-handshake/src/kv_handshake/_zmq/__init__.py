@@ -5,6 +5,7 @@ from __future__ import annotations
 from kv_handshake._zmq._connections import Connection, Hub
 from kv_handshake._zmq._curve import generate_keypair
 from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
+from kv_handshake._zmq._port import ListeningPort
 from kv_handshake._zmq._router import Incoming, RouterSocket, TooManyFrames
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Connection",
     "Hub",
     "Incoming",
+    "ListeningPort",
     "RouterSocket",
     "ServerSecurity",
     "TooManyFrames",
