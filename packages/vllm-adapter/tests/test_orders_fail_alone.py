@@ -1,4 +1,4 @@
-"""Whatever one order, ticket or peer contains, the others of the same step go on, and the failing one ends with a code."""
+"""An order can only fail itself: the others of its step go on, and the failing one ends with a code."""
 
 from __future__ import annotations
 

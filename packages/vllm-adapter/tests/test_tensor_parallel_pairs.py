@@ -60,7 +60,7 @@ PAIRS = [
 
 
 class Rank:
-    """One rank's memory, geometry document and facts."""
+    """A rank's memory, geometry document and facts."""
 
     def __init__(self, family: Family, tp: int, rank: int) -> None:
         self.held = family.held(tp, rank) if family.heads else range(1)

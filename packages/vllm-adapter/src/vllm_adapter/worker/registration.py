@@ -1,4 +1,4 @@
-"""One registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
+"""Registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RegistrationEvents:
 @final
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One registration, with the parts that work on it.
+    """A registration, with the parts that work on it.
 
     Attributes:
         agent: The transfer thread, which holds the memory.
