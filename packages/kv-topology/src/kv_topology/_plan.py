@@ -93,7 +93,7 @@ class TransferPlan:
 
         Only pages that were written are named: permuting any other page would destroy it.
         """
-        by_group: dict[int, list[Ints]] = {}
+        by_group: dict[int, list[Indices]] = {}
         for link, pairs in self._pairs(local, peer, tokens):
             for table, pair in zip(link.tables, pairs, strict=True):
                 by_group.setdefault(table.pairing.local_group, []).append(
