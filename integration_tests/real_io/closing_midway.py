@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import PeerProcess
 
 PAGE_BYTES, PAGES = 1 << 20, 128
@@ -18,7 +18,7 @@ def close_midway(producer: PeerProcess, number: int, transport: dict[str, str]) 
     options = AgentOptions(backends=(BackendOptions(engine_config=transport),))
     agent = TransferAgent(f"reader-{number}", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")], options)
     rows = np.array([[memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
-    agent.add_peer("p", producer.agent_metadata, local_rows=rows, peer_rows=producer.rows, fence=producer.fence)
+    agent.add_peer(PeerSpec("p", producer.agent_metadata, rows, producer.rows, fence=producer.fence))
     pages = np.random.default_rng(number).permutation(PAGES).astype(np.int32)
     agent.post(TransferOrder("r", "p", local_indices=pages, peer_indices=pages))
     agent.advance()

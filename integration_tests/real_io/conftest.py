@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent, open_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent
+from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import PeerProcess, Stage, recording_factory
 
 sys.path.insert(0, str(Path(__file__).parent))

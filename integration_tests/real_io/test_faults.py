@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, TransferOrder
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferOrder
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.timeout(90)
@@ -119,7 +119,7 @@ def test_restart_under_the_same_name(make_stage, transport):
     try:
         again.call("fill", 5)
         stage.consumer.replace_peer(
-            "p", again.agent_metadata, local_rows=stage.local_rows, peer_rows=again.rows, fence=again.fence
+            PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
         )
         result = stage.read("second", [2, 3], [7, 8])
         assert result.outcome == "done", result
@@ -143,7 +143,7 @@ def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
     try:
         again.call("fill", 5)
         stage.consumer.replace_peer(
-            "p", again.agent_metadata, local_rows=stage.local_rows, peer_rows=again.rows, fence=again.fence
+            PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
         )
         result = stage.read("second", [40, 41], [7, 8])
         assert result.outcome == "done", result

@@ -1,4 +1,4 @@
-"""Two engines without vLLM: real machines, planner, side channel and coordinators, over NIXL or its fake.
+"""Two engines without vLLM: the production scheduler side, worker sides, planner and side channel, over NIXL or its fake.
 
 Each engine has numpy memory in place of a KV cache. A test writes a prompt's pages on the producer, walks the hooks in vLLM's
 order and compares the consumer's pages byte by byte.
@@ -7,6 +7,7 @@ order and compares the consumer's pages byte by byte.
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ from numpy_pages import NumpyPages
 
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.steps import RankRegistration
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -44,6 +47,7 @@ class Engine:
         port_factory: Callable[..., Any] | None = None,
         settings: Settings | None = None,
         factors: Mapping[str, object] | None = None,
+        policy: str = "fail",
     ) -> None:
         self.settings = settings or Settings()
         self.name, self.tp, self.blocks, self.tokens, self.order = name, tp, blocks, tokens, order
@@ -66,13 +70,12 @@ class Engine:
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
-        self.listener = SchedulerParts(facts[0], self.settings).make_listener()
-        self.listener.replace(payloads)
-        self.listener.start()
-        facts_of_scheduler = self._facts(0, {}, self.listener.port)
-        parts_of_scheduler = SchedulerParts(facts_of_scheduler, self.settings, uses_host_buffer=has_mirror)
-        self.state = parts_of_scheduler.make_state()
-        self._chunks = PrefillChunks(facts_of_scheduler.groups, 1) if has_mirror else None
+        parts = SchedulerParts(
+            self._facts(0, {}, free_port()), self.settings, load_failure_policy=policy, uses_host_buffer=has_mirror
+        )
+        self.side = SchedulerSide(parts.facts, parts)
+        self.side.serve(payloads)
+        self._preempted: list[str] = []
         self._free = list(range(1, blocks))
         self.held: dict[str, list[int]] = {}
         self.received: dict[str, bool] = {}
@@ -104,29 +107,43 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ vLLM's hooks
 
-    def step(self, forward: Callable[[], None] | None = None, complete: Sequence[str] = ()) -> None:
-        """One engine step: orders to the workers, results back to the scheduler.
+    @property
+    def state(self) -> Any:
+        """The request machines behind the scheduler side."""
+        return self.side._state
 
-        `complete` names the requests whose prompt is complete with this step's forward pass.
+    @property
+    def listener(self) -> Any:
+        """The side channel's listener."""
+        return self.side._listener
+
+    def step(self, forward: Callable[[], None] | None = None, scheduled: Sequence[ScheduledTokens] = ()) -> None:
+        """One engine step: orders to the workers, reports back to the scheduler side.
+
+        `scheduled` are the prompt tokens that the forward pass computes.
         """
-        plan = self.state.take_step_plan(now_s=time.monotonic())
+        preempted, self._preempted = self._preempted, []
+        orders = self.side.build_step(preempted, scheduled)
         sent: list[str] = []
         received: list[str] = []
         failed: set[str] = set()
+        registrations: dict[tuple[int, int], RankRegistration] = {}
         if forward is not None:
             forward()
         for worker in self.workers:
-            worker.start_step(plan)
-            worker.save(plan, complete)
+            worker.apply(orders)
+            worker.save(orders)
         for worker in self.workers:
-            results = worker.take_results()
-            failed |= results.failed
-            for request_id in (*results.sent, *results.received):
+            report = worker.take_report()
+            failed |= report.failed
+            if report.registration is not None:
+                registrations[worker.rank] = report.registration
+            for request_id in (*report.sent, *report.received):
                 self._reports[request_id] = self._reports.get(request_id, 0) + 1
                 if self._reports[request_id] == self.tp:
                     del self._reports[request_id]
-                    (sent if request_id in results.sent else received).append(request_id)
-        self.state.transfer_results(sent=sent, received=received, failed=[r for r in received if r in failed])
+                    (sent if request_id in report.sent else received).append(request_id)
+        self.side.update_output(sent=sent, received=received, failed=failed, registrations=registrations or None)
         for request_id in received:
             assert request_id not in self.received, "a read was reported twice"
             self.received[request_id] = request_id not in failed
@@ -134,39 +151,28 @@ class Engine:
             self._free += self.held.pop(request_id)
 
     def prefill(
-        self, tokens: int, *, reason: Any = "length", chunk_tokens: int | None = None
+        self, tokens: int, *, reason: Any = "length", chunk_tokens: int | None = None, prompt: Any = None
     ) -> tuple[str, dict[str, object] | None]:
         """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
-        self.state.arrive(request_id, {"do_remote_decode": True}, prompt_tokens=tokens, now_s=time.monotonic())
+        self.side.arrived(Arrival(request_id, {"do_remote_decode": True}, tokens, identity=prompt))
         blocks = self.take_blocks(request_id, tokens)
-        self.state.allocate(
-            request_id, block_ids=[blocks], new_block_ids=[blocks], external_tokens=0, now_s=time.monotonic()
-        )
-        if self._chunks is not None:
-            self._chunks.watch(request_id, tokens)
+        self.side.allocated(request_id, [blocks], [blocks], external_tokens=0, preemptions=0)
         for start in range(0, tokens, chunk_tokens or tokens):
             self._prefill_chunk(request_id, blocks, start, min(start + (chunk_tokens or tokens), tokens), tokens)
-        decision = self.state.finish(
-            request_id, reason=reason, block_ids=[blocks], computed_tokens=tokens, now_s=time.monotonic()
-        )
+        keeps_blocks, ticket = self.side.finished(Ending(request_id, reason, tokens, identity=prompt), [blocks])
         self.step()
-        if not decision.keep_blocks:
+        if not keeps_blocks:
             self._free += self.held.pop(request_id)
-        return request_id, dict(decision.params) if decision.params is not None else None
+        return request_id, ticket
 
     def _prefill_chunk(self, request_id: str, blocks: list[int], start: int, stop: int, tokens: int) -> None:
         """One step that computes the tokens [start, stop); the engine adds blocks as it needs them."""
-        complete = [request_id] if stop == tokens else []
         had = -(-start // self.tokens)
-        if self._chunks is not None:
-            new_blocks = [blocks[had : -(-stop // self.tokens)]]
-            chunk = self._chunks.scheduled(ScheduledTokens(request_id, new_blocks, start == 0, start, stop - start))
-            assert chunk is not None
-            assert chunk.is_prompt_complete is bool(complete)
-            self.state.scheduled(request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete)
-        end = len(blocks) * self.tokens if complete else stop
-        self.step(lambda: self._compute(request_id, blocks, start, end), complete)
+        new_blocks = [blocks[had : -(-stop // self.tokens)]]
+        end = len(blocks) * self.tokens if stop == tokens else stop
+        scheduled = ScheduledTokens(request_id, new_blocks, start == 0, start, stop - start)
+        self.step(lambda: self._compute(request_id, blocks, start, end), [scheduled])
 
     def _compute(self, request_id: str, blocks: list[int], start: int, stop: int) -> None:
         share = HEADS // self.tp
@@ -176,19 +182,15 @@ class Engine:
                 page = page_of(request_id, layer, place, self.tokens)[rank * share : (rank + 1) * share]
                 self.memory[rank][layer][blocks[place]][:, first:last] = page[:, first:last]
 
-    def start_decode(self, ticket: Mapping[str, object] | None, tokens: int, *, hit_blocks: int = 0) -> str:
+    def start_decode(
+        self, ticket: Mapping[str, object] | None, tokens: int, *, hit_blocks: int = 0, prompt: Any = None
+    ) -> str:
         """Admit a request with a ticket and allocate its blocks; return its id."""
         request_id = f"{self.name}-{next(_request_numbers)}"
-        self.state.arrive(request_id, ticket, prompt_tokens=tokens, now_s=time.monotonic())
-        external = self.state.external_tokens(request_id, computed_tokens=hit_blocks * self.tokens)
+        self.side.arrived(Arrival(request_id, ticket, tokens, identity=prompt))
+        external, _ = self.side.external_tokens(request_id, hit_blocks * self.tokens)
         blocks = self.take_blocks(request_id, tokens)
-        self.state.allocate(
-            request_id,
-            block_ids=[blocks],
-            new_block_ids=[blocks[hit_blocks:]],
-            external_tokens=external,
-            now_s=time.monotonic(),
-        )
+        self.side.allocated(request_id, [blocks], [blocks[hit_blocks:]], external_tokens=external or 0, preemptions=0)
         self.step()
         return request_id
 
@@ -224,7 +226,7 @@ class Engine:
     def finish(self, request_id: str, reason: Any = "length") -> None:
         """End a decode request and free its blocks."""
         blocks = self.held[request_id]
-        self.state.finish(request_id, reason=reason, block_ids=[blocks], computed_tokens=0, now_s=time.monotonic())
+        self.side.finished(Ending(request_id, reason, 0), [blocks])
         self._free += self.held.pop(request_id)
 
     def take_blocks(self, request_id: str, tokens: int) -> list[int]:
@@ -239,7 +241,14 @@ class Engine:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        self.listener.close()
+        self.side.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 from engines import TOKENS, Engine
 
 from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.side import Arrival, Ending
 
 Make = Callable[..., Engine]
 
@@ -62,8 +62,8 @@ def test_a_full_hit_only_notifies(make: Make) -> None:
 def test_an_abort_before_allocation_frees_the_producer(make: Make) -> None:
     producer, consumer = make("P"), make("D")
     _, ticket = producer.prefill(2 * TOKENS)
-    consumer.state.arrive("gone", ticket, prompt_tokens=2 * TOKENS, now_s=time.monotonic())
-    consumer.state.finish("gone", reason="abort", block_ids=[[]], computed_tokens=0, now_s=time.monotonic())
+    consumer.side.arrived(Arrival("gone", ticket, 2 * TOKENS))
+    consumer.side.finished(Ending("gone", "abort", 0), [[]])
     consumer.step()
     producer.wait_idle()
     consumer.step()

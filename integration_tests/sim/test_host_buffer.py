@@ -10,6 +10,7 @@ import pytest
 from engines import TOKENS, Engine
 
 from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.side import Arrival, Ending
 
 Make = Callable[..., Engine]
 QUICK = Settings(read_timeout_s=2.0)
@@ -97,12 +98,11 @@ def test_a_late_copy_of_an_aborted_prompt_never_lands_on_a_read(make: Make) -> N
     producer, both = make("P"), make("B", has_mirror=True, blocks=3)
     source, ticket = producer.prefill(2 * TOKENS)
     both.mirrors[0].delay_s = 0.3
-    both.state.arrive("gone", {"do_remote_decode": True}, prompt_tokens=3 * TOKENS, now_s=0)
-    both._chunks.watch("gone", 3 * TOKENS)
+    both.side.arrived(Arrival("gone", {"do_remote_decode": True}, 3 * TOKENS))
     blocks = both.take_blocks("gone", 2 * TOKENS)
-    both.state.allocate("gone", block_ids=[blocks], new_block_ids=[blocks], external_tokens=0, now_s=0)
+    both.side.allocated("gone", [blocks], [blocks], external_tokens=0, preemptions=0)
     both._prefill_chunk("gone", blocks, 0, 2 * TOKENS, 3 * TOKENS)
-    both.state.finish("gone", reason="abort", block_ids=[blocks], computed_tokens=0, now_s=0)
+    both.side.finished(Ending("gone", "abort", 0), [blocks])
     both._free += both.held.pop("gone")
     request = both.start_decode(ticket, 2 * TOKENS)
     assert both.held[request] == blocks

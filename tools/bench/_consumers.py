@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_nixl_agent import AgentOptions, BackendOptions, TransferOrder, TransferResult, TransferThread, find_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent._bindings import find_nixl
 from kv_nixl_agent.testing import PeerProcess, stop_process
 
 Indices = npt.NDArray[np.int32]
@@ -51,7 +52,7 @@ class Ours:
         )
         self.thread.start()
         mine = np.array([[self._memory.ctypes.data, self._page_bytes, 0, self._page_bytes, count]], dtype=np.uint64)
-        self._do(lambda: self.thread.add_peer("p", metadata, local_rows=mine, peer_rows=rows, fence=fence))
+        self._do(lambda: self.thread.add_peer(PeerSpec("p", metadata, mine, rows, fence=fence)))
         self._number = 0
 
     def read(self, local: Indices, theirs: Indices, times: int) -> float:

@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdev.bootstrap import enter_workspace
@@ -14,7 +15,6 @@ from kvdev.steps import DevError, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from types import FrameType
 
 __all__ = ["main"]
@@ -58,9 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     test = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
-    test.add_argument("scope", nargs="*", help="a package name, check, tools, sim, real-io, host, gpu")
+    test.add_argument("scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, gpu")
     test.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
     test.add_argument("-k", dest="select", default="", help="passed to pytest")
+    test.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
+    test.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
     test.set_defaults(run=_test)
 
     check = verbs.add_parser("check", help="format, lint, types, import contracts, house rules, workflow files")
@@ -70,7 +72,23 @@ def _parser() -> argparse.ArgumentParser:
     bench = verbs.add_parser("bench", help="measure against a baseline, interleaved in the same run")
     bench.add_argument("name", help="handshake, topology, transfer or scheduler")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    bench.add_argument(
+        "--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved"
+    )
+    bench.add_argument("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
     bench.set_defaults(run=_bench)
+
+    release = verbs.add_parser("release", help="fold the change fragments of one package, or build it as released")
+    release.add_argument("package", help="the package to release")
+    how = release.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
+    how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
+    release.set_defaults(run=_release)
+
+    metrics = verbs.add_parser("metrics", help="structure of the packages in numbers")
+    metrics.add_argument("checkout", nargs="?", type=Path, help="another checkout (default: this one)")
+    metrics.add_argument("--json", action="store_true", help="print one JSON array instead of the table")
+    metrics.set_defaults(run=_metrics)
 
     lock = verbs.add_parser("lock", help="renew uv.lock and keep it index-neutral")
     lock.add_argument(
@@ -103,9 +121,10 @@ def _demo(uv: Path, options: argparse.Namespace) -> int:
 
 
 def _test(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.testing import run_tests
+    from kvdev.testing import RunOptions, run_tests
 
-    return run_tests(uv, options.scope, vllm=options.vllm, select=options.select)
+    chosen = RunOptions(options.vllm, options.select, is_long=options.long, is_lowest=options.lowest)
+    return run_tests(uv, options.scope, chosen)
 
 
 def _check(_uv: Path, options: argparse.Namespace) -> int:
@@ -115,6 +134,10 @@ def _check(_uv: Path, options: argparse.Namespace) -> int:
 
 
 def _bench(_uv: Path, options: argparse.Namespace) -> int:
+    if options.against:
+        from kvdev.comparing import run_comparison
+
+        return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
     from kvdev.benching import run_bench
 
     return run_bench(options.name, as_json=options.json)
@@ -126,6 +149,18 @@ def _lock(uv: Path, options: argparse.Namespace) -> int:
     if options.check and options.upgrade:
         fail("--check and --upgrade contradict each other")
     return check_lock(uv) if options.check else renew_lock(uv, upgrade=options.upgrade)
+
+
+def _release(uv: Path, options: argparse.Namespace) -> int:
+    from kvdev.release import release
+
+    return release(uv, options.package, dry_run=options.dry_run, tagged=options.tagged)
+
+
+def _metrics(_uv: Path, options: argparse.Namespace) -> int:
+    from kvdev.metrics import run_metrics
+
+    return run_metrics(options.checkout, as_json=options.json)
 
 
 def _env(uv: Path, options: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ _NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "PYTHONDON
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What one engine is started with."""
+    """Arguments that an engine is started with."""
 
     name: str
     model: Path
@@ -55,7 +55,7 @@ class EngineSpec:
 
 
 class Engine:
-    """One vLLM API server in a process group of its own, on free ports."""
+    """A vLLM API server in a process group of its own, on free ports."""
 
     def __init__(self, spec: EngineSpec, python: Path) -> None:
         self.spec = spec

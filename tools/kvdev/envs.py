@@ -25,13 +25,17 @@ __all__ = [
     "NIXL_VERSION",
     "describe",
     "host_environment",
+    "lowest_environment",
     "package_environment",
+    "release_environment",
     "workspace_environment",
 ]
 
 DEFAULT_VLLM = "0.32.0"
 NIXL_VERSION = "1.5.1"
 _STAMP = ".kvdev-stamp"
+# Of the builds that NIXL's metadata asks for, one per CUDA major, it needs one; torch it does without.
+_NIXL_OVERRIDES = "torch; sys_platform == 'never'\nnixl-cu13; sys_platform == 'never'\n"
 # Their registry builds are for CUDA and break `import transformers` beside a CPU torch.
 _HOST_OVERRIDES = "".join(f"{name}; sys_platform == 'never'\n" for name in ("torchvision", "torchaudio", "torchcodec"))
 
@@ -70,6 +74,21 @@ def package_environment(uv: Path, package: str) -> Path:
     return venv / "bin" / "python"
 
 
+def lowest_environment(uv: Path, package: str) -> Path:
+    """Make an environment of the lowest versions that one package allows for its dependencies and siblings.
+
+    A sibling comes from this checkout unless an index has an older version that the range allows.
+    """
+    venv = STATE / "venvs" / f"{package}-lowest"
+    stamp = _digest(package_sources())
+    with exclusive():
+        if not _is_stamped(venv, stamp):
+            shutil.rmtree(venv, ignore_errors=True)
+            _install_lowest(uv, venv, package)
+            _write_stamp(venv, stamp)
+    return venv / "bin" / "python"
+
+
 def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     """Make the environment of a real vLLM on CPU and install our five packages into it as an operator would.
 
@@ -103,6 +122,44 @@ def describe() -> dict[str, object]:
     }
 
 
+def release_environment(uv: Path) -> Path:
+    """Make an environment of the tools that a release needs; return its python."""
+    venv = STATE / "venvs" / "release-tools"
+    stamp = _digest([LOCK])
+    with exclusive():
+        if not _is_stamped(venv, stamp):
+            _clear_stamp(venv)
+            words = ["sync", "--only-group", "release", "--python", sys.executable]
+            uv_step("environment of release tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
+            _write_stamp(venv, stamp)
+    return venv / "bin" / "python"
+
+
+def _install_lowest(uv: Path, venv: Path, package: str) -> None:
+    wheels = _build_wheels(uv)
+    env = uv_environment()
+    env["UV_FIND_LINKS"] = ",".join(filter(None, [env.get("UV_FIND_LINKS"), str(wheels)]))
+    overrides = STATE / "lowest-overrides.txt"
+    overrides.write_text(_NIXL_OVERRIDES)
+    run_step(f"python of {package}, lowest", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=env)
+    pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
+    pyproject = ROOT / "packages" / package / "pyproject.toml"
+    # The package's own requirements are the direct ones: its file is given, not its wheel.
+    lowest: list[str | Path] = [
+        "--no-sources",
+        "--resolution",
+        "lowest-direct",
+        "--overrides",
+        overrides,
+        "-r",
+        pyproject,
+    ]
+    run_step(f"lowest versions for {package}", [*pip, *lowest], env=env)
+    wheel = next(wheels.glob(f"{package.replace('-', '_')}-*.whl"))
+    run_step(f"{package} beside them", [*pip, "--no-deps", wheel], env=env)
+    run_step(f"test tools beside {package}", [*pip, "--group", f"{pyproject}:test"], env=env)
+
+
 def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
     note(f"preparing the host environment: vLLM {vllm} on CPU (a few GB, once)")
     overrides = STATE / "host-overrides.txt"
@@ -110,7 +167,7 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
     env = uv_environment()
     run_step("host python", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=env)
     # --no-config: the workspace's overrides (no torch) are not the host's.
-    pip = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
+    pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
     # Where no wheel of the CPU build of torch is configured, uv knows which index has it.
     backend = [] if "UV_FIND_LINKS" in env else ["--torch-backend", "cpu"]
     # Compiled once here: an engine start imports thousands of modules, in three processes.
@@ -127,7 +184,18 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
 
 
 def _install_ours(uv: Path, venv: Path) -> None:
-    """Build the five wheels and install them, siblings found as wheels beside each other."""
+    """Install the five wheels of this checkout, siblings found as wheels beside each other."""
+    files = sorted(_build_wheels(uv).glob("*.whl"))
+    env = uv_environment()
+    run_step(
+        "install our packages beside vLLM",
+        [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python", "--reinstall", "--no-deps", *files],
+        env=env,
+    )
+
+
+def _build_wheels(uv: Path) -> Path:
+    """Build the five wheels of this checkout; return their folder, which holds nothing else."""
     wheels = STATE / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     env = uv_environment()
@@ -138,11 +206,7 @@ def _install_ours(uv: Path, venv: Path) -> None:
     files = sorted(wheels.glob("*.whl"))
     if len(files) != len(PACKAGES):
         fail(f"expected {len(PACKAGES)} wheels in {wheels}, found {[f.name for f in files]}")
-    run_step(
-        "install our packages beside vLLM",
-        [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python", "--reinstall", "--no-deps", *files],
-        env=env,
-    )
+    return wheels
 
 
 def _digest(files: Iterable[Path]) -> str:

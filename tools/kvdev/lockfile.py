@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-
 import tomllib
 
 __all__ = ["NEUTRAL", "bindings", "is_neutral", "neutralise"]

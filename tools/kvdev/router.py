@@ -27,7 +27,7 @@ _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)
 _DECODE_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 _MAX_BODY_BYTES = 64 * 2**20
-# What a prefill engine is asked: keep the blocks, tell where they are. Source: vLLM's router contract.
+# Request to a prefill engine: keep the blocks, tell where they are. Source: vLLM's router contract.
 _ASK_TICKET: dict[str, object] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdev.envs import DEFAULT_VLLM, host_environment, package_environment
+from kvdev.envs import DEFAULT_VLLM, host_environment, lowest_environment, package_environment
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, fail, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["SCOPES", "run_tests"]
+__all__ = ["SCOPES", "RunOptions", "run_tests"]
 
-SCOPES = ("check", "tools", *PACKAGES, "sim", "real-io", "host", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "host", "gpu")
 _NO_TESTS_COLLECTED = 5
 
 
@@ -33,31 +34,55 @@ class _Tally:
     skipped: int = 0
     not_run: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    durations: list[tuple[str, float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
 
-def run_tests(uv: Path, scopes: Sequence[str], *, vllm: str = DEFAULT_VLLM, select: str = "") -> int:
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Choices that hold for every scope of a run: vLLM's version, pytest's -k, long variants, lowest versions."""
+
+    vllm: str = DEFAULT_VLLM
+    select: str = ""
+    is_long: bool = False
+    is_lowest: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments that every call of pytest gets."""
+        return ["-k", self.select] if self.select else []
+
+
+def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
     """Run the scopes (none: all that this machine can run); return 0 when nothing failed."""
+    options = options or RunOptions()
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown:
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
+    if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
+        fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
+    if options.is_long:
+        os.environ["KVDEV_LONG"] = "1"
     started = time.monotonic()
     tally = _Tally()
-    for scope in scopes or SCOPES:
+    for scope in scopes or (PACKAGES if options.is_lowest else SCOPES):
+        begun = time.monotonic()
         try:
-            _run_scope(uv, scope, tally, vllm=vllm, select=select, is_asked_for=bool(scopes))
+            _run_scope(uv, scope, tally, options, is_asked_for=bool(scopes))
         except DevError as error:
             tally.failed += 1
             tally.failures.append(scope)
             print(f"\n{scope}: {error}\n", flush=True)
-    print(f"\nscopes failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
+        tally.durations.append((scope, time.monotonic() - begun))
+    print("\nseconds by scope: " + ", ".join(f"{scope} {seconds:.0f}" for scope, seconds in tally.durations))
+    print(f"scopes failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
     for line in (*tally.reasons, *tally.not_run):
         print(line)
     print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
     return 1 if tally.failed else 0
 
 
-def _run_scope(uv: Path, scope: str, tally: _Tally, *, vllm: str, select: str, is_asked_for: bool) -> None:
+def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
     note(f"scope {scope}")
     if scope == "check":
         from kvdev.checks import run_checks
@@ -68,14 +93,15 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, *, vllm: str, select: str, i
         else:
             tally.passed += 1
     elif scope in PACKAGES:
-        python = package_environment(uv, scope)
-        _pytest(scope, python, [ROOT / "packages" / scope / "tests"], tally, select)
+        _package(uv, scope, tally, options)
+    elif scope == "never-wrong":
+        _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
     elif scope == "tools":
-        _pytest(scope, _here(), [ROOT / "tools" / "tests"], tally, select)
+        _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
     elif scope in {"sim", "real-io"}:
-        _pytest(scope, _here(), [ROOT / "integration_tests" / scope.replace("-", "_")], tally, select)
+        _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
     elif scope == "host":
-        _host(uv, tally, vllm, select)
+        _host(uv, tally, options)
     elif not _has_gpu():
         tally.not_run.append(
             "not run: gpu (this machine has no NVIDIA GPU; the GPU stage is not green, it did not happen)"
@@ -84,45 +110,73 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, *, vllm: str, select: str, i
             tally.failed += 1
             tally.failures.append(scope)
     else:
-        _pytest(scope, _here(), [ROOT / "integration_tests" / "gpu"], tally, select)
+        _pytest(scope, _here(), ROOT / "integration_tests" / "gpu", tally, *options.words)
 
 
-def _host(uv: Path, tally: _Tally, vllm: str, select: str) -> None:
+def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
+    """Run a package's tests in an environment that holds it alone, then hold its core to its coverage floor."""
+    folder = ROOT / "packages" / name
+    if options.is_lowest:
+        python = lowest_environment(uv, name)
+        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words)
+        return
+    python = package_environment(uv, name)
+    rules = folder / "core.coveragerc"
+    if not rules.exists() or options.select:
+        _pytest(name, python, folder / "tests", tally, *options.words)
+        return
+    data = STATE / "reports" / f"{name}.coverage"
+    environment = {**os.environ, "COVERAGE_FILE": str(data)}
+    runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
+    _pytest(name, python, folder / "tests", tally, *options.words, env=environment, runner=runner)
+    command: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
+    run_step(f"coverage of {name}'s core", command, env=environment, timeout_s=120)
+
+
+def _never_wrong(uv: Path, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
+    """Run the named case of every defect that must not come back; in a run of all scopes the packages' part ran already."""
+    if is_asked_for:
+        for name in PACKAGES:
+            tests = ROOT / "packages" / name / "tests"
+            if any("mark.never_wrong" in file.read_text() for file in tests.rglob("*.py")):
+                python = package_environment(uv, name)
+                _pytest(f"never-wrong-{name}", python, tests, tally, "-m", "never_wrong", *options.words)
+    folder = ROOT / "integration_tests" / "never_wrong"
+    _pytest("never-wrong", _here(), folder, tally, "--durations=5", *options.words)
+
+
+def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
     folder = ROOT / "integration_tests" / "host"
-    python = host_environment(uv, vllm)
-    _pytest("host-inside", python, [folder / "inside"], tally, select)
-    env = {**os.environ, "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
-    _pytest(
-        "host-engines", _here(), [folder / "engines"], tally, select, env=env, timeout_s=2400, more=["--timeout=900"]
-    )
+    python = host_environment(uv, options.vllm)
+    _pytest("host-inside", python, folder / "inside", tally, *options.words)
+    env = {**os.environ, "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
+    words = ["--timeout=900", *options.words]
+    _pytest("host-engines", _here(), folder / "engines", tally, *words, env=env, timeout_s=2400)
 
 
 def _pytest(
     name: str,
     python: Path,
-    paths: Sequence[Path],
+    folder: Path,
     tally: _Tally,
-    select: str,
-    *,
-    env: dict[str, str] | None = None,
+    *words: str,
+    env: Mapping[str, str] | None = None,
     timeout_s: float = 1200,
-    more: Sequence[str] = (),
+    runner: Sequence[str] = (),
 ) -> None:
     report = STATE / "reports" / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    present = [path for path in paths if any(path.rglob("test_*.py"))]
-    if not present:
-        tally.not_run.append(f"not run: {name} (no tests in {', '.join(str(p.relative_to(ROOT)) for p in paths)})")
+    if not any(folder.rglob("test_*.py")):
+        tally.not_run.append(f"not run: {name} (no tests in {folder.relative_to(ROOT)})")
         return
-    command = [
-        python, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", *more,
-        *(["-k", select] if select else []), *present,
+    command: list[str | Path] = [
+        python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
+        f"--junitxml={report}", "-o", "junit_family=xunit1", *words, folder,
     ]  # fmt: skip
     code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
-    if code == _NO_TESTS_COLLECTED and select:
-        tally.not_run.append(f"not run: {name} (no test matches -k {select!r})")
+    if code == _NO_TESTS_COLLECTED and words:
+        tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
         return
     passed, failed, skipped, reasons = _count(report)
     tally.passed += passed

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdev import steps, testing
+from kvdev import testing
 from kvdev.engines import EngineSpec, free_port, start_all
-from kvdev.paths import ROOT
+from kvdev.paths import ROOT, STATE
 from kvdev.steps import DevError, run_step
 from kvdev.uvtool import find_or_install_uv
 
@@ -24,7 +24,7 @@ def test_a_failed_step_names_itself_its_command_and_the_end_of_its_log() -> None
     message = str(caught.value)
     for words in ("'tests: failing step'", "exit code 3", "-c", "the reason", "log:"):
         assert words in message
-    assert (steps.STATE / "logs" / "tests--failing-step.log").exists()
+    assert (STATE / "logs" / "tests--failing-step.log").exists()
 
 
 def test_a_crash_is_shown_though_a_long_dump_follows_it() -> None:
@@ -41,7 +41,7 @@ def test_a_crash_is_shown_though_a_long_dump_follows_it() -> None:
 def test_without_a_network_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     uv = find_or_install_uv()
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:1/simple")
-    words = [
+    words: list[str | Path] = [
         uv,
         "pip",
         "install",

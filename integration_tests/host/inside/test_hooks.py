@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine import BLOCK, FULL, STATE, hand_over, prompt
+from engine import BLOCK, FULL, STATE, hand_over, prompt, tokens_of
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kv_handshake import compatibility_hash
+from kv_handshake import Codec
 from vllm_adapter import KVTransferConnector
 from vllm_adapter.host.metadata import RankEnvelope
 from vllm_adapter.host.metrics import TransferStats
@@ -65,7 +65,7 @@ def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: i
 def test_the_hash_is_the_hosts_own_and_changes_with_what_matters(make_engine, change: str) -> None:
     engine = make_engine("P")
     config, cache = engine.config, engine.scheduler.kv_cache_config
-    before = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+    before = Codec().compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
     if change == "dtype":
         config.model_config.dtype = "bfloat16"
     elif change == "cache_dtype":
@@ -74,7 +74,7 @@ def test_the_hash_is_the_hosts_own_and_changes_with_what_matters(make_engine, ch
         config.model_config.model = "another"
     elif change == "hybrid":
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    after = compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
+    after = Codec().compatibility_hash(engine_facts(config, cache, is_worker=False).factors)
     assert after == host_metadata.compute_nixl_compatibility_hash(config, "")
     assert (after == before) == (change == "none")
 
@@ -182,7 +182,7 @@ def test_a_decode_engine_hands_its_blocks_back_for_the_next_turn(make_engine) ->
     prefill.step()
     (read,) = prefill.orders("reads")
     assert read.peer_request_id == "d1"
-    assert read.external_tokens >= 2 * BLOCK
+    assert tokens_of(read) >= 2 * BLOCK
     prefill.step(received=["p2"])
     prefill.step()
     assert prefill.ticket("p2")["do_remote_prefill"] is True

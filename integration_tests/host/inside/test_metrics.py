@@ -70,3 +70,49 @@ def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
     assert [sample(name, le=le) for le in ("0.05", "5.0", "7.5", "15.0", "+Inf")] == [2, 2, 3, 3, 4]
     assert sample("vllm:kv_transfer_heartbeat_delay_seconds_sum") == 0.2
     assert sample("vllm:kv_transfer_num_unsent_heartbeats_total") == 1
+
+
+def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_only_be_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`Gauge.inc` raised AttributeError there, which ended the host's output loop and failed all requests."""
+    values: dict[tuple[str, ...], float] = {}
+
+    class OnlySet:
+        def __init__(self, name: str = "", labelnames: Any = (), **_options: Any) -> None:
+            self._key: tuple[str, ...] = (name,)
+
+        def labels(self, *labels: str) -> OnlySet:
+            child = OnlySet()
+            child._key = (*self._key, *map(str, labels))
+            return child
+
+        def set(self, value: float) -> None:
+            values[self._key] = value
+
+    class Ignored(OnlySet):
+        def inc(self, _value: float = 1) -> None: ...
+        def observe(self, _value: float) -> None: ...
+
+    classes = {
+        prometheus_client.Gauge: OnlySet,
+        prometheus_client.Counter: Ignored,
+        prometheus_client.Histogram: Ignored,
+    }
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    kinds: Any = classes
+    metrics = PromMetrics(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
+    failures: list[str] = []
+    monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", failures.append)
+    data = TransferStats().data
+    metrics.observe({**data, "quarantined_bytes": [4096, -1024], "live_requests": [{"leased": 2}]})
+    metrics.observe({**data, "quarantined_bytes": [-1024], "live_requests": [{"leased": -1}], "stuck_threads": [1]})
+    assert values["vllm:kv_transfer_quarantined_bytes", "tiny", "0"] == 2048
+    assert values["vllm:kv_transfer_stuck_threads", "tiny", "0"] == 1
+    assert values["vllm:kv_transfer_live_requests", "tiny", "0", "leased"] == 1
+    assert failures == []
+
+
+def test_a_statistic_that_cannot_be_recorded_never_raises(page: Any) -> None:
+    page(transfer_duration=["no number"])
+    page(num_failed_transfers=[1])

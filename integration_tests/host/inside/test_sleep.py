@@ -148,7 +148,7 @@ def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_aft
     producer, consumer = make("P"), make("D")
     consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
     consumer.step()
-    _wait(lambda: consumer.side._ends)
+    _wait(lambda: consumer.side._finished)
     consumer.sleep(resets=False)
     consumer.wake()
     consumer.until(received="d1")

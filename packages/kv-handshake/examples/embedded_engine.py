@@ -12,17 +12,8 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from kv_handshake import (
-    Advertisement,
-    Client,
-    Codec,
-    Listener,
-    LocalOffer,
-    compatibility_id,
-    decode_advertisement,
-    pairing_problems,
-    probe_advertisement,
-)
+from kv_handshake import Advertisement, Client, Codec, Listener, LocalOffer, compatibility_id
+from kv_handshake.inspect import probe_advertisement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,11 +106,11 @@ def main() -> int:
     producer, consumer, stranger = Engine("producer"), Engine("consumer"), Engine("stranger", dtype="float32")
     try:
         found, _ = probe_advertisement("127.0.0.1", producer.listener.port, timeout_s=5)
-        print("router pairs producer and consumer:", not pairing_problems(found, consumer.advertisement()))
-        print("router pairs producer and stranger:", not pairing_problems(found, stranger.advertisement()))
+        print("router pairs producer and consumer:", not found.problems_as_producer_for(consumer.advertisement()))
+        print("router pairs producer and stranger:", not found.problems_as_producer_for(stranger.advertisement()))
         prompt = bytes(itertools.islice(itertools.cycle(range(256)), 200))
         blocks = producer.prefill("request-1", prompt)
-        producer.notify(consumer.pull(decode_advertisement(found.encode()), "request-1", blocks))
+        producer.notify(consumer.pull(Advertisement.decode(found.encode()), "request-1", blocks))
         print("consumer holds the producer's bytes:", consumer.cache[:200] == prompt)
         print("producer freed the request:", not producer.readers_left)
         try:

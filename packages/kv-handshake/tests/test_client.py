@@ -135,14 +135,72 @@ class MovedClock:
         return time.monotonic() + self.ahead_s
 
 
+def test_a_refused_connection_is_an_answer(client, free_port):
+    """One attempt, no retry within the request, however long its deadline is."""
+    outcome = fetch(client, free_port)
+    assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
+    assert f"127.0.0.1 port {free_port}" in outcome.message
+    assert "keys" not in outcome.message
+    assert outcome.is_retry_safe
+    assert outcome.elapsed_s < 0.5
+
+
+def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, listener, monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.77", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    outcome = fetch(client, listener.port, host="two-addresses.test")
+    assert (outcome.code, outcome.attempts) == ("", 1), outcome.message
+
+
+def test_a_failed_peer_is_asked_again_in_the_background(free_port):
+    """Requests fail at once all the while; the first one after the peer has answered succeeds."""
+    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.05)
+    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    assert fetch(client, free_port).code == "connection-refused"
+    until(lambda: client.statistics()["background_attempts"] > 2)
+    outcome = fetch(client, free_port)
+    assert (outcome.code, outcome.attempts) == ("recently-failed", 0)
+    assert outcome.context["last_code"] == "connection-refused"
+    assert outcome.context["failures"] > 2
+    listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
+    listener.start()
+    until(lambda: client.statistics()["remembered_failures"] == 0)
+    assert fetch(client, free_port).is_ok
+    assert client.statistics()["requests"] == 3
+    client.close()
+    listener.close()
+
+
+def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
+    """While the one background attempt hangs, every request fails at once."""
+    client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=1, attempt_s=0.5, hold_first_s=0.01), seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        assert fetch(client, port).code == "timed-out"
+        attempts = client.statistics()["attempts"]
+        until(lambda: client.statistics()["attempts"] > attempts)
+        outcomes = [fetch(client, port) for _ in range(20)]
+        assert {outcome.code for outcome in outcomes} == {"recently-failed"}
+        assert max(outcome.elapsed_s for outcome in outcomes) < 0.5
+        client.close()
+
+
+def test_a_peer_that_nobody_wants_is_forgotten(free_port):
+    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.02, forget_s=0.1)
+    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    assert fetch(client, free_port).code == "connection-refused"
+    until(lambda: client.statistics()["remembered_failures"] == 0)
+    assert client.statistics()["background_attempts"] > 1
+    assert fetch(client, free_port).code == "connection-refused"
+    client.close()
+
+
 def test_dead_port_is_refused_remembered_and_forgotten(hasty, free_port, monkeypatch):
     clock = MovedClock()
     monkeypatch.setattr("kv_handshake._client.time", clock)
+    monkeypatch.setattr("kv_handshake._loop.time", clock)
     first = fetch(hasty, free_port)
     assert first.code == "connection-refused"
-    assert f"127.0.0.1 port {free_port}" in first.message
-    assert first.attempts > 1
-    assert first.is_retry_safe
     second = fetch(hasty, free_port)
     assert (second.code, second.attempts) == ("recently-failed", 0)
     assert second.context["last_code"] == "connection-refused"
@@ -151,16 +209,31 @@ def test_dead_port_is_refused_remembered_and_forgotten(hasty, free_port, monkeyp
     listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
     listener.start()
     clock.ahead_s = second.context["retry_after_s"]
-    monkeypatch.setattr(hasty, "_timing", PATIENT)
+    hasty._loop._hub.wake()
+    until(lambda: hasty.statistics()["remembered_failures"] == 0)
+    assert hasty.statistics()["background_attempts"] == 1
     assert fetch(hasty, free_port).is_ok
-    assert hasty.statistics()["remembered_failures"] == 0
     listener.close()
 
 
-def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hasty, free_port, monkeypatch):
+def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port, monkeypatch):
+    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=60, hold_most_s=60, connections=7)
+    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    clock = MovedClock()
+    monkeypatch.setattr("kv_handshake._client.time", clock)
+    monkeypatch.setattr("kv_handshake._loop.time", clock)
+    assert [fetch(client, free_port).code for _ in range(2)] == ["connection-refused", "recently-failed"]
+    clock.ahead_s = 60
+    assert fetch(client, free_port).code == "connection-refused"
+    assert client.statistics()["background_attempts"] == 0
+    client.close()
+
+
+def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hasty, monkeypatch):
     """As on a busy machine, where the thread wakes when both are past."""
     clock = MovedClock()
     monkeypatch.setattr("kv_handshake._client.time", clock)
+    monkeypatch.setattr("kv_handshake._loop.time", clock)
     real = Task.plan_retry
 
     def plan_retry(task, now_s, chance):
@@ -170,24 +243,9 @@ def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hast
         return True
 
     monkeypatch.setattr(Task, "plan_retry", plan_retry)
-    assert fetch(hasty, free_port).code == "connection-refused"
-    assert fetch(hasty, free_port).code == "recently-failed"
-
-
-def test_a_peer_that_starts_late_is_found_within_the_deadline(client, free_port):
-    listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
-
-    def start_late():
-        until(lambda: client.statistics()["attempts"] > 2)
-        listener.start()
-
-    starter = threading.Thread(target=start_late)
-    starter.start()
-    outcome = fetch(client, free_port)
-    starter.join()
-    assert outcome.is_ok
-    assert outcome.attempts > 2
-    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert fetch(hasty, mute.getsockname()[1]).code == "timed-out"
+        assert fetch(hasty, mute.getsockname()[1]).code == "recently-failed"
 
 
 def test_silent_peer_times_out_with_all_that_is_known(hasty):
@@ -200,19 +258,13 @@ def test_silent_peer_times_out_with_all_that_is_known(hasty):
     assert 0.9 < outcome.elapsed_s < 20, "about its deadline"
 
 
-def test_sockets_are_made_and_closed_in_quiet_moments(listener):
-    hub = Hub()
-    assert hub.poll(30) == ([], []), "it waits no longer than until it can make the sockets of the next connection"
-    spare = hub._spare
-    connections = [hub.open("127.0.0.1", listener.port) for _ in range(40)]
-    assert connections[0] is spare
-    for connection in connections:
-        hub.discard(connection)
-    assert len(hub._retired) < 40, "not too many are kept open"
-    until(lambda: hub.poll(30) == ([], []) and hub._retired == [])
-    assert all(connection.socket.closed and connection.monitor.closed for connection in connections)
-    hub.close()
-    assert hub._spare.socket.closed
+def test_a_reply_of_endless_frames_does_not_keep_others_waiting(client, listener):
+    with puppet(lambda _: [b""] * 1_000_000) as port:
+        began_s = time.perf_counter()
+        outcome = fetch(client, port)
+        assert outcome.code == "unexpected-reply"
+        assert time.perf_counter() - began_s < 20
+        assert fetch(client, listener.port).is_ok
 
 
 def test_a_reply_before_the_end_of_the_connection_counts():

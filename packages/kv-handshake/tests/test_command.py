@@ -7,23 +7,15 @@ import sys
 
 import msgspec
 import pytest
+import zmq.auth
 
-from kv_handshake import (
-    Advertisement,
-    Codec,
-    ConfigurationError,
-    Listener,
-    Recording,
-    Snapshot,
-    compare,
-    compatibility_hash,
-    decode_envelope,
-    decode_metadata,
-    dialect_of,
-    generate_keypair,
-    read_recording,
-)
+from kv_handshake import Advertisement, Codec, ConfigurationError, Listener
 from kv_handshake._cli import main
+from kv_handshake._factors import compatibility_hash
+from kv_handshake._reading import decode_envelope, decode_metadata
+from kv_handshake.inspect import Recording, Snapshot, compare
+from kv_handshake.machine import dialect_of
+from kv_handshake.security import ServerSecurity
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = dict.fromkeys(dialect_of(14).hash_factors, "x") | {"vllm_version": "0.32.0", "dtype": "torch.bfloat16"}
@@ -125,8 +117,8 @@ def test_against_a_file_and_a_supposed_model(served, capsys, tmp_path):
     file = tmp_path / "peer.json"
     peer = served(recording())
     assert main(["probe", peer, "--save", str(file), "--advertisement"]) == 0
-    assert read_recording(file).payloads == recording().payloads
-    assert json.loads(read_recording(file).advertisement)["engine_id"] == "engine-a"
+    assert Recording.read(file).payloads == recording().payloads
+    assert json.loads(Recording.read(file).advertisement)["engine_id"] == "engine-a"
     assert (
         main(
             [
@@ -169,7 +161,7 @@ def test_first_engine_stands_first_in_every_difference():
         (["probe", "127.0.0.1:1", "--rank", "x"], 2),
         (["probe", "127.0.0.1:1", "--rank", "3-1"], 2),
         (["probe", "127.0.0.1:1", "--dialect", "99"], 2),
-        (["probe", "127.0.0.1:1", "--public-key", "x"], 2),
+        (["probe", "127.0.0.1:1", "--secret-key", "x"], 2),
         (["probe", "127.0.0.1:1", "--json"], 3),
         (["probe", "no-such-host.invalid:1"], 3),
         (["serve", "no-such-file"], 2),
@@ -190,16 +182,13 @@ def test_refusals_and_bad_supposition(served, capsys):
 
 
 def test_probe_with_keys(capsys, tmp_path):
-    from kv_handshake import ServerSecurity
-
-    server, own = generate_keypair(), generate_keypair()
-    for name, text in (("server.key", server[0]), ("own.key", own[0]), ("own.secret", own[1])):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o600)
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), security=ServerSecurity(*server))
+    for name in ("server", "own"):
+        zmq.auth.create_certificates(tmp_path, name)
+        (tmp_path / f"{name}.key_secret").chmod(0o600)
+    security = ServerSecurity.read(tmp_path / "server.key_secret")
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), security=security)
     listener.start()
-    keys = ["--public-key", tmp_path / "own.key", "--secret-key", tmp_path / "own.secret"]
-    keys += ["--server-key", tmp_path / "server.key"]
+    keys = ["--secret-key", tmp_path / "own.key_secret", "--server-key", tmp_path / "server.key"]
     assert main(["probe", f"127.0.0.1:{listener.port}", *map(str, keys)]) == 0
     listener.close()
 
@@ -265,11 +254,11 @@ def test_bad_recordings(tmp_path, text):
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        read_recording(file)
+        Recording.read(file)
     assert caught.value.code == "invalid-recording"
 
 
 def test_recording_of_a_silent_engine_keeps_its_factors(tmp_path):
     made = Recording(14, recording(silent=True).payloads, factors=FACTORS)
     made.write(tmp_path / "r.json")
-    assert read_recording(tmp_path / "r.json").factors == FACTORS
+    assert Recording.read(tmp_path / "r.json").factors == FACTORS

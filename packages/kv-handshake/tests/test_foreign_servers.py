@@ -2,11 +2,12 @@
 
 import contextlib
 import socket
+import struct
 import threading
 
 import pytest
 
-from kv_handshake import _zmq
+from kv_handshake._zmq import _connections
 
 RANKS = [(0, rank) for rank in range(8)]
 
@@ -71,7 +72,7 @@ def test_tcp_server_that_speaks_something_else(client, behaviour, words):
 
 
 def test_a_peer_that_is_too_busy_to_open_the_connection_is_tried_again(hasty, monkeypatch):
-    monkeypatch.setattr(_zmq, "_OPENING_MS", 100)
+    monkeypatch.setattr(_connections, "_OPENING_MS", 100)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         outcome = fetch(hasty, busy.getsockname()[1])
     assert outcome.code in ("connection-lost", "timed-out")
@@ -79,14 +80,19 @@ def test_a_peer_that_is_too_busy_to_open_the_connection_is_tried_again(hasty, mo
     assert outcome.is_retry_safe
 
 
-def test_tcp_server_that_hangs_up_without_a_word(client):
+def test_a_connection_reset_before_it_opens_is_refused_at_once(client):
+    """As by a process that is being killed: its system accepts, and resets when the process is gone."""
     with socket.create_server(("127.0.0.1", 0)) as foreign:
 
         def hang_up():
             accepted, _ = foreign.accept()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             accepted.close()
 
         server = threading.Thread(target=hang_up)
         server.start()
-        assert fetch(client, foreign.getsockname()[1]).code == "authentication-refused"
+        outcome = fetch(client, foreign.getsockname()[1])
         server.join()
+    assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
+    assert "keys" not in outcome.message
+    assert outcome.elapsed_s < 0.5

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kv_handshake import CODES, decode_envelope, dialect_of, encode_query
+from kv_handshake import CODES
+from kv_handshake._reading import decode_envelope
+from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.testing import hostile_queries, sample_envelopes
 
 FRAMES = int(os.environ.get("KV_HANDSHAKE_FUZZ_FRAMES", "200000"))

@@ -8,22 +8,10 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import (
-    Client,
-    ClientSecurity,
-    ConfigurationError,
-    Listener,
-    LocalOffer,
-    QueryLimits,
-    ServerSecurity,
-    Timing,
-    TransportError,
-    decode_clock,
-    decode_envelope,
-    dialect_of,
-    encode_query,
-    generate_keypair,
-)
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing, TransportError
+from kv_handshake._reading import decode_clock, decode_envelope
+from kv_handshake.machine import dialect_of, encode_query
+from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import check_listener, sample_envelopes
 
 QUERY = encode_query((0, 3), dialect_of(14))

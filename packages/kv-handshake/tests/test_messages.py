@@ -5,22 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import (
-    CODES,
-    Codec,
-    ConfigurationError,
-    HandshakeError,
-    WireError,
-    decode_clock,
-    decode_envelope,
-    decode_metadata,
-    dialect_of,
-    encode_query,
-    parse_query,
-)
+from kv_handshake import CODES, Codec, ConfigurationError, HandshakeError, WireError
+from kv_handshake._messages import METADATA_FIELDS, AgentMetadata
 from kv_handshake._policy import LocalOffer
-from kv_handshake._reading import ReplyReader, reconstruct_blocks_ratio
+from kv_handshake._queries import parse_query
+from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
 from kv_handshake._writing import encode_clock, encode_metadata
+from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
 
 FACTORS = {"model": "m"}
@@ -191,50 +182,34 @@ def test_damaged_envelope_is_refused_or_whole(rng):
     assert metadata is not None or code in CODES
 
 
-def what_is_read(reader, frame):
-    try:
-        envelope = reader.envelope(frame)
-        return envelope, reader.metadata(envelope)
-    except WireError as refusal:
-        return refusal.code, str(refusal)
+def test_field_table_is_the_wire():
+    """The rows of the table are exactly vLLM's keys in its order, then ours; every other attribute is the envelope's."""
+    names = [each.name for each in METADATA_FIELDS]
+    assert names[:-2] == list(dialect_of(15).metadata_fields)
+    assert [each.key for each in METADATA_FIELDS][-2:] == ["kvh_fence", "kvh_geometry"]
+    assert set(AgentMetadata.__struct_fields__) - set(names) == {"generation", "factors", "capabilities"}
 
 
-@given(st.randoms(use_true_random=False))
-def test_what_was_read_before_changes_nothing(rng):
-    """A reader that remembers other replies, good and damaged, reads every reply as one that remembers none."""
-    reader = ReplyReader()
-    frames = list(sample_envelopes([(0, 0), (0, 1)]).values())
-    frames += sample_envelopes([(0, 2)], dialect=2, factors={"model": "other"}).values()
-    for _ in range(12):
-        frame = rng.choice(frames)
-        if rng.random() < 0.5:
-            envelope = msgspec.msgpack.decode(frame)
-            envelope["agent_metadata_bytes"] = mutate(rng, envelope["agent_metadata_bytes"])
-            envelope.pop("kvh_checksum")
-            frame = msgspec.msgpack.encode(envelope)
-        elif rng.random() < 0.5:
-            frame = mutate(rng, frame)
-        assert what_is_read(reader, frame) == what_is_read(ReplyReader(), frame)
+def test_capabilities_of_the_envelope_reach_the_metadata():
+    codec = Codec(capabilities={"nonce": "supported", "digest": "required", "push": "absent"})
+    envelope = decode_envelope(codec.encode_envelope(sample_metadata(), {}, dialect=14))
+    assert decode_metadata(envelope).capabilities == ("digest", "nonce")
+    assert decode_metadata(decode_envelope(sample_envelopes()[0, 0])).capabilities == ()
 
 
-def test_what_ranks_repeat_is_read_once():
-    reader = ReplyReader()
-    one, other = (
-        reader.metadata(reader.envelope(frame)) for frame in sample_envelopes([(0, 0), (0, 1)], regions=9).values()
+def test_metadata_under_an_unknown_name_is_refused():
+    with pytest.raises(ConfigurationError, match="block_sise") as caught:
+        Codec().encode_envelope({**sample_metadata(), "block_sise": 16}, {}, dialect=14)
+    assert caught.value.code == "invalid-argument"
+
+
+def test_an_envelope_is_short_besides_its_metadata():
+    frame = msgspec.msgpack.encode(
+        {"compatibility_hash": "", "agent_metadata_bytes": b"", "kvh_factors": {"a": "x" * 300_000}}
     )
-    assert one.kv_caches_base_addr != other.kv_caches_base_addr
-    for name in ("block_lens", "region_names", "region_mem_types"):
-        assert getattr(one, name) is getattr(other, name)
-    for name in ("factors", "packed_member_layouts"):
-        assert getattr(one, name) is not getattr(other, name), "its reader may change it"
-
-
-def test_very_long_values_are_not_remembered():
-    values = {**sample_metadata(regions=1), "region_names": ["x" * 300_000]}
-    reader, frame = ReplyReader(), Codec().encode_envelope(values, {}, dialect=14)
-    one, other = (reader.metadata(reader.envelope(frame)) for _ in range(2))
-    assert one == other
-    assert one.region_names is not other.region_names
+    with pytest.raises(WireError, match="besides its metadata") as caught:
+        decode_envelope(frame)
+    assert caught.value.code == "malformed-envelope"
 
 
 @given(st.binary(max_size=300))

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Codec, ConfigurationError, encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake import Codec, ConfigurationError
+from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
 
 REQUEST_IDS = (
     st.text(min_size=1, max_size=60)
@@ -20,7 +21,7 @@ def test_read_complete_survives_the_way(request_id, count):
 @given(st.lists(st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)))
 def test_heartbeats_survive_the_way(request_ids):
     found = []
-    for payload in encode_heartbeats(request_ids, target_bytes=64):
+    for payload in encode_heartbeats([(each, "") for each in request_ids], target_bytes=64):
         seen = parse_notification(payload)
         assert seen.kind == "heartbeat"
         found += seen.request_ids
@@ -36,7 +37,7 @@ def test_anything_parses(payload):
 
 
 def test_heartbeats_are_batched_by_bytes():
-    payloads = encode_heartbeats([f"request-{index:04}" for index in range(1000)], target_bytes=1000)
+    payloads = encode_heartbeats([(f"request-{index:04}", "") for index in range(1000)], target_bytes=1000)
     assert max(map(len, payloads)) <= 1000
     assert len(payloads) < 20
     assert encode_heartbeats([]) == ()
@@ -44,7 +45,7 @@ def test_heartbeats_are_batched_by_bytes():
 
 def test_vllm_reads_our_heartbeats():
     # Its own reader splits the text after "HB:" at commas, and takes each part for an id.
-    (payload,) = encode_heartbeats(["a", "b"])
+    (payload,) = encode_heartbeats([("a", ""), ("b", "")])
     assert payload.decode()[3:].split(",") == ["a", "b"]
 
 
@@ -66,7 +67,7 @@ def test_read_complete_that_nobody_could_read_is_refused(request_id, count):
 @pytest.mark.parametrize("request_id", ["", "\ud800", "r" * 5000, "\u6f22" * 2000])
 def test_heartbeat_that_nobody_could_read_is_refused(request_id):
     with pytest.raises(ConfigurationError):
-        encode_heartbeats([request_id])
+        encode_heartbeats([(request_id, "")])
 
 
 def test_lone_surrogate_cannot_be_notified():
@@ -77,6 +78,6 @@ def test_lone_surrogate_cannot_be_notified():
 def test_codec_offers_the_same():
     codec = Codec()
     assert codec.read_complete("r", 2) == b"r:2"
-    assert codec.heartbeats(["r"]) == (b"HB:r",)
+    assert codec.heartbeats([("r", "")]) == (b"HB:r",)
     assert codec.parse_notification(b"r:2").reader_count == 2
     assert len(codec.compatibility_hash({})) == 64

@@ -1,8 +1,12 @@
 import pytest
 
-from kv_handshake import Codec, LocalOffer, compatibility_hash, decode_envelope, dialect_of, judge
+from kv_handshake import Codec, LocalOffer
+from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
+from kv_handshake._policy import judge
+from kv_handshake._reading import decode_envelope
 from kv_handshake._writing import encode_refusal
+from kv_handshake.machine import dialect_of
 from kv_handshake.testing import sample_metadata
 
 VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {

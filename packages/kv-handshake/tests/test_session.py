@@ -5,21 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import (
-    TRANSITIONS,
-    ClientSession,
-    Codec,
-    ConfigurationError,
-    Envelope,
-    LocalOffer,
-    Refusal,
-    ServerCore,
-    WireError,
-    compatibility_hash,
-    judge,
-)
-from kv_handshake._session import SessionMemory
+from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
+from kv_handshake._factors import compatibility_hash
+from kv_handshake._messages import Envelope
+from kv_handshake._policy import judge
+from kv_handshake._states import EVENTS, TRANSITIONS, next_step
 from kv_handshake._writing import encode_clock
+from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
@@ -89,7 +81,6 @@ def good(rank=(0, 0), **arguments):
 
 
 def test_unexpected_replies():
-    fails(good(), "unexpected-reply", asked=0)
     fails((), "unexpected-reply")
     fails((*good(), b"third"), "unexpected-reply")
     fails(good()[:1], "unexpected-reply")
@@ -147,8 +138,9 @@ def test_nothing_happens_after_the_end():
     asker.fail(WireError("refused", "later"))
     asker.receive(b"", ends_frame=True, ends_message=True, now_s=0.0)
     assert asker.error is first
-    with pytest.raises(ConfigurationError, match="no query is left"):
+    with pytest.raises(ConfigurationError, match="no query is left") as caught:
         asker.next_query(now_s=0.0)
+    assert (caught.value.code, caught.value.fault) == ("illegal-event", "local")
 
 
 @pytest.mark.parametrize("ranks", [[], [(0, 0), (0, 0)]])
@@ -191,46 +183,46 @@ def test_extension_keys_of_the_wrong_type_are_refused():
     fails((msgspec.msgpack.encode(envelope), encode_clock(1.0)), "malformed-envelope")
 
 
-def test_what_is_said_again_is_judged_once(monkeypatch):
-    judged = []
-    monkeypatch.setattr(
-        "kv_handshake._session.judge",
-        lambda offer, envelope, version: judged.append(version) or judge(offer, envelope, version),
-    )
-    memory = SessionMemory(LocalOffer(factors=FACTORS))
-
-    def run(version=14, **changes):
-        asker = ClientSession(ranks=RANKS, version=version, offer=LocalOffer(factors=FACTORS), memory=memory)
-        ask_all(asker, ServerCore(sample_envelopes(RANKS, dialect=version, **changes)), chunk=None, ahead=3)
-        return asker
-
-    assert run().error is None
-    assert run().error is None
-    assert judged == [14], "three ranks, two sessions, one judgement"
-    assert run(13).error is None
-    assert judged == [14, 13]
-    assert run(13, factors={**FACTORS, "dtype": "other"}).error.code == "hash-mismatch"
-    assert run(13).error is None
-    assert judged == [14, 13, 13, 13], "a verdict about another peer is no verdict about this one"
-
-
 def test_values_that_python_takes_for_equal_are_judged_apart():
-    memory = SessionMemory(LocalOffer(factors={"model": "m", "extra": 1}))
+    offer = LocalOffer(factors={"model": "m", "extra": 1})
     hashed = compatibility_hash({"model": "m", "extra": 1})
     same, other = (
         Envelope(compatibility_hash=hashed, agent_metadata_bytes=b"", factors={"model": "m", "extra": value})
         for value in (1, True)
     )
     assert same == other
-    assert memory.judge(same, 14).is_accepted
-    assert memory.judge(other, 14).code == "factors-differ"
+    assert judge(offer, same, 14).is_accepted
+    assert judge(offer, other, 14).code == "factors-differ"
 
 
-def test_what_cannot_be_remembered_is_judged_each_time():
-    memory = SessionMemory(LocalOffer(policy="off"))
-    unwritable = Refusal(code="no", message=object())
-    for _ in range(2):
-        assert (
-            memory.judge(Envelope(compatibility_hash="", agent_metadata_bytes=b"", refusal=unwritable), 14).code
-            == "refused"
-        )
+def test_bytes_before_the_first_query_are_the_callers_fault():
+    error = fails(good(), "illegal-event", asked=0).error
+    assert error.fault == "local"
+    asker = session()
+    asker.receive(b"", ends_frame=False, ends_message=False, now_s=0.0)
+    assert (asker.state, asker.error.fault) == ("failed", "local")
+
+
+def test_bytes_that_answer_no_query_are_the_peers_fault():
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    reply = core.respond(asker.next_query(now_s=0.0), clock_s=1.0)
+    asker.receive_message(reply, now_s=1.0)
+    assert asker.state == "answered"
+    asker.receive_message(reply, now_s=1.0)
+    assert (asker.error.code, asker.error.fault) == ("unexpected-reply", "peer")
+
+
+@pytest.mark.parametrize("state", TRANSITIONS)
+@pytest.mark.parametrize("cause", ["query", "bytes", "reply", "fault"])
+@pytest.mark.parametrize("left", ["outstanding", "unasked", "none"])
+def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, left):
+    events = [
+        event for event in TRANSITIONS[state] if EVENTS[event].cause == cause and EVENTS[event].left in (None, left)
+    ]
+    step = next_step(state, cause, left)
+    assert len(events) <= 1
+    if events:
+        assert step == TRANSITIONS[state][events[0]]
+    else:
+        assert step.fault == ("peer" if cause in ("bytes", "reply") and state != "idle" else "local")

@@ -1,28 +1,18 @@
 """Streams, advertisements, pacing, endpoints, keys and states."""
 
+from pathlib import Path
+
 import pytest
+import zmq.auth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import (
-    Advertisement,
-    ClientSecurity,
-    ConfigurationError,
-    ServerSecurity,
-    StreamReader,
-    Timing,
-    WireError,
-    decode_advertisement,
-    encode_stream,
-    generate_keypair,
-    pairing_problems,
-    read_authorized_keys,
-    read_public_key,
-    read_secret_key,
-    state_diagram,
-)
-from kv_handshake._endpoint import check_endpoint, is_wildcard, parse_endpoint, tcp_url
+from kv_handshake import Advertisement, ConfigurationError, Timing, WireError
+from kv_handshake._endpoint import endpoint_of, parse_endpoint
+from kv_handshake._keys import read_authorized_keys, read_keypair, read_public_key
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake.machine import StreamReader, encode_stream, state_diagram
+from kv_handshake.security import ClientSecurity, ServerSecurity
 
 ADVERTISEMENT = Advertisement(
     engine_id="e", host="10.0.0.1", port=5600, dialect=14, compatibility_id="00ff", modes=("pull", "push")
@@ -62,8 +52,8 @@ def test_stream_messages_that_cannot_be_written(frames):
 
 
 def test_advertisement_survives_the_way():
-    assert decode_advertisement(ADVERTISEMENT.encode()) == ADVERTISEMENT
-    assert decode_advertisement(ADVERTISEMENT.encode()[:-1] + b',"new":1}') == ADVERTISEMENT
+    assert Advertisement.decode(ADVERTISEMENT.encode()) == ADVERTISEMENT
+    assert Advertisement.decode(ADVERTISEMENT.encode()[:-1] + b',"new":1}') == ADVERTISEMENT
 
 
 @pytest.mark.parametrize(
@@ -90,16 +80,16 @@ def test_bad_advertisements(changes):
 )
 def test_advertisement_from_bad_bytes(data):
     with pytest.raises(WireError) as caught:
-        decode_advertisement(data)
+        Advertisement.decode(data)
     assert caught.value.code == "malformed-advertisement"
 
 
 def test_pairing():
     consumer = changed(engine_id="c")
-    assert pairing_problems(ADVERTISEMENT, consumer, mode="push") == ()
-    assert len(pairing_problems(ADVERTISEMENT, ADVERTISEMENT)) == 1
-    problems = pairing_problems(
-        changed(modes=("pull",)), changed(engine_id="c", compatibility_id="aa", modes=(), protocol=(2, 3)), mode="push"
+    assert ADVERTISEMENT.problems_as_producer_for(consumer, mode="push") == ()
+    assert len(ADVERTISEMENT.problems_as_producer_for(ADVERTISEMENT)) == 1
+    problems = changed(modes=("pull",)).problems_as_producer_for(
+        changed(engine_id="c", compatibility_id="aa", modes=(), protocol=(2, 3)), mode="push"
     )
     assert len(problems) == 4
     assert "only nothing" in problems[2]
@@ -147,7 +137,7 @@ def test_log_gate():
     "host", ["127.0.0.1", "::1", "fe80::1%eth0", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"]
 )
 def test_hosts_that_are_fine(host):
-    check_endpoint(host, 1)
+    assert endpoint_of(host, 1).host == host
 
 
 @pytest.mark.parametrize(
@@ -170,58 +160,68 @@ def test_hosts_that_are_fine(host):
 )
 def test_hosts_that_are_not(host):
     with pytest.raises(ConfigurationError) as caught:
-        check_endpoint(host, 1)
+        endpoint_of(host, 1)
     assert caught.value.code == "invalid-endpoint"
 
 
 @pytest.mark.parametrize(("port", "is_server"), [(0, False), (-1, True), (65_536, True)])
 def test_ports_that_are_not(port, is_server):
     with pytest.raises(ConfigurationError):
-        check_endpoint("127.0.0.1", port, allows_any_port=is_server)
+        endpoint_of("127.0.0.1", port, allows_any_port=is_server)
 
 
 def test_endpoint_texts():
-    assert parse_endpoint("[::1]:5600") == ("::1", 5600)
-    assert parse_endpoint("host:1") == ("host", 1)
-    assert tcp_url("::1", 1) == "tcp://[::1]:1"
-    assert tcp_url("*", 0) == "tcp://*:*"
-    assert is_wildcard("::")
+    assert parse_endpoint("[::1]:5600") == endpoint_of("::1", 5600)
+    assert parse_endpoint("host:1") == endpoint_of("host", 1)
+    assert endpoint_of("::1", 1).url == "tcp://[::1]:1"
+    assert endpoint_of("*", 0, allows_any_port=True).url == "tcp://*:*"
+    assert endpoint_of("::", 1).is_wildcard
     for text in ("host", "host:", "host:x", ":1", "host:123456"):
         with pytest.raises(ConfigurationError):
             parse_endpoint(text)
 
 
-def test_key_files(tmp_path):
-    public, secret = generate_keypair()
-    public_file, secret_file = tmp_path / "engine-a.key", tmp_path / "secret"
-    public_file.write_text(public + "\n")
-    secret_file.write_text(secret)
+def write_certificate(folder, name):
+    public_file, secret_file = (Path(each) for each in zmq.auth.create_certificates(folder, name))
     secret_file.chmod(0o600)
+    return public_file, secret_file
+
+
+def test_key_files(tmp_path):
+    public_file, secret_file = write_certificate(tmp_path, "engine-a")
+    public, secret = read_keypair(secret_file)
     assert read_public_key(public_file) == public
-    assert read_secret_key(secret_file) == secret
     assert read_authorized_keys(tmp_path) == {public: "engine-a"}
+    assert ServerSecurity.read(secret_file, tmp_path) == ServerSecurity(public, secret, {public: "engine-a"})
+    assert ServerSecurity.read(secret_file) == ServerSecurity(public, secret)
+    assert ClientSecurity.read(secret_file, public_file) == ClientSecurity(public, secret, public)
     for mode in (0o640, 0o604, 0o666):
         secret_file.chmod(mode)
         with pytest.raises(ConfigurationError, match=f"{mode:04o}") as caught:
-            read_secret_key(secret_file)
+            read_keypair(secret_file)
         assert caught.value.code == "insecure-key-file"
     assert secret not in repr(ServerSecurity(public, secret)) + repr(ClientSecurity(public, secret, public))
 
 
 def test_bad_key_files(tmp_path):
     file = tmp_path / "k"
-    for content in (b"", b"short", b"\xff" * 40, b"~" * 40):
+    certificate = b'curve\n    public-key = "%b"\n'
+    for content in (b"", b"short", b"\xff" * 40, certificate % b"short", certificate % (b"~" * 40)):
         file.write_bytes(content)
         file.chmod(0o600)
-        for read in (read_public_key, read_secret_key):
+        for read in (read_public_key, read_keypair):
             with pytest.raises(ConfigurationError) as caught:
                 read(file)
             assert caught.value.code == "invalid-key-file"
-    for read in (read_public_key, read_secret_key):
+    public_file, _ = write_certificate(tmp_path, "public")
+    public_file.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="no secret key"):
+        read_keypair(public_file)
+    for read in (read_public_key, read_keypair):
         with pytest.raises(ConfigurationError):
             read(tmp_path / "none")
     with pytest.raises(ConfigurationError):
-        read_authorized_keys(tmp_path)
+        read_authorized_keys(tmp_path / "none")
     with pytest.raises(ConfigurationError):
         ServerSecurity("x", "y")
 

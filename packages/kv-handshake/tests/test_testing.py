@@ -2,9 +2,11 @@
 
 import pytest
 
-from kv_handshake import LocalOffer, ServerCore, TransportError, WireError
-from kv_handshake._outcome import Timing
-from kv_handshake._task import Request, Task
+from kv_handshake import LocalOffer, TransportError, WireError
+from kv_handshake._endpoint import endpoint_of
+from kv_handshake._outcome import Timing, outcome_of
+from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake.machine import ServerCore
 from kv_handshake.testing import FakeClient, FakeListener, FakeNetwork, check_client, check_listener, sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
@@ -56,9 +58,13 @@ def test_checks_notice_faults():
         check_client(fetch_with(network, careless, listener), listener)
 
 
+def request(engine_id):
+    question = Question(endpoint_of("host", 5600), ((0, 0), (0, 1)), engine_id, 14)
+    return HandshakeRequest(question, LocalOffer(factors=FACTORS))
+
+
 def task(**timing):
-    request = Request("host", 5600, ((0, 0), (0, 1)), "e", 14, None, lambda _: None)
-    return Task(request, offer=LocalOffer(factors=FACTORS), timing=Timing(**timing), now_s=100.0)
+    return Task(request("e"), lambda _: None, timing=Timing(**timing), now_s=100.0)
 
 
 def test_a_task_retries_until_its_deadline():
@@ -72,10 +78,10 @@ def test_a_task_retries_until_its_deadline():
     assert made.plan_retry(104.0, 0.0)
     assert made.next_attempt_s == 104.5
     made.begin_attempt(104.5)
-    assert (made.session.is_over, made.patience_s) == (False, 108.5)
+    assert (made.session.is_over, made.attempt_deadline_s) == (False, 108.5)
     made.session.fail(made.transport_error("connection-lost", "lost", 109.5))
     assert not made.plan_retry(109.5, 0.5)
-    outcome = made.outcome(109.5)
+    outcome = outcome_of(made, 109.5)
     assert (outcome.code, outcome.attempts, outcome.elapsed_s, outcome.is_retry_safe) == (
         "connection-lost",
         2,
@@ -105,13 +111,12 @@ def test_success_is_not_retried():
     made = task()
     made.begin_attempt(100.0)
     core = ServerCore(sample_envelopes([(0, 0), (0, 1)]))
-    request = Request("host", 5600, ((0, 0), (0, 1)), "engine-a", 14, None, lambda _: None)
-    made = Task(request, offer=LocalOffer(factors=FACTORS), timing=Timing(), now_s=0.0)
+    made = Task(request("engine-a"), lambda _: None, timing=Timing(), now_s=0.0)
     made.begin_attempt(0.0)
     while not made.session.is_over:
         made.session.receive_message(core.respond(made.session.next_query(now_s=0.0), clock_s=1.0), now_s=0.5)
     made.check_time(1.0)
     assert not made.plan_retry(1.0, 0.0)
-    assert made.outcome(1.0).is_ok
+    assert outcome_of(made, 1.0).is_ok
     made.check_time(100.0)
     assert made.session.error is None

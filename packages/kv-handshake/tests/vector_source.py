@@ -11,21 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from kv_handshake import (
-    ADVERTISEMENT_QUERY,
-    Advertisement,
-    Codec,
-    compatibility_hash,
-    decode_envelope,
-    decode_metadata,
-    dialect_of,
-    encode_heartbeats,
-    encode_query,
-    encode_read_complete,
-    encode_stream,
-    parse_notification,
-)
+from kv_handshake import Advertisement, Codec
+from kv_handshake._factors import compatibility_hash
+from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._queries import ADVERTISEMENT_QUERY
+from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake._writing import encode_clock, encode_refusal
+from kv_handshake.machine import dialect_of, encode_query, encode_stream
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"
@@ -221,9 +213,9 @@ def notifications():
         ("read", encode_read_complete("cmpl-1-0-abcdef12", 4), "a read by one of four consumer ranks is complete"),
         ("read-colons", b"a:b:c:1", "only the last colon separates"),
         ("read-unicode", "\u6f22:2".encode(), "a request id in another script"),
-        ("heartbeat-one", encode_heartbeats(["r1"])[0], "one request is kept alive"),
-        ("heartbeat-many", encode_heartbeats(["r1", "r2", "r3"])[0], "three requests are kept alive"),
-        ("heartbeat-comma", encode_heartbeats(["a,b"])[0], "one request whose id holds a comma"),
+        ("heartbeat-one", encode_heartbeats([("r1", "")])[0], "one request is kept alive"),
+        ("heartbeat-many", encode_heartbeats([("r1", ""), ("r2", ""), ("r3", "")])[0], "three requests are kept alive"),
+        ("heartbeat-comma", encode_heartbeats([("a,b", "")])[0], "one request whose id holds a comma"),
         ("heartbeat-gaps", b"HB:r1,,r2,", "empty ids are skipped"),
         ("heartbeat-empty", b"HB:", "nothing is kept alive"),
         ("empty", b"", "no byte at all"),

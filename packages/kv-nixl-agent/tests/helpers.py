@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_nixl_agent import AgentOptions, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric, RecordingPort, recording_factory
 
 
@@ -49,13 +49,11 @@ class Pair:
     results: dict = field(default_factory=dict)
 
     def connect(self, key="p", fence=True):
-        self.consumer.add_peer(
-            key,
-            self.producer.agent_metadata(),
-            local_rows=self.local.rows,
-            peer_rows=self.remote.rows,
-            fence=self.producer.fence if fence else None,
-        )
+        self.consumer.add_peer(self.spec(self.producer, key, fence=self.producer.fence if fence else None))
+
+    def spec(self, producer, key="p", **changes):
+        """Describe a producer that shows the remote pages."""
+        return PeerSpec(key, producer.agent_metadata(), self.local.rows, self.remote.rows, **changes)
 
     def run(self, turns=50, step_s=0.0):
         for _ in range(turns):

@@ -8,7 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, NixlBinding, WireTelemetry, _bindings, find_nixl, open_nixl
+from kv_nixl_agent import AgentError, _bindings
+from kv_nixl_agent._bindings import find_nixl
+from kv_nixl_agent._nixl_port import NixlBinding
+from kv_nixl_agent.port import WireTelemetry, open_nixl
 
 ONE = np.zeros(1, dtype=np.int32)
 ROWS = np.array([[4096, 8, 0, 8, 3]], dtype=np.uint64)

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from kv_nixl_agent import _cli, _doctor, _environment
-from kv_nixl_agent._doctor import Report, examine
-from kv_nixl_agent._environment import Finding, check_environment
-from kv_nixl_agent._selftest import Bandwidth, SelfTest
-from kv_nixl_agent._transports import ReadPath, is_tcp, read_paths
+from kv_nixl_agent import _cli
+from kv_nixl_agent._doctor import _environment, _report
+from kv_nixl_agent._doctor._environment import Finding, check_environment
+from kv_nixl_agent._doctor._report import Report, examine
+from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest
+from kv_nixl_agent._doctor._transports import ReadPath, is_tcp, read_paths
 
 LOG = """
 [1795219524.924020] [vm:26730:0]   +--------+-------------+-----------------------------------+
@@ -63,9 +64,9 @@ def test_a_transport_list_without_cuda_is_an_error_beside_a_gpu(monkeypatch):
 
 
 def examined(monkeypatch, test):
-    monkeypatch.setattr(_doctor, "run_selftest", lambda: test)
-    monkeypatch.setattr(_doctor, "check_environment", list)
-    monkeypatch.setattr(_doctor, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
+    monkeypatch.setattr(_report, "run_selftest", lambda: test)
+    monkeypatch.setattr(_report, "check_environment", list)
+    monkeypatch.setattr(_report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
     return examine()
 
 
@@ -111,5 +112,5 @@ def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
 
 
 def test_an_unreachable_peer_is_an_error():
-    _, finding = _doctor._try_peer("127.0.0.1", 1)
+    _, finding = _report._try_peer("127.0.0.1", 1)
     assert (finding.name, finding.severity) == ("peer", "error")

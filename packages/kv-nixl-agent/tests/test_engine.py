@@ -1,10 +1,11 @@
-"""Queue, caps, fairness, mixed memory, deadlines, peers: the engine on the fake fabric."""
+"""Queue, caps, fairness, mixed memory, deadlines and peers on the fake fabric."""
 
 import numpy as np
 import pytest
 from helpers import Pages, make_pair, order
 
-from kv_nixl_agent import CLOSED_GENERATION, AgentError, AgentOptions, TransferAgent
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
+from kv_nixl_agent._fences import CLOSED_GENERATION
 
 
 def code_of(call):
@@ -21,7 +22,7 @@ def test_peers_take_turns():
     pair = make_pair(options=options)
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
     pair.connect("p")
-    pair.consumer.add_peer("q", other.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows)
+    pair.consumer.add_peer(pair.spec(other, "q"))
     ids = list(range(8))
     for number in range(3):
         pair.consumer.post(order(f"p{number}", ids, ids, peer="p"))
@@ -97,9 +98,9 @@ def test_cancel_in_the_queue_and_on_the_wire():
     assert not pair.local.page(0).any()
 
 
-@pytest.mark.parametrize("is_quiet_on_release", [False, True])
-def test_removing_a_peer_ends_quarantine_only_where_that_is_safe(is_quiet_on_release):
-    pair = make_pair(options=AgentOptions(is_quiet_on_release=is_quiet_on_release))
+@pytest.mark.parametrize("is_quiet_on_removal", [False, True])
+def test_removing_a_peer_ends_quarantine_only_where_that_is_safe(is_quiet_on_removal):
+    pair = make_pair(options=AgentOptions(is_quiet_on_removal=is_quiet_on_removal))
     pair.connect()
     pair.run(3)
     pair.fabric.agent("producer").stop()
@@ -108,8 +109,8 @@ def test_removing_a_peer_ends_quarantine_only_where_that_is_safe(is_quiet_on_rel
     pair.consumer.remove_peer("p")
     pair.run(5, step_s=0.1)
     assert pair.results["stuck"].code == "peer-removed"
-    assert pair.consumer.has_quarantine is not is_quiet_on_release
-    assert (pair.consumer.take_quiet() == ["stuck"]) is is_quiet_on_release
+    assert pair.consumer.has_quarantine is not is_quiet_on_removal
+    assert (pair.consumer.take_quiet() == ["stuck"]) is is_quiet_on_removal
 
 
 def test_late_writes_into_released_memory_are_what_quarantine_prevents():
@@ -135,12 +136,7 @@ def test_mixed_memory_kinds_are_split():
     rows = np.concatenate([device.rows, pair.local.rows])
     peer_rows = np.concatenate([pair.remote.rows, pair.remote.rows])
     pair.consumer.add_peer(
-        "p",
-        pair.producer.agent_metadata(),
-        local_rows=rows,
-        peer_rows=peer_rows,
-        local_kind=["VRAM", "DRAM"],
-        memory_kind=["DRAM", "DRAM"],
+        PeerSpec("p", pair.producer.agent_metadata(), rows, peer_rows, ["DRAM", "DRAM"], ["VRAM", "DRAM"])
     )
     pair.consumer.post(order("m", [0, 9, 1, 8], [20, 21, 22, 40], notification=b"m"))
     result = pair.run()["m"]
@@ -158,9 +154,7 @@ def test_idle_peers_lose_their_lists_and_get_them_back():
     producers = []
     for number in range(4):
         producers.append(TransferAgent(f"producer{number}", [pair.remote.region], port_factory=pair.fabric.port))
-        pair.consumer.add_peer(
-            f"p{number}", producers[-1].agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows
-        )
+        pair.consumer.add_peer(pair.spec(producers[-1], f"p{number}"))
         pair.run(3)
     assert pair.consumer.statistics()["peers_prepared"] == 2
     assert pair.consumer.statistics()["local_lists"] == 1, "equal local rows are shared"
@@ -248,9 +242,7 @@ def test_stalled_fenced_reads_leave_scratch_words_to_other_peers():
     pair = make_pair(options=AgentOptions(max_queued=2000))
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
     pair.connect("p")
-    pair.consumer.add_peer(
-        "q", other.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows, fence=other.fence
-    )
+    pair.consumer.add_peer(pair.spec(other, "q", fence=other.fence))
     pair.run(5)
     other.write_fence(0, 3)
     pair.fabric.agent("producer").stop()
@@ -330,7 +322,7 @@ def test_a_stopped_peer_replaced_under_its_name_leaves_its_reads_in_quarantine()
     pair.consumer.post(order("stuck", [0], [0], deadline_s=0.1))
     pair.run(3, step_s=0.2)
     again = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
-    pair.consumer.replace_peer("p", again.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows)
+    pair.consumer.replace_peer(pair.spec(again))
     pair.consumer.post(order("new", [1], [2]))
     pair.run(10, step_s=0.1)
     assert pair.results["new"].outcome == "done"
@@ -349,9 +341,7 @@ def test_the_same_peer_known_again_while_a_read_is_on_its_way():
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("old", [0], [1]))
     pair.run(2)
-    pair.consumer.replace_peer(
-        "p", pair.producer.agent_metadata(), local_rows=pair.local.rows, peer_rows=pair.remote.rows
-    )
+    pair.consumer.replace_peer(pair.spec(pair.producer))
     pair.fabric.agent("producer").resume()
     pair.consumer.post(order("new", [2], [3]))
     pair.run(10, step_s=0.01)
@@ -359,4 +349,6 @@ def test_the_same_peer_known_again_while_a_read_is_on_its_way():
     assert pair.consumer.take_quiet() == ["old"]
     assert pair.consumer.statistics()["peers_retiring"] == 0
     pair.consumer.remove_peer("p")
+    assert pair.ports[1].peers == {"producer"}, "NIXL keeps it loaded for its return"
+    pair.consumer.close()
     assert pair.ports[1].peers == set()

@@ -6,7 +6,8 @@ from helpers import make_pair, order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_nixl_agent import AgentError, ChecksumTable, PageLayout, TransferAgent, host_pages, page_check
+from kv_nixl_agent import AgentError, PeerSpec, TransferAgent
+from kv_nixl_agent.integrity import ChecksumTable, PageLayout, host_pages, page_check
 
 TOKENS, DIM_BYTES = 4, 16
 
@@ -108,10 +109,12 @@ def read_with_integrity(corrupt):
     remote = host_pages(pair.remote.memory.ctypes.data, 128, 16)
     theirs.update(layout, remote, range(16))
     pair.consumer.add_peer(
-        "p",
-        pair.producer.agent_metadata(),
-        local_rows=np.concatenate([pair.local.rows, ChecksumTable.rows(mine.location, 0, 2)]),
-        peer_rows=np.concatenate([pair.remote.rows, ChecksumTable.rows(theirs.location, 0, 2)]),
+        PeerSpec(
+            "p",
+            pair.producer.agent_metadata(),
+            local_rows=np.concatenate([pair.local.rows, ChecksumTable.rows(mine.location, 0, 2)]),
+            peer_rows=np.concatenate([pair.remote.rows, ChecksumTable.rows(theirs.location, 0, 2)]),
+        )
     )
     if corrupt:
         remote[5, 100] ^= 1

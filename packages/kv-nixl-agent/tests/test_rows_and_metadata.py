@@ -11,11 +11,10 @@ from kv_nixl_agent import (
     AgentOptions,
     BackendOptions,
     ThreadOptions,
-    open_metadata,
-    seal_metadata,
 )
-from kv_nixl_agent._metadata import peek_agent_name
-from kv_nixl_agent._rows import RowTable, check_rows, expand_rows, order_for_merging, spread_runs
+from kv_nixl_agent._metadata import open_metadata, peek_agent_name, seal_metadata
+from kv_nixl_agent._parts import order_for_merging, spread_runs
+from kv_nixl_agent._rows import RowTable, check_rows, expand_rows
 
 row = st.tuples(
     st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import Pages, wait_for
 
-from kv_nixl_agent import AgentError, AgentOptions, ThreadOptions, TransferThread
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferThread
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -56,12 +56,13 @@ def ranks():
         rank.thread.start()
     consumer.do(
         lambda: consumer.thread.add_peer(
-            "p",
-            producer.thread.agent_metadata(),
-            local_rows=consumer.pages.rows,
-            peer_rows=producer.pages.rows,
-            memory_kind="DRAM",
-            fence=producer.thread.fence,
+            PeerSpec(
+                "p",
+                producer.thread.agent_metadata(),
+                consumer.pages.rows,
+                producer.pages.rows,
+                fence=producer.thread.fence,
+            )
         )
     )
     yield fabric, producer, consumer
@@ -137,7 +138,7 @@ def test_a_dying_loop_reports_everything_and_is_seen():
 
     def connect_and_stall():
         consumer.thread.add_peer(
-            "p", producer.thread.agent_metadata(), local_rows=consumer.pages.rows, peer_rows=producer.pages.rows
+            PeerSpec("p", producer.thread.agent_metadata(), consumer.pages.rows, producer.pages.rows)
         )
         fabric.agent("producer").stop()
         consumer.thread.post_read("r", "p", one, one)
@@ -146,7 +147,7 @@ def test_a_dying_loop_reports_everything_and_is_seen():
             message = "broken on purpose"
             raise RuntimeError(message)
 
-        consumer.thread._loop.agent._engine.advance = broken
+        consumer.thread.agent._transfers.launch = broken
 
     consumer.do(connect_and_stall)
     wait_for(lambda: not consumer.thread.is_alive)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState, prefill_request_params
 
-__all__ = ["FULL", "STATE", "WINDOW", "config", "consumer_params", "prefill_request_params", "scheduler", "with_ticket"]
+__all__ = [
+    "FULL",
+    "STATE",
+    "WINDOW",
+    "config",
+    "consumer_params",
+    "ids",
+    "prefill_request_params",
+    "renewed",
+    "scheduler",
+    "with_ticket",
+]
 
 FULL = GroupConfig("full", block_tokens=16)
 WINDOW = GroupConfig("window", block_tokens=16, window_tokens=32)
@@ -18,6 +29,16 @@ def config(**changes):
 
 def scheduler(**changes):
     return SchedulerState(config(**changes))
+
+
+def ids(lists):
+    """The block ids of block lists, group by group."""
+    return tuple(tuple(blocks.ids) for blocks in lists)
+
+
+def renewed(beat):
+    """The peer's requests that a heartbeat is about."""
+    return tuple(request_id for request_id, _ in beat.readers)
 
 
 def consumer_params(**changes):

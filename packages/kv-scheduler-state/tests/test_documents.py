@@ -14,6 +14,7 @@ from scheduler_helpers import scheduler
 import kv_scheduler_state
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.__main__ import main
+from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
 from kv_scheduler_state.testing._model import demand_refusal
 
@@ -60,13 +61,13 @@ def test_the_examples_of_the_readme_run():
 def test_the_readme_lists_every_error_code():
     readme = (PACKAGE / "README.md").read_text()
     sources = "".join(path.read_text() for path in Path(kv_scheduler_state.__file__).parent.glob("_*.py"))
-    codes = set(re.findall(r'"((?:ticket|plan|invalid|unknown|duplicate|illegal)-[a-z-]+)"', sources))
+    codes = set(re.findall(r'"((?:ticket|invalid|unknown|duplicate|illegal)-[a-z-]+)"', sources))
     assert len(codes) > 15
     assert not {code for code in codes if f"`{code}`" not in readme}
 
 
 def test_every_event_and_effect_has_a_name():
-    for table in (kv_scheduler_state.PRODUCER_TABLE, kv_scheduler_state.CONSUMER_TABLE, kv_scheduler_state.LEASE_TABLE):
+    for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE):
         assert all(re.fullmatch(r"[a-z-]+", event) for event in table.events)
         assert all(row.why.endswith(".") for row in table.rows)
 

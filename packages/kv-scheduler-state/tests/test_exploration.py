@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_scheduler_state import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table
+from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table
 from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
 
 IS_FULL = os.environ.get("KV_PROOF") == "full"
@@ -28,6 +28,8 @@ WORLDS = {
     "decode, 1 request, failures are final": (lambda: decode_world(requests=1, fails_requests=True), None),
     "decode, 2 requests": (lambda: decode_world(requests=2), 9),
     "decode, 3 requests": (lambda: decode_world(requests=3), 9),
+    "decode, 2 requests of one ticket": (lambda: decode_world(requests=2, readers=1, is_shared=True), 11),
+    "decode, 3 requests of one ticket": (lambda: decode_world(requests=3, is_shared=True), 7),
     "pair, 1 request": (lambda: pair_world(requests=1), None),
     "pair, 1 request, faults": (lambda: pair_world(requests=1, adversity=1), 11),
     "pair, 2 requests": (lambda: pair_world(requests=2), 11),
@@ -75,7 +77,12 @@ def test_a_planted_bug_in_any_transition_is_caught(label):
     kind, rows = BUGS[label]
     tables = Tables(**{kind: Table(kind, rows)})
     worlds = (
-        [lambda: decode_world(tables, requests=1), lambda: decode_world(tables, requests=1, fails_requests=True)]
+        [
+            lambda: decode_world(tables, requests=1),
+            lambda: decode_world(tables, requests=1, fails_requests=True),
+            lambda: decode_world(tables, requests=2, readers=1, is_shared=True),
+            lambda: decode_world(tables, requests=2, readers=1, is_shared=True, fails_requests=True),
+        ]
         if kind == "consumer"
         else [lambda: prefill_world(tables, requests=1, is_plain=True), lambda: prefill_world(tables, requests=1)]
     )

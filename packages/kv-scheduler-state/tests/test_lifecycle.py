@@ -7,17 +7,9 @@ import pickle
 import pytest
 from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
 
-from kv_scheduler_state import (
-    EMPTY_PLAN,
-    DuplicateRequest,
-    FenceOrder,
-    GrantOrder,
-    IllegalTransition,
-    LeaseTable,
-    SchedulerState,
-    StepPlan,
-    UnknownRequest,
-)
+from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, LeaseTable, SchedulerState
+from kv_scheduler_state._errors import DuplicateRequest, IllegalTransition, UnknownRequest
+from kv_scheduler_state._plan import EMPTY_PLAN
 
 
 def test_prefill_is_announced_granted_and_forgotten():
@@ -30,6 +22,7 @@ def test_prefill_is_announced_granted_and_forgotten():
     assert plan.fences == (FenceOrder("p1", 0, 100),)
     decision = state.finish("p1", reason="length", block_ids=[[1, 2, 3]], computed_tokens=48, now_s=1.0)
     assert decision.keep_blocks
+    nonce = decision.params["kv_nonce"]
     assert decision.params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -46,12 +39,15 @@ def test_prefill_is_announced_granted_and_forgotten():
         "transfer_mode": "pull",
         "kv_lease_s": 30.0,
         "kv_fence": [0, 100],
+        "kv_first_tokens": [0],
+        "kv_span_tokens": [16],
+        "kv_nonce": nonce,
     }
     assert state.has_work()
-    assert state.take_step_plan(now_s=1.0).grants == (GrantOrder("p1", 30.0, (0, 100)),)
+    assert state.take_step_plan(now_s=1.0).grants == (GrantOrder("p1", 30.0, (0, 100), nonce),)
     assert not state.has_work()
     assert state.live_count == 1
-    state.transfer_results(sent=["p1"], received=[], failed=[])
+    state.report(sent=["p1"], received=[], failed=[])
     assert state.live_count == 0
     assert state.check_invariants() == ()
 
@@ -69,15 +65,14 @@ def test_the_ticket_of_one_engine_is_read_by_the_other():
     plan = decode.take_step_plan(now_s=0.0)
     (order,) = plan.reads
     assert order.is_reported
-    assert order.local_block_ids == ((5, 6),)
-    assert order.local_computed_blocks == (1,)
-    assert order.peer_block_ids == ((7, 8, 9),)
+    assert order.local_blocks == (BlockList((5, 6), first_token=16),)
+    assert order.peer_blocks == (BlockList((7, 8, 9), first_token=0),)
+    assert order.tokens == 48
     assert order.fence == (0, 100)
     assert order.lease_s == 30.0
-    assert plan.heartbeats[0].peer_request_ids == ("p1",)
-    assert StepPlan.from_bytes(plan.to_bytes()) == plan
+    assert plan.heartbeats[0].readers == (("p1", params["kv_nonce"]),)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    decode.transfer_results(sent=[], received=["d1"], failed=[])
+    decode.report(sent=[], received=["d1"], failed=[])
     assert decode.external_tokens("d1", computed_tokens=0) == 0
     decode.allocate("d1", block_ids=[[4, 5, 6, 10]], new_block_ids=[[10]], external_tokens=0, now_s=1.0)
     assert decode.take_step_plan(now_s=60.0) is EMPTY_PLAN
@@ -110,4 +105,4 @@ def test_an_unknown_or_doubled_request_is_refused():
     with pytest.raises(UnknownRequest):
         state.external_tokens("d2", computed_tokens=0)
     with pytest.raises(IllegalTransition, match=r"consumer request 'd1' in state 'queued'.* 'done'"):
-        state.transfer_results(sent=[], received=["d1"], failed=[])
+        state.report(sent=[], received=["d1"], failed=[])

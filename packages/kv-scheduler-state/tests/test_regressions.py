@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 
 import pytest
-from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import STATE, consumer_params, prefill_request_params, renewed, scheduler, with_ticket
 
-from kv_scheduler_state import DuplicateRequest, LeaseTable
+from kv_scheduler_state import LeaseTable
+from kv_scheduler_state._errors import DuplicateRequest
 
 
 def test_leases_end_by_deadline_and_not_by_order_of_grant():
     table = LeaseTable()
     table.grant("long", lease_s=2.0, fence=None, now_s=0.0)
     table.grant("short", lease_s=1.0, fence=None, now_s=0.0)
-    assert [end.request_id for end in table.take_ended(now_s=1.0)] == ["short"]
-    assert [end.request_id for end in table.take_ended(now_s=2.0)] == ["long"]
+    ends = [(tenth, end.request_id) for tenth in range(21) for end in table.take_ended(now_s=tenth / 10)]
+    assert ends == [(10, "short"), (20, "long")]
 
 
 def test_a_flag_alone_does_not_kill_the_engine_or_park_the_request():
@@ -36,13 +37,13 @@ def test_every_message_to_the_producer_carries_the_producers_id():
     state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
     assert [order.peer_request_id for order in plan.reads] == ["cmpl-1-prefill"]
-    assert [beat.peer_request_ids for beat in plan.heartbeats] == [("cmpl-2-prefill",)]
+    assert [renewed(beat) for beat in plan.heartbeats] == [("cmpl-2-prefill",)]
 
 
 def test_notify_only_work_is_not_reported_and_leaves_nothing_behind():
     state = scheduler()
-    with_ticket(state, "hit")
-    with_ticket(state, "aborted")
+    with_ticket(state, "hit", remote_request_id="a")
+    with_ticket(state, "aborted", remote_request_id="b")
     state.allocate("hit", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
     state.finish("aborted", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FULL, STATE, WINDOW, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import (
+    FULL,
+    STATE,
+    WINDOW,
+    consumer_params,
+    ids,
+    prefill_request_params,
+    renewed,
+    scheduler,
+    with_ticket,
+)
 
-from kv_scheduler_state import BlockClipper, GroupConfig, IllegalTransition, InvalidEvent
+from kv_scheduler_state import BlockList, GroupConfig
+from kv_scheduler_state._blocks import BlockRules
+from kv_scheduler_state._errors import IllegalTransition, InvalidEvent
 
 
 def allocate(state, request_id, blocks, new=None, *, external=0, now_s=0.0):
@@ -25,12 +37,12 @@ def test_the_read_order_holds_the_allocated_blocks():
     with_ticket(state)
     allocate(state, "d1", [[4, 5, 6]], external=48)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (order.local_block_ids, order.peer_block_ids) == (((4, 5, 6),), ((1, 2, 3),))
-    assert (order.peer_engine_id, order.peer_host, order.peer_port) == ("prefill-0", "10.0.0.1", 5600)
-    assert (order.peer_tp, order.peer_pp, order.peer_dcp, order.peer_generation, order.peer_dialect) == (
+    assert (ids(order.local_blocks), ids(order.peer_blocks)) == (((4, 5, 6),), ((1, 2, 3),))
+    assert (order.peer.engine_id, order.peer.host, order.peer.port) == ("prefill-0", "10.0.0.1", 5600)
+    assert (order.peer.tp, order.peer.pp, order.peer.dcp, order.peer.generation, order.peer.dialect) == (
         2, 1, 1, None, None
     )  # fmt: skip
-    assert (order.fence, order.lease_s, order.is_reported, order.external_tokens) == (None, None, True, 48)
+    assert (order.fence, order.lease_s, order.is_reported, order.tokens) == (None, None, True, 48)
 
 
 def test_interleaved_requests_do_not_disturb_each_other():
@@ -45,8 +57,8 @@ def test_interleaved_requests_do_not_disturb_each_other():
     allocate(state, "local", [[10]])
     state.scheduled("local", new_block_ids=[[10]], is_prompt_complete=True)
     state.preempt("local", now_s=0.0)
-    state.transfer_results(sent=[], received=["d2"], failed=[])
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d2"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     for request_id in ("d1", "d2", "local"):
         finish(state, request_id, "stop")
     assert state.live_count == 0
@@ -64,7 +76,7 @@ def test_a_full_block_prompt_counts_every_token_and_the_engine_recomputes_the_la
     assert state.external_tokens("d1", computed_tokens=0) == 48
     allocate(state, "d1", [[4, 5, 6]], external=48)
     state.take_step_plan(now_s=0.0)
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     allocate(state, "d1", [[4, 5, 6, 7]], [[7]])
     assert state.take_step_plan(now_s=0.0).reads == ()
 
@@ -77,7 +89,7 @@ def test_a_request_that_cannot_be_allocated_yet_is_asked_again():
         assert state.take_step_plan(now_s=0.0).reads == ()
     allocate(state, "d1", [[1, 4, 5]], [[4, 5]], external=32)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert order.local_computed_blocks == (1,)
+    assert order.local_blocks == (BlockList((4, 5), first_token=16),)
 
 
 @pytest.mark.parametrize(("policy", "state_after"), [("recompute", "local"), ("fail", "failed")])
@@ -86,7 +98,7 @@ def test_a_failed_read_follows_the_policy(policy, state_after):
     with_ticket(state)
     allocate(state, "d1", [[4, 5, 6]], external=48)
     state.take_step_plan(now_s=0.0)
-    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    state.report(sent=[], received=["d1"], failed=["d1"])
     assert state.explain("d1", now_s=0.0)["state"] == state_after
     assert state.external_tokens("d1", computed_tokens=0) == 0
     if policy == "recompute":
@@ -104,7 +116,7 @@ def test_failures_and_successes_come_in_one_report():
         allocate(state, name, [[4, 5, 6]], external=48)
     state.take_step_plan(now_s=0.0)
     with pytest.raises(IllegalTransition):
-        state.transfer_results(sent=[], received=["d1", "d2", "d1"], failed=["d2"])
+        state.report(sent=[], received=["d1", "d2", "d1"], failed=["d2"])
     assert [state.explain(name, now_s=0.0)["state"] for name in ("d1", "d2")] == ["local", "local"]
 
 
@@ -115,7 +127,7 @@ def test_an_engine_may_fail_the_request_before_it_reports_the_read():
     state.take_step_plan(now_s=0.0)
     finish(state, "d1", "error")
     assert state.explain("d1", now_s=0.0)["waits_for"] == "the workers, to report that its cancelled read is quiet"
-    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    state.report(sent=[], received=["d1"], failed=["d1"])
     assert state.live_count == 0
 
 
@@ -127,7 +139,7 @@ def test_an_abort_before_allocation_tells_the_producer():
     with_ticket(state)
     finish(state, "d1", "abort", [[]], 0)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (order.peer_request_id, order.local_block_ids, order.is_reported) == ("cmpl-1", ((),), False)
+    assert (order.peer_request_id, ids(order.local_blocks), order.is_reported) == ("cmpl-1", ((),), False)
     assert state.live_count == 0
 
 
@@ -139,7 +151,7 @@ def test_an_abort_of_an_unsent_read_turns_it_into_a_notification_that_is_reporte
     plan = state.take_step_plan(now_s=0.0)
     (order,) = plan.reads
     assert (order.is_notify_only, order.is_reported, plan.cancels) == (True, True, ())
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     assert state.live_count == 0
 
 
@@ -152,7 +164,7 @@ def test_an_abort_of_a_running_read_cancels_it_and_waits_for_its_end():
     plan = state.take_step_plan(now_s=10.0)
     assert (plan.cancels, plan.reads, plan.heartbeats) == (("d1",), (), ())
     assert state.live_count == 1
-    state.transfer_results(sent=[], received=["d1"], failed=["d1"])
+    state.report(sent=[], received=["d1"], failed=["d1"])
     assert state.live_count == 0
 
 
@@ -187,7 +199,7 @@ def test_an_aborted_prefill_is_not_handed_over(reason):
     assert not state.has_work()
 
 
-def test_a_preempted_prefill_keeps_its_fence_and_starts_again():
+def test_a_preempted_prefill_starts_again_under_a_new_fence():
     state = scheduler(uses_host_buffer=True)
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
     allocate(state, "p1", [[1, 2, 3]])
@@ -203,25 +215,29 @@ def test_a_preempted_prefill_keeps_its_fence_and_starts_again():
     state.scheduled("p1", new_block_ids=[[5, 6, 7]], is_prompt_complete=True)
     state.scheduled("p1", new_block_ids=[[]], is_prompt_complete=True)
     again = state.take_step_plan(now_s=0.0)
-    assert (again.expects, again.fences, again.saves) == ((), (), (("p1", ((5, 6, 7),)),))
-    assert finish(state, "p1", blocks=[[5, 6, 7]]).params["kv_fence"] == [
-        plan.fences[0].slot,
-        plan.fences[0].generation,
-    ]
+    assert (again.expects, again.restarts, again.saves) == ((), ("p1",), (("p1", ((5, 6, 7),)),))
+    (fence,) = again.fences
+    assert fence.slot == plan.fences[0].slot
+    assert fence.generation != plan.fences[0].generation
+    assert again.completes == ("p1",)
+    assert finish(state, "p1", blocks=[[5, 6, 7]]).params["kv_fence"] == [fence.slot, fence.generation]
 
 
-def test_without_a_free_slot_the_ticket_has_no_fence_and_slots_come_back():
-    state = scheduler(fence_slots=1, fence_seed=(1 << 63) - 1)
+def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
+    state = scheduler(fence_slots=1, fence_seed=(1 << 53) - 1)
     for name in ("p1", "p2"):
         state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=0.0)
         allocate(state, name, [[1, 2, 3]])
     plan = state.take_step_plan(now_s=0.0)
     assert [order.request_id for order in plan.fences] == ["p1"]
     assert plan.expects == ("p1", "p2")
-    assert finish(state, "p1").params["kv_fence"] == [0, (1 << 63) - 1]
-    assert "kv_fence" not in finish(state, "p2").params
-    state.take_step_plan(now_s=0.0)
-    state.transfer_results(sent=["p1", "p2"], received=[], failed=[])
+    assert state.fence_slots_used == 1
+    assert finish(state, "p1").params["kv_fence"] == [0, (1 << 53) - 1]
+    assert finish(state, "p2") == (False, None, "no-fence-slot")
+    plan = state.take_step_plan(now_s=0.0)
+    assert ([grant.request_id for grant in plan.grants], plan.releases) == (["p1"], ("p2",))
+    state.report(sent=["p1"], received=[], failed=[])
+    assert state.fence_slots_used == 0
     state.arrive("p3", prefill_request_params(), prompt_tokens=48, now_s=0.0)
     allocate(state, "p3", [[1]])
     assert state.take_step_plan(now_s=0.0).fences[0].generation == 1
@@ -235,12 +251,9 @@ def test_a_lease_can_be_taken_back():
     for name in ("p1", "p2"):
         finish(state, name, blocks=[[1]], now_s=5.0)
     state.arrive("local", None, prompt_tokens=1, now_s=5.0)
-    assert state.revocable_leases() == ("p2", "p1")
-    assert state.revocable_leases(0) == ()
     state.revoke("p2", now_s=6.0)
-    assert state.revocable_leases() == ("p1",)
     assert state.take_step_plan(now_s=6.0).revokes == ("p2",)
-    state.transfer_results(sent=["p2"], received=[], failed=[])
+    state.report(sent=["p2"], received=[], failed=[])
     assert state.live_count == 3
 
 
@@ -250,18 +263,18 @@ def test_a_lease_can_be_taken_back():
 def test_windows_are_clipped_to_the_tail():
     assert GroupConfig("window", block_tokens=16, window_tokens=2048).window_blocks == 129
     assert FULL.window_blocks == 0
-    clipper = BlockClipper((FULL, WINDOW, STATE))
-    assert clipper.clip([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]]) == ((1, 2, 3, 4), (5, 6, 7), (8,))
-    assert clipper.clip([[1], [2], [3, 4]], is_partial=True) == ((1,), (2,), (3, 4))
-    assert clipper.clip([[], [], []]) == ((), (), ())
+    rules = BlockRules((FULL, WINDOW, STATE))
+    assert rules.offered([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]], 64) == ([[1, 2, 3, 4], [5, 6, 7], [8]], [0, 16, 0])
+    assert rules.chunk([[1], [2], [3, 4]]) == ((1,), (2,), (3, 4))
+    assert rules.offered([[], [], []], 0) == ([[], [], []], [0, 0, 0])
     with pytest.raises(InvalidEvent):
-        clipper.clip([[1]])
+        rules.chunk([[1]])
 
 
 @pytest.mark.parametrize(("blocks", "kept"), [([1, 2, 3, 4], 2), ([1, 2], 1), ([1], 1)])
 def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
     group = GroupConfig("state", scratch_blocks=2)
-    assert BlockClipper((group,)).clip([blocks]) == ((kept,),)
+    assert BlockRules((group,)).offered([blocks], 16) == ([[kept]], [0])
 
 
 def test_a_hybrid_hand_over_is_clipped_on_both_sides():
@@ -273,7 +286,9 @@ def test_a_hybrid_hand_over_is_clipped_on_both_sides():
     state.arrive("d1", params, prompt_tokens=64, now_s=0.0)
     allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=64)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert order.local_block_ids == ((11, 12, 13, 14), (16, 17, 18))
+    assert ids(order.local_blocks) == ((11, 12, 13, 14), (16, 17, 18))
+    assert [blocks.first_token for blocks in order.local_blocks] == [0, 16]
+    assert [blocks.first_token for blocks in order.peer_blocks] == [0, 16]
 
 
 @pytest.mark.parametrize(("prompt_tokens", "truncated", "loaded"), [(10, 1, 9), (2, 1, 1), (1, 0, 0), (0, 0, 0)])
@@ -307,7 +322,7 @@ def test_a_ticket_for_a_shorter_prompt_is_not_believed_beyond_it():
 
 
 def beats(state, now_s):
-    return [(beat.peer_engine_id, beat.peer_request_ids) for beat in state.take_step_plan(now_s=now_s).heartbeats]
+    return [(beat.peer.engine_id, renewed(beat)) for beat in state.take_step_plan(now_s=now_s).heartbeats]
 
 
 def test_heartbeats_are_grouped_by_peer_and_throttled():
@@ -318,14 +333,14 @@ def test_heartbeats_are_grouped_by_peer_and_throttled():
     state.arrive("p1", prefill_request_params(), prompt_tokens=1, now_s=0.0)
     state.arrive("local", None, prompt_tokens=1, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
-    assert [(beat.peer_engine_id, beat.peer_request_ids) for beat in plan.heartbeats] == [
+    assert [(beat.peer.engine_id, renewed(beat)) for beat in plan.heartbeats] == [
         ("prefill-0", ("a", "b")),
         ("prefill-1", ("c",)),
     ]
     beat = plan.heartbeats[0]
-    assert beat.peer_generation is None
-    assert (beat.peer_host, beat.peer_port, beat.peer_tp, beat.peer_pp, beat.peer_dcp) == ("10.0.0.1", 5600, 2, 1, 1)
-    assert beat.peer_dialect is None
+    assert beat.peer.generation is None
+    assert (beat.peer.host, beat.peer.port, beat.peer.tp, beat.peer.pp, beat.peer.dcp) == ("10.0.0.1", 5600, 2, 1, 1)
+    assert beat.peer.dialect is None
     assert beats(state, 4.9) == []
     with_ticket(state, "d4", remote_request_id="d", now_s=4.9)
     assert beats(state, 4.9) == []
@@ -354,7 +369,7 @@ def test_heartbeats_go_on_while_a_request_waits_or_reads_and_stop_with_it():
     assert beats(state, 0.0) == [("prefill-0", ("a", "b"))]
     allocate(state, "d1", [[1, 2, 3]], external=48)
     assert beats(state, 5.0) == [("prefill-0", ("a", "b"))]
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     assert beats(state, 10.0) == [("prefill-0", ("b",))]
     finish(state, "d2", "abort", [[]], 0)
     assert beats(state, 15.0) == []
@@ -380,7 +395,7 @@ def test_a_decode_hands_its_blocks_back_for_the_next_turn():
     allocate(decode, "d1", [[4, 5, 6]], external=48)
     plan = decode.take_step_plan(now_s=0.0)
     assert (len(plan.reads), plan.expects) == (1, ("d1",))
-    decode.transfer_results(sent=[], received=["d1"], failed=[])
+    decode.report(sent=[], received=["d1"], failed=[])
     allocate(decode, "d1", [[4, 5, 6, 7]], [[7]])
     decode.preempt("d1", now_s=0.0)
     allocate(decode, "d1", [[4, 5, 6, 7]])
@@ -397,11 +412,11 @@ def test_a_decode_hands_its_blocks_back_for_the_next_turn():
     assert prefill.external_tokens("p3", computed_tokens=16) == 104
     allocate(prefill, "p3", [list(range(13))], external=104)
     plan = prefill.take_step_plan(now_s=0.0)
-    assert (plan.heartbeats, [order.peer_engine_id for order in plan.reads]) == ((), ["decode-0"])
-    prefill.transfer_results(sent=[], received=["p3"], failed=[])
+    assert (plan.heartbeats, [order.peer.engine_id for order in plan.reads]) == ((), ["decode-0"])
+    prefill.report(sent=[], received=["p3"], failed=[])
     allocate(prefill, "p3", [list(range(13))], [[]])
     assert finish(prefill, "p3", blocks=[list(range(13))], tokens=200).params["do_remote_prefill"] is True
-    decode.transfer_results(sent=["d1"], received=[], failed=[])
+    decode.report(sent=["d1"], received=[], failed=[])
     assert decode.live_count == 0
 
 

@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kv_scheduler_state import StepPlan
 from kv_scheduler_state.testing import decode_world, pair_world, prefill_world
 
 
@@ -40,15 +39,6 @@ class HandOver(RuleBasedStateMachine):
                 before = side.state.snapshot(now_s=self.world.now_s)
                 side.probe(self.world.now_s)
                 assert side.state.snapshot(now_s=self.world.now_s) == before
-
-    @rule()
-    def write_down(self):
-        if self.world.decode is not None and self.world.decode.state.has_work():
-            # A plan that crosses a process is the plan that was taken.
-            take = self.world.decode.state.take_step_plan
-            plan = take(now_s=self.world.now_s)
-            assert StepPlan.from_bytes(plan.to_bytes()) == plan
-            self.world.decode.obey(plan, self.world.now_s)
 
     def teardown(self):
         if hasattr(self, "world"):

@@ -7,18 +7,12 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import FULL, WINDOW, consumer_params, prefill_request_params, scheduler
+from scheduler_helpers import FULL, WINDOW, config, consumer_params, prefill_request_params, scheduler
 
-from kv_scheduler_state import (
-    HandoffTicket,
-    HostPolicy,
-    PeerAddress,
-    TicketError,
-    TicketLimits,
-    TicketReader,
-)
+from kv_scheduler_state import BlockList, HandoffTicket, PeerAddress, TicketError, TicketLimits, TicketReader
+from kv_scheduler_state._hosts import HostPolicy
 
-READER = TicketReader(groups=1)
+READER = TicketReader(config())
 
 # Append only. The second is what vLLM's own connector wrote at first, the third is what this package writes.
 ACCEPTED = {
@@ -28,7 +22,7 @@ ACCEPTED = {
             "handoff",
             PeerAddress("prefill-0", "10.0.0.1", 5600, tp=2),
             "cmpl-1",
-            ((1, 2, 3),),
+            (BlockList((1, 2, 3)),),
             peer_tokens=48,
             transfer_mode="pull",
         ),
@@ -44,7 +38,7 @@ ACCEPTED = {
             "remote_port": 5600,
             "tp_size": 1,
         },
-        HandoffTicket("handoff", PeerAddress("3f0c", "localhost", 5600), "cmpl-1", ((1, 2, 3),)),
+        HandoffTicket("handoff", PeerAddress("3f0c", "localhost", 5600), "cmpl-1", (BlockList((1, 2, 3)),)),
     ),
     "this project": (
         consumer_params(
@@ -52,9 +46,9 @@ ACCEPTED = {
         ),
         HandoffTicket(
             "handoff",
-            PeerAddress("prefill-0", "10.0.0.1", 5600, 2, 1, 1, generation=5, registration_generation=2, dialect=14),
+            PeerAddress("prefill-0", "10.0.0.1", 5600, 2, 1, 1, generation=5, dialect=14),
             "cmpl-1",
-            ((1, 2, 3),),
+            (BlockList((1, 2, 3)),),
             peer_tokens=48,
             lease_s=30.0,
             fence=(3, 77),
@@ -75,7 +69,7 @@ def test_a_good_ticket_is_read_and_written_again(name):
 
 
 def test_blocks_that_are_equal_to_bools_are_blocks():
-    assert READER.read(consumer_params(remote_block_ids=[[1, 0]]), "handoff").peer_block_ids == ((1, 0),)
+    assert READER.read(consumer_params(remote_block_ids=[[1, 0]]), "handoff").peer_blocks[0].ids == (1, 0)
 
 
 def test_unknown_keys_are_kept():
@@ -91,7 +85,7 @@ def test_the_routers_first_request_is_no_ticket():
 
 def test_a_readback_needs_blocks_and_the_configuration():
     params = consumer_params(do_remote_prefill=False, do_remote_decode=True)
-    both = TicketReader(groups=1, reads_back=True)
+    both = TicketReader(config(bidirectional=True))
     assert READER.classify(params) == "prefill"
     assert both.classify(params) == "readback"
     assert both.classify(prefill_request_params()) == "prefill"
@@ -188,22 +182,22 @@ def test_a_bad_ticket_means_a_local_prefill_with_a_reason(code, params):
 
 
 def test_types_count_even_after_an_equal_value_was_accepted():
-    reader = TicketReader(groups=1)
+    reader = TicketReader(config())
     reader.read(consumer_params(tp_size=1), "handoff")
     with pytest.raises(TicketError, match="tp_size is True"):
         reader.read(consumer_params(tp_size=True), "handoff")
 
 
 def test_limits_are_the_callers():
-    reader = TicketReader(groups=1, limits=TicketLimits(max_blocks=2, max_block_id=9))
-    assert reader.read(consumer_params(remote_block_ids=[[9, 1]]), "handoff").peer_block_ids == ((9, 1),)
+    reader = TicketReader(config(limits=TicketLimits(max_blocks=2, max_block_id=9)))
+    assert reader.read(consumer_params(remote_block_ids=[[9, 1]]), "handoff").peer_blocks[0].ids == (9, 1)
     for blocks in ([[1, 2, 3]], [[10]]):
         with pytest.raises(TicketError):
             reader.read(consumer_params(remote_block_ids=blocks), "handoff")
 
 
 def test_peers_are_forgotten_before_they_fill_the_memory():
-    reader = TicketReader(groups=1)
+    reader = TicketReader(config())
     for index in range(1100):
         reader.read(consumer_params(remote_engine_id=f"e{index}", remote_host=f"h{index}"), "handoff")
     assert len(reader._peers) <= 1024

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Order:
-    request_id: str = "r1"
-    peer_engine_id: str = "P"
-    peer_request_id: str = "p-r1"
-    peer_host: str = "10.0.0.1"
-    peer_port: int = 5600
-    peer_tp: int = 1
-    peer_pp: int = 1
-    peer_dcp: int = 1
-    peer_generation: int | None = None
-    peer_block_ids: tuple[tuple[int, ...], ...] = ((7, 8),)
-    local_block_ids: tuple[tuple[int, ...], ...] = ((1, 2),)
-    fence: tuple[int, int] | None = (3, 99)
-    lease_s: float | None = 30.0
-    is_reported: bool = True
-    external_tokens: int = 256
-    local_computed_blocks: tuple[int, ...] = ()
-    peer_dialect: int | None = 14
+from kv_scheduler_state import BlockList, HeartbeatOrder, PeerAddress, ReadOrder
+from vllm_adapter.ports import PeerSpec
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    peer_engine_id: str = "P"
-    peer_host: str = "10.0.0.1"
-    peer_port: int = 5600
-    peer_tp: int = 1
-    peer_pp: int = 1
-    peer_dcp: int = 1
-    peer_dialect: int | None = 14
-    peer_generation: int | None = None
-    peer_request_ids: tuple[str, ...] = ("p-r1",)
+def peer(engine_id: str = "P", host: str = "10.0.0.1", port: int = 5600, **changes: Any) -> PeerAddress:
+    return PeerAddress(**{"engine_id": engine_id, "host": host, "port": port, "dialect": 14, **changes})
+
+
+def blocks(*ids: int) -> BlockList:
+    return BlockList(ids, 0, 0)
+
+
+def order(request_id: str = "r1", **changes: Any) -> ReadOrder:
+    """A read of 256 tokens in two blocks, with a fence and a lease of 30 s."""
+    values: dict[str, Any] = {
+        "peer": peer(),
+        "peer_request_id": "p-r1",
+        "peer_blocks": (blocks(7, 8),),
+        "local_blocks": (blocks(1, 2),),
+        "tokens": 256,
+        "fence": (3, 99),
+        "nonce": "",
+        "lease_s": 30.0,
+        "is_reported": True,
+    }
+    return ReadOrder(request_id, **{**values, **changes})
+
+
+def heartbeat(*readers: tuple[str, str]) -> HeartbeatOrder:
+    return HeartbeatOrder(peer(), readers or (("p-r1", ""),))
 
 
 @dataclass(frozen=True)
 class Result:
     transfer_id: str
-    outcome: str = "done"
+    outcome: Any = "done"
     code: str = ""
     message: str = ""
     is_memory_quiet: bool = True
@@ -65,6 +65,7 @@ class Metadata:
     agent_metadata: bytes = b"agent"
     geometry: bytes | None = b"{}"
     region_mem_types: tuple[str, ...] | None = ("DRAM",)
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,18 @@ class Plan:
         return 1
 
     def local_rows(self, producer_rank: tuple[int, int]) -> Any:
+        if producer_rank in self.notify_only_ranks:
+            return np.zeros((0, 5), np.uint64)
+        assert producer_rank in self.producer_ranks, f"no part of the plan: {producer_rank}"
         return np.zeros((1, 5), np.uint64)
 
     peer_rows = local_rows
 
-    def indices(self, producer_rank: tuple[int, int], local_blocks: Any, peer_blocks: Any, **alignment: Any) -> Any:
-        if any(block > 1000 for group in peer_blocks for block in group):
+    def indices(self, producer_rank: tuple[int, int], local: Any, peer: Any, *, tokens: int) -> Any:
+        assert producer_rank in self.producer_ranks, f"nothing is read from {producer_rank}"
+        if any(block > 1000 for blocks in peer for block in blocks.ids):
             raise CodedFailure("block-out-of-range")
-        return np.array([b for g in local_blocks for b in g], np.int32), np.array(
-            [b for g in peer_blocks for b in g], np.int32
-        )
+        return tuple(np.array([b for blocks in side for b in blocks.ids], np.int32) for side in (local, peer))
 
 
 class FakePlanner:
@@ -149,9 +152,10 @@ class FakeAgent:
     is_alive = True
 
     def __init__(self) -> None:
-        self.peers: dict[str, dict[str, Any]] = {}
+        self.peers: dict[str, PeerSpec] = {}
         self.posts: dict[str, dict[str, Any]] = {}
         self.cancelled: list[str] = []
+        self.probes: dict[str, str] = {}
         self.notified: list[tuple[str, bytes]] = []
         self.fences: list[tuple[int, int]] = []
         self.refuse_post = False
@@ -161,9 +165,10 @@ class FakeAgent:
     def call_soon(self, function: Any) -> None:
         function()
 
-    def add_peer(self, peer: str, agent_metadata: bytes, **facts: Any) -> None:
-        assert peer not in self.peers
-        self.peers[peer] = facts
+    def add_peer(self, spec: PeerSpec) -> None:
+        assert spec.key not in self.peers
+        assert len(spec.local_rows) == len(spec.peer_rows)
+        self.peers[spec.key] = spec
 
     def remove_peer(self, peer: str) -> None:
         del self.peers[peer]
@@ -174,12 +179,16 @@ class FakeAgent:
     def post_read(self, transfer_id: str, peer: str, local: Any, remote: Any, **facts: Any) -> None:
         if self.refuse_post:
             raise CodedFailure("post-refused")
-        assert peer in self.peers
+        assert len(self.peers[peer].local_rows), "a peer without rows can only be notified"
         assert transfer_id not in self.posts
         self.posts[transfer_id] = {"peer": peer, "local": local.tolist(), "remote": remote.tolist(), **facts}
 
     def cancel(self, transfer_id: str) -> None:
         self.cancelled.append(transfer_id)
+
+    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
+        assert peer in self.peers
+        self.probes[transfer_id] = peer
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         self.notified.append((peer, payload))
@@ -193,8 +202,48 @@ class FakeAgent:
 
 
 class FakeCodec:
-    def read_complete(self, request_id: str, reader_count: int) -> bytes:
-        return f"{request_id}:{reader_count}".encode()
+    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
+        if request_id.startswith("HB:"):
+            raise CodedFailure("reserved-prefix")
+        return ":".join([request_id, str(reader_count), *([nonce, consumer] if nonce else [])]).encode()
 
-    def heartbeats(self, request_ids: Any) -> list[bytes]:
-        return [b"HB:" + ",".join(request_ids).encode()]
+    def heartbeats(self, readers: Any) -> list[bytes]:
+        return [b"HB:" + ",".join(request_id + nonce for request_id, nonce in readers).encode()]
+
+
+class FakeRecorder:
+    """Counts and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+        self.errors: list[tuple[str, Exception]] = []
+        self.observed: list[tuple[str, Any]] = []
+
+    def transfer(self, _result: Any) -> None:
+        self.counts["done"] += 1
+
+    def count(self, key: str, times: int = 1) -> None:
+        self.counts[key] += times
+
+    def observe(self, key: str, value: Any) -> None:
+        self.observed.append((key, value))
+
+    def info(self, line: str) -> None:
+        self.lines.append(line)
+
+    def warn(self, line: str) -> None:
+        self.lines.append(line)
+        self.warnings.append(line)
+
+    def trouble(self, action: str, error: Exception) -> None:
+        self.counts["num_callback_errors"] += 1
+        self.errors.append((action, error))
+
+    @contextmanager
+    def guarded(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.trouble(action, error)

@@ -7,59 +7,38 @@ from typing import Any
 
 import pytest
 from factories import facts
-from fakes import Order
+from fakes import order
 
-from kv_scheduler_state import EMPTY_PLAN, FenceOrder, GrantOrder, StepPlan
+from kv_scheduler_state import GrantOrder, StepPlan
+from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.scheduler.served_registration import RankRegistration, ServedRegistration
+from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
+from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
-from vllm_adapter.worker.announced import Announced, fail_reads, unusable
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.reads import ReadEnd
+from vllm_adapter.worker.sleep import fail_reads, failed_instead
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
 
 
-def _announce(announced: Announced, request_id: str = "r", word: tuple[int, int] = (3, 9)) -> None:
-    announced.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *word),)))
+# ---------------------------------------------------------------------------------------------- ends of reads
 
 
-def _grant(announced: Announced, request_id: str = "r") -> list[str]:
-    return announced.apply(StepPlan(grants=(GrantOrder(request_id, 30.0, None),)))
-
-
-# ---------------------------------------------------------------------------------------------- what outlives a sleep
-
-
-def test_a_lost_request_is_void_unless_it_starts_again() -> None:
-    announced = Announced()
-    _announce(announced, "r")
-    _announce(announced, "again", (4, 10))
-    announced.lose()
-    assert announced.start_again(["again", "stranger"]) == [(4, 10)]
-    assert announced.start_again(["again"]) == []
-    assert _grant(announced, "again") == []
-    assert _grant(announced, "r") == ["r"]
-    assert _grant(announced, "r") == []
-    assert announced.ids == ()
-
-
-def test_what_is_announced_after_the_sleep_is_not_lost() -> None:
-    announced = Announced()
-    announced.lose()
-    _announce(announced)
-    assert announced.slot("r") == 3
-    assert _grant(announced) == []
+def _finished(code: str = "", message: str = "", conversion: Any = ()) -> FinishedRead:
+    return FinishedRead(ReadEnd(order(), code, message, ReadTimes(0.0), 1.0), conversion)
 
 
 def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is() -> None:
-    times: Any = SimpleNamespace()
-    good = ReadEnd(Order(), "", "", times, 1.0, (SimpleNamespace(),))  # type: ignore[arg-type]
-    bad = ReadEnd(Order(), "peer-lost", "gone", times, 1.0)  # type: ignore[arg-type]
-    assert (unusable(good).code, unusable(good).conversion) == ("asleep", ())
-    assert unusable(bad) is bad
-    assert [end.code for end in fail_reads(StepPlan(reads=(Order(),)), 1.0)] == ["asleep"]  # type: ignore[arg-type]
+    good = _finished(conversion=(SimpleNamespace(),))
+    bad = _finished("peer-lost", "gone")
+    assert (failed_instead(good).end.code, failed_instead(good).conversion) == ("asleep", ())
+    assert failed_instead(bad) is bad
+    plan = StepPlan(reads=(order(),))
+    assert [finished.end.code for finished in fail_reads(plan, 1.0)] == ["asleep"]
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration
@@ -71,22 +50,23 @@ class Parts:
     def __init__(self, thread: str, transfers: int = 0) -> None:
         self.thread, self.calls = thread, list[str]()
         self.is_alive = thread in {"well", "hangs"}
-        self.registration = Registration(
-            self,  # type: ignore[arg-type]
-            SimpleNamespace(close=lambda: self.calls.append("handshakes closed")),  # type: ignore[arg-type]
-            SimpleNamespace(  # type: ignore[arg-type]
-                end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
-                snapshot=lambda: {"transfers": transfers},
-            ),
-            SimpleNamespace(end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}")),  # type: ignore[arg-type]
-            b"envelope",
+        handshakes: Any = SimpleNamespace(close=lambda: self.calls.append("handshakes closed"))
+        reads: Any = SimpleNamespace(
+            end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
+            snapshot=lambda: {"transfers": transfers},
         )
+        leases: Any = SimpleNamespace(end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"))
+        agent: Any = self
+        self.registration = Registration(agent, handshakes, reads, leases, Recorder(), b"envelope")
 
     def call_soon(self, function: Any) -> None:
         if self.thread == "dead":
             raise AdapterError("dead", code="thread-dead")
         if self.thread == "well":
             function()
+
+    def health(self) -> Any:
+        return SimpleNamespace(state="running", callback_errors=0, loop_errors=0, last_error="", last_traceback="")
 
     def quarantine(self) -> list[Any]:
         return [SimpleNamespace(bytes_at_risk=4096)]
@@ -136,9 +116,13 @@ def test_what_was_at_risk_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _worker(thread: str = "well") -> tuple[WorkerSide, Parts]:
-    worker, parts = WorkerSide(facts(), parts=SimpleNamespace(ucx_tls="unset")), Parts(thread)  # type: ignore[arg-type]
+    worker, parts = WorkerSide(facts(), WorkerParts(facts(), Settings())), Parts(thread)
     worker._registration = parts.registration
     return worker, parts
+
+
+def _orders(plan: StepPlan | None = None, question: int = 0) -> StepOrders:
+    return StepOrders(plan if plan is not None else StepPlan(), question=question)
 
 
 def test_a_sleeping_worker_answers_every_order_once() -> None:
@@ -146,28 +130,29 @@ def test_a_sleeping_worker_answers_every_order_once() -> None:
     worker.unregister()
     worker.unregister()
     assert parts.calls.count("agent closed") == 1
-    plan = StepPlan(reads=(Order(),), grants=(GrantOrder("p1", 30.0, None),))  # type: ignore[arg-type]
-    worker.start_step(plan)
-    results = worker.take_results()
-    assert (results.sent, results.received, results.failed) == ({"p1"}, {"r1"}, {"r1"})
-    results = worker.take_results()
-    assert (results.sent, results.received) == (set(), set())
+    plan = StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),))
+    worker.apply(_orders(plan))
+    results = worker.take_report()
+    assert results.sent == {"p1"}
+    assert results.received == results.failed == {"r1"}
+    results = worker.take_report()
+    assert not results.sent
+    assert not results.received
 
 
 def test_data_that_arrived_before_the_sleep_is_not_reported_good() -> None:
     worker, _ = _worker()
-    times: Any = SimpleNamespace()
-    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
+    worker._finished.append(_finished())
     worker.unregister()
-    assert worker.take_results().failed == {"r1"}
+    assert worker.take_report().failed == {"r1"}
 
 
 def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     worker, parts = _worker("hangs")
     with pytest.raises(AdapterError):
         worker.unregister()
-    worker.start_step(StepPlan(reads=(Order(),)))  # type: ignore[arg-type]
-    assert worker.take_results().failed == {"r1"}
+    worker.apply(_orders(StepPlan(reads=(order(),))))
+    assert worker.take_report().failed == {"r1"}
     parts.thread, parts.is_alive = "dead", False
     worker.unregister()
     assert worker.envelope is None
@@ -177,27 +162,26 @@ def test_a_restore_alone_does_nothing() -> None:
     worker, parts = _worker()
     worker.restore()
     assert worker._registration is parts.registration
-    assert worker.take_report() is None
+    assert worker.take_report().registration is None
 
 
 def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
     worker, _ = _worker()
-    worker.start_step(EMPTY_PLAN, question=4)
-    assert worker.take_report() == RankRegistration(1, b"envelope", 4)
-    assert worker.take_report() is None
+    worker.apply(_orders(question=4))
+    assert worker.take_report().registration == RankRegistration(1, b"envelope", 4)
+    assert worker.take_report().registration is None
     worker.unregister()
-    assert worker.take_report() == RankRegistration(1, None, 4)
+    assert worker.take_report().registration == RankRegistration(1, None, 4)
 
 
 def test_a_read_that_a_reset_has_made_void_ends_badly_whatever_it_brought() -> None:
     worker, _ = _worker()
-    times: Any = SimpleNamespace()
-    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
+    worker._finished.append(_finished())
     worker._registration = None
-    worker.start_step(EMPTY_PLAN, void_reads=("r1",))
-    assert worker.take_results().failed == {"r1"}
-    worker._ends.append(ReadEnd(Order(), "", "", times, 1.0))  # type: ignore[arg-type]
-    assert worker.take_results().failed == set(), "a later request of that id is another one"
+    worker.apply(_orders(StepPlan(voids=("r1",))))
+    assert worker.take_report().failed == {"r1"}
+    worker._finished.append(_finished())
+    assert worker.take_report().failed == set(), "a later request of that id is another one"
 
 
 # ------------------------------------------------------------------------------------------------ what tickets may name

@@ -10,40 +10,48 @@ from typing import Any
 
 import pytest
 from factories import facts
-from fakes import Order
+from fakes import order
 
-from kv_scheduler_state import EMPTY_PLAN
+from kv_scheduler_state import FenceOrder, StepPlan
+from vllm_adapter.config import Settings
+from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
+from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.transfer.reads import ReadEnd
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 
 def _worker() -> WorkerSide:
-    return WorkerSide(facts(), parts=SimpleNamespace(ucx_tls="unset"))  # type: ignore[arg-type]
+    return WorkerSide(facts(), WorkerParts(facts(), Settings()))
 
 
-def _end(code: str = "", **order: Any) -> ReadEnd:
-    times: Any = SimpleNamespace()
-    return ReadEnd(Order(**order), code, code and "the peer said nothing", times, 1.0)  # type: ignore[arg-type]
+def _use(worker: WorkerSide, registration: Any) -> None:
+    worker._registration = registration
+
+
+def _end(code: str = "", **changes: Any) -> FinishedRead:
+    return FinishedRead(ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
 
 
 def test_a_failed_read_is_reported_and_logged_once_with_who_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     worker = _worker()
-    worker._ends.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
+    worker._finished.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
     with caplog.at_level(logging.ERROR):
-        results = worker.take_results()
-    assert (results.received, results.failed) == ({"r1", "r2"}, {"r1"})
+        results = worker.take_report()
+    assert results.received == {"r1", "r2"}
+    assert results.failed == {"r1"}
     (record,) = caplog.records
     for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
         assert part in record.getMessage()
-    assert worker.take_results().received == set()
+    assert not worker.take_report().received
 
 
 def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     worker = _worker()
-    worker._ends.append(_end("peer-lost", is_reported=False))
-    results = worker.take_results()
-    assert (results.received, results.failed) == (set(), set())
-    assert "could not be told" in caplog.text
+    worker._finished.append(_end("peer-lost", is_reported=False))
+    results = worker.take_report()
+    assert not results.received
+    assert not results.failed
+    assert "could not notify" in caplog.text
     assert "peer-lost" in caplog.text
     assert "not taken over" not in caplog.text
     stats = worker.take_stats()
@@ -54,26 +62,91 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
 
 def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
     worker = _worker()
-    worker.start_step(EMPTY_PLAN, ("o1",))  # type: ignore[arg-type]
-    results = worker.take_results()
-    assert (results.received, results.failed) == ({"o1"}, {"o1"})
+    worker.apply(StepOrders(StepPlan(failures=("o1",))))
+    results = worker.take_report()
+    assert results.received == {"o1"}
+    assert results.failed == {"o1"}
 
 
 def test_handing_a_step_over_waits_for_no_peer() -> None:
     """The transfer thread may be busy: only the fence words are written at once, so that no ticket is ahead of them."""
-    worker, queued, fences = _worker(), [], []
+    worker, queued, fences = _worker(), list[Any](), list[tuple[int, int]]()
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    worker._registration = SimpleNamespace(  # type: ignore[assignment]
-        agent=agent, perform=lambda *_orders: threading.Event().wait(60)
-    )
-    fence = SimpleNamespace(request_id="p1", slot=3, generation=9)
-    plan: Any = SimpleNamespace(
-        is_empty=False, fences=(fence,), reads=(Order(),), grants=(), expects=(), releases=(), cancels=(), heartbeats=()
-    )
+    _use(worker, SimpleNamespace(agent=agent, perform=lambda *_orders: threading.Event().wait(60)))
+    plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
-    worker.start_step(plan)
+    worker.apply(StepOrders(plan))
     assert time.monotonic() - began_s < 5  # not 60
     assert fences == [(3, 9)]
     assert len(queued) == 1
+
+
+class Agent:
+    """A transfer thread that says how it is."""
+
+    def __init__(self) -> None:
+        self.errors, self.state, self.held = 0, "running", list[Any]()
+
+    def health(self) -> Any:
+        return SimpleNamespace(
+            state=self.state,
+            callback_errors=self.errors,
+            loop_errors=0,
+            last_error="ValueError: odd",
+            last_traceback="Traceback: line 7",
+        )
+
+    def quarantine(self) -> list[Any]:
+        return self.held
+
+
+def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, agent = _worker(), Agent()
+    _use(worker, SimpleNamespace(agent=agent))
+    worker.take_report()
+    agent.errors = 3
+    for _ in range(3):
+        worker.take_report()
+    assert caplog.text.count("Traceback: line 7") == 1
+    assert "ValueError: odd" in caplog.text
+    stats = worker.take_stats()
+    assert stats is not None
+    assert sum(stats["num_callback_errors"]) == 3
+
+
+def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
+    worker, agent = _worker(), Agent()
+    _use(worker, SimpleNamespace(agent=agent))
+    agent.state = "stuck"
+    for _ in range(2):
+        worker.take_report()
+    agent.state = "dead"
+    for _ in range(2):
+        worker.take_report()
+    assert caplog.text.count("is stuck in one turn") == 1
+    assert caplog.text.count("has died") == 1
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats["stuck_threads"] == [1, -1]
+
+
+def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for rank in (0, 1):
+            WorkerParts(facts(tp=2, rank=rank), Settings()).make_recorder().warn("a lease ended")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_quarantined_bytes_are_reported_as_changes() -> None:
+    worker, agent = _worker(), Agent()
+    _use(worker, SimpleNamespace(agent=agent))
+    for held in ([4096], [4096], [1024], []):
+        agent.held = [SimpleNamespace(bytes_at_risk=size) for size in held]
+        worker.take_report()
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats["quarantined_bytes"] == [4096, -3072, -1024]

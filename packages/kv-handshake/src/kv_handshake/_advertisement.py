@@ -1,4 +1,4 @@
-"""The small tier: what a router needs to know of an engine before it sends a prompt anywhere.
+"""Advertisements: the facts about an engine that a router needs before it sends a prompt anywhere.
 
 An advertisement is a few hundred bytes of JSON without addresses of memory. A router, or a discovery service,
 collects one per engine and pairs engines by comparing two of them; the bulk metadata per rank is fetched by the
@@ -13,12 +13,12 @@ import msgspec
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
-from kv_handshake._endpoint import check_endpoint, is_wildcard
+from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_RANK
 from kv_handshake._policy import PROTOCOL_RANGE
 
-__all__ = ["Advertisement", "Mode", "decode_advertisement", "pairing_problems"]
+__all__ = ["Advertisement", "Mode"]
 
 Mode = Literal["pull", "push"]
 
@@ -37,7 +37,7 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
         dialect: Its connector version, 2 to 15.
         compatibility_id: Digest of the factors that must match, see `compatibility_id`.
         compatibility_hash: Digest that vLLM's own connector compares; empty if not told.
-        generation: Grows whenever the engine's registration changes.
+        generation: Number of the engine's registration, below 2**53.
         modes: Directions it can do: ``pull`` (the consumer reads), ``push`` (the producer writes).
         tp_size: Tensor-parallel ranks.
         pp_size: Pipeline-parallel ranks.
@@ -72,47 +72,47 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("invalid-argument", f"advertisement cannot be used: {error}") from error
         return msgspec.json.encode(self)
 
+    @classmethod
+    def decode(cls, data: bytes) -> Advertisement:
+        """Return the advertisement in JSON bytes; unknown keys are skipped.
 
-def decode_advertisement(data: bytes) -> Advertisement:
-    """Return the advertisement in JSON bytes; unknown keys are skipped.
+        Raises:
+            WireError: ``malformed-advertisement``.
+        """
+        if len(data) > _MAX_BYTES:
+            raise WireError(
+                "malformed-advertisement", f"advertisement of {len(data)} bytes; at most {_MAX_BYTES} are read"
+            )
+        try:
+            advertisement = msgspec.json.decode(data, type=cls)
+            _check(advertisement)
+        except (*DECODE_ERRORS, HandshakeError) as error:
+            raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes: {error}") from error
+        return advertisement
 
-    Raises:
-        WireError: ``malformed-advertisement``.
-    """
-    if len(data) > _MAX_BYTES:
-        raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes; at most {_MAX_BYTES} are read")
-    try:
-        advertisement = msgspec.json.decode(data, type=Advertisement)
-        _check(advertisement)
-    except (*DECODE_ERRORS, HandshakeError) as error:
-        raise WireError("malformed-advertisement", f"advertisement of {len(data)} bytes: {error}") from error
-    return advertisement
+    def problems_as_producer_for(self, consumer: Advertisement, *, mode: Mode = "pull") -> tuple[str, ...]:
+        """Return the reasons, in words, not to pair this engine with a consumer; nothing if they may be paired.
 
-
-def pairing_problems(producer: Advertisement, consumer: Advertisement, *, mode: Mode = "pull") -> tuple[str, ...]:
-    """Return why these two engines should not be paired, in words; nothing if they may be.
-
-    Equal advertisements do not promise a transfer: the plan still may find the two layouts impossible to join.
-    """
-    problems: list[str] = []
-    if producer.engine_id == consumer.engine_id:
-        problems.append(f"both are engine {producer.engine_id!r}")
-    if producer.compatibility_id != consumer.compatibility_id:
-        problems.append(
-            f"compatibility ids differ: producer {producer.compatibility_id}, consumer {consumer.compatibility_id}"
-        )
-    for role, each in (("producer", producer), ("consumer", consumer)):
-        if mode not in each.modes:
-            problems.append(f"the {role} cannot {mode}, only {', '.join(each.modes) or 'nothing'}")
-    newest_common = min(producer.protocol[1], consumer.protocol[1])
-    if newest_common < max(producer.protocol[0], consumer.protocol[0]):
-        problems.append(f"protocol ranges do not overlap: {producer.protocol}, {consumer.protocol}")
-    return tuple(problems)
+        Equal advertisements do not promise a transfer: the plan still may find the two layouts impossible to join.
+        """
+        problems: list[str] = []
+        if self.engine_id == consumer.engine_id:
+            problems.append(f"both are engine {self.engine_id!r}")
+        if self.compatibility_id != consumer.compatibility_id:
+            problems.append(
+                f"compatibility ids differ: producer {self.compatibility_id}, consumer {consumer.compatibility_id}"
+            )
+        for role, each in (("producer", self), ("consumer", consumer)):
+            if mode not in each.modes:
+                problems.append(f"the {role} cannot {mode}, only {', '.join(each.modes) or 'nothing'}")
+        newest_common = min(self.protocol[1], consumer.protocol[1])
+        if newest_common < max(self.protocol[0], consumer.protocol[0]):
+            problems.append(f"protocol ranges do not overlap: {self.protocol}, {consumer.protocol}")
+        return tuple(problems)
 
 
 def _check(advertisement: Advertisement) -> None:
-    check_endpoint(advertisement.host, advertisement.port)
-    if is_wildcard(advertisement.host):
+    if endpoint_of(advertisement.host, advertisement.port).is_wildcard:
         raise WireError("malformed-advertisement", f"peers cannot connect to {advertisement.host!r}")
     dialect_of(advertisement.dialect)
     if not 1 <= len(advertisement.engine_id) <= MAX_ENGINE_ID_CHARS:

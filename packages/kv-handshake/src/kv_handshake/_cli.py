@@ -13,11 +13,11 @@ from kv_handshake._compare import Snapshot, compare
 from kv_handshake._dialect import NEWEST_DIALECT, dialect_of, dialect_of_vllm
 from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import ConfigurationError, HandshakeError
-from kv_handshake._keys import ClientSecurity, read_public_key, read_secret_key
+from kv_handshake._keys import ClientSecurity
 from kv_handshake._listener import Listener
+from kv_handshake._log import printable
 from kv_handshake._probe import probe, probe_advertisement
-from kv_handshake._reading import decode_envelope, decode_metadata
-from kv_handshake._recording import Recording, read_recording
+from kv_handshake._recording import Recording
 from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
 from kv_handshake._vectors import vectors_text
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"error": error.code, "fault": error.fault, "message": str(error)}))
         else:
-            print(f"kv-handshake: {error.code}: {error}", file=sys.stderr)
+            print(f"kv-handshake: {error.code}: {printable(str(error))}", file=sys.stderr)
         return EXIT_USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
     except (KeyboardInterrupt, BrokenPipeError):
         return EXIT_OK
@@ -101,16 +101,15 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
         help="a value to try where an engine sends only its hash, such as model=NAME; repeat it for further factors "
         "and values, all combinations are tried",
     )
-    parser.add_argument("--save", metavar="FILE", help="write what was received as a recording")
+    parser.add_argument("--save", metavar="FILE", help="write the received frames as a recording")
     parser.add_argument(
         "--advertisement", action="store_true", help="ask for the advertisement too; never of vLLM itself"
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="wait per reply (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     for name, text in (
-        ("--public-key", "file with this client's public key, for an encrypted side channel"),
-        ("--secret-key", "file with its secret key"),
-        ("--server-key", "file with the engine's public key"),
+        ("--secret-key", "certificate file with this client's keys, for an encrypted side channel"),
+        ("--server-key", "certificate file with the engine's public key"),
     ):
         parser.add_argument(name, metavar="FILE", help=text)
     parser.set_defaults(run=_run_probe)
@@ -126,7 +125,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_probe(options: argparse.Namespace) -> int:
-    host, port = parse_endpoint(options.peer)
+    endpoint = parse_endpoint(options.peer)
+    host, port = endpoint.host, endpoint.port
     version = dialect_of_vllm(options.vllm) if options.vllm else dialect_of(options.dialect)
     security = _security(options)
     ranks = _ranks(options.rank)
@@ -146,7 +146,7 @@ def _run_probe(options: argparse.Namespace) -> int:
     code = EXIT_OK
     if options.against:
         other = _snapshot_against(options, ranks[:1], version.version, security)
-        comparison = compare(_snapshot(options.peer, result.recording), other, supposed=_supposed(options.suppose))
+        comparison = compare(Snapshot.of(options.peer, result.recording), other, supposed=_supposed(options.suppose))
         document["against"] = {"peer": options.against, **comparison_values(comparison)}
         text += "\n" + comparison_text(comparison, options.peer, options.against)
         code = EXIT_OK if comparison.is_compatible else EXIT_DIFFERENT
@@ -158,16 +158,13 @@ def _snapshot_against(
     options: argparse.Namespace, ranks: Sequence[Rank], version: int, security: ClientSecurity | None
 ) -> Snapshot:
     if Path(options.against).exists():
-        return _snapshot(options.against, read_recording(options.against))
-    host, port = parse_endpoint(options.against)
+        return Snapshot.of(options.against, Recording.read(options.against))
+    endpoint = parse_endpoint(options.against)
     dialect = options.against_dialect or version
-    result = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=options.timeout, security=security)
-    return _snapshot(options.against, result.recording)
-
-
-def _snapshot(name: str, recording: Recording) -> Snapshot:
-    envelope = decode_envelope(next(iter(recording.payloads.values())))
-    return Snapshot(name, recording.dialect, envelope, decode_metadata(envelope), envelope.factors or recording.factors)
+    result = probe(
+        endpoint.host, endpoint.port, ranks=ranks, dialect=dialect, timeout_s=options.timeout, security=security
+    )
+    return Snapshot.of(options.against, result.recording)
 
 
 def _ranks(texts: Sequence[str]) -> list[Rank]:
@@ -199,18 +196,16 @@ def _supposed(texts: Sequence[str]) -> dict[str, list[object]]:
 
 
 def _security(options: argparse.Namespace) -> ClientSecurity | None:
-    given = (options.public_key, options.secret_key, options.server_key)
+    given = (options.secret_key, options.server_key)
     if not any(given):
         return None
     if not all(given):
-        raise ConfigurationError("invalid-argument", "give --public-key, --secret-key and --server-key together")
-    return ClientSecurity(
-        read_public_key(options.public_key), read_secret_key(options.secret_key), read_public_key(options.server_key)
-    )
+        raise ConfigurationError("invalid-argument", "give --secret-key and --server-key together")
+    return ClientSecurity.read(options.secret_key, options.server_key)
 
 
 def _run_serve(options: argparse.Namespace) -> int:
-    recording = read_recording(options.file)
+    recording = Recording.read(options.file)
     listener = Listener(
         options.host, options.port, payloads=recording.payloads, advertisement=recording.advertisement or None
     )

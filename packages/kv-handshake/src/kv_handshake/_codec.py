@@ -1,4 +1,4 @@
-"""One object that writes and reads every byte outside the side channel's own loops."""
+"""Every byte outside the side channel's own loops, written and read by one object."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import msgspec
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import compatibility_hash, hashed_factors
-from kv_handshake._messages import Envelope, checksum_of
-from kv_handshake._notifications import Notification, encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._messages import AgentMetadata, Envelope, checksum_of
+from kv_handshake._notifications import (
+    RESERVED_PREFIXES,
+    Notification,
+    encode_heartbeats,
+    encode_read_complete,
+    parse_notification,
+)
 from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
 from kv_handshake._queries import Rank, check_rank
+from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake._writing import encode_metadata
 
 if TYPE_CHECKING:
@@ -24,10 +31,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 @final
 class Codec:
-    """Writes envelopes and notifications, and reads notifications. Stateless and safe to share between threads.
+    """Writes and reads envelopes and notifications. Stateless and safe to share between threads.
 
     Args:
-        capabilities: What this engine announces: ``required``, ``supported`` or ``absent`` by name.
+        capabilities: Capabilities to announce: ``required``, ``supported`` or ``absent`` by name.
         protocol: (oldest, newest) version of our extensions to announce.
     """
 
@@ -49,7 +56,7 @@ class Codec:
         Args:
             metadata: Values by the names of `AgentMetadata`, among them ``generation``, ``fence`` and ``geometry``
                 if the engine has them. Names that the dialect does not know are left out.
-            factors: What the engine is. If all of vLLM's names are among them the hash is vLLM's own.
+            factors: The engine's factors. If all of vLLM's names are among them the hash is vLLM's own.
             dialect: Connector version to write, 2 to 15.
             rank: (pp, tp) rank to announce, so that a reader can tell if a reply is not the one it asked for.
 
@@ -84,14 +91,51 @@ class Codec:
         """
         return compatibility_hash(factors)
 
-    def read_complete(self, request_id: str, reader_count: int) -> bytes:
-        """Return the notification that a read is complete; see `encode_read_complete`."""
-        return encode_read_complete(request_id, reader_count)
+    @staticmethod
+    def decode_envelope(frame: bytes) -> Envelope:
+        """Return the envelope in a reply's first frame; its metadata stays closed.
 
-    def heartbeats(self, request_ids: Sequence[str]) -> tuple[bytes, ...]:
-        """Return the notifications that keep requests alive; see `encode_heartbeats`."""
-        return encode_heartbeats(request_ids)
+        Raises:
+            WireError: ``oversized-reply``, ``malformed-envelope`` or ``checksum-mismatch``.
+        """
+        return decode_envelope(frame)
+
+    @staticmethod
+    def decode_metadata(envelope: Envelope) -> AgentMetadata:
+        """Open an accepted envelope and return its metadata, checked.
+
+        Raises:
+            WireError: ``malformed-metadata`` or ``invalid-metadata``.
+        """
+        return decode_metadata(envelope)
+
+    @property
+    def reserved_prefixes(self) -> tuple[str, ...]:
+        """Request ids that begin with one of these cannot be notified."""
+        return RESERVED_PREFIXES
+
+    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
+        """Return the notification that a read is complete: vLLM's form without a nonce, ours with one.
+
+        Args:
+            request_id: The request's id on the producer.
+            reader_count: Ranks of this consumer that report this request to that producer rank, 1 to 65 536.
+            nonce: The lease's nonce from the ticket, 1 to 64 printable ASCII characters.
+            consumer: Engine id of the reader; must be "" without a nonce.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` if the peer could not read the result back.
+        """
+        return encode_read_complete(request_id, reader_count, nonce=nonce, consumer=consumer)
+
+    def heartbeats(self, readers: Sequence[tuple[str, str]]) -> tuple[bytes, ...]:
+        """Return the notifications that renew leases, for (request id, nonce) pairs; nonce "" selects vLLM's form.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for an id or a nonce that the peer could not read back.
+        """
+        return encode_heartbeats(readers)
 
     def parse_notification(self, payload: bytes) -> Notification:
-        """Return what a notification says; never raises."""
+        """Parse a notification of any form; never raises."""
         return parse_notification(payload)

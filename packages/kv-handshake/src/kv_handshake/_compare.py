@@ -1,4 +1,4 @@
-"""The comparison of two engines that somebody asks for: factors, hash, and what the opened metadata shows."""
+"""The comparison of two engines by factors, hash and opened metadata."""
 
 from __future__ import annotations
 
@@ -8,29 +8,20 @@ from typing import TYPE_CHECKING, Literal, final
 from kv_handshake._dialect import dialect_of
 from kv_handshake._explain import explain_hash, suspected_factors
 from kv_handshake._factors import Difference, differing_factors
+from kv_handshake._messages import METADATA_FIELDS
+from kv_handshake._reading import decode_envelope, decode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake._messages import AgentMetadata, Envelope
+    from kv_handshake._recording import Recording
 
 __all__ = ["Comparison", "Snapshot", "compare"]
 
 Basis = Literal["factors", "hash", "hash-explained", "hash-unexplained"]
 
-_METADATA_NAMES = (
-    "block_size",
-    "kv_cache_layout",
-    "attn_backend_name",
-    "physical_blocks_per_logical_kv_block",
-    "dcp_size",
-    "pcp_size",
-    "ssm_sizes",
-    "block_lens",
-    "region_names",
-    "region_group_ids",
-)
-"""What must be looked at although no hash holds it; a transfer plan may bridge these, or not."""
+_COMPARED = tuple(each.name for each in METADATA_FIELDS if each.wire.is_compared)
 
 
 @final
@@ -39,11 +30,11 @@ class Snapshot:
     """One engine as a probe or a recording shows it.
 
     Attributes:
-        name: What to call it.
+        name: Name for messages.
         dialect: Its connector version.
         envelope: The envelope of the first rank.
         metadata: The metadata in it.
-        factors: Its factors: from the envelope, or from a recording; empty if nobody tells.
+        factors: Its factors, from the envelope or from a recording; empty if neither has them.
     """
 
     name: str
@@ -52,15 +43,22 @@ class Snapshot:
     metadata: AgentMetadata
     factors: Mapping[str, object]
 
+    @staticmethod
+    def of(name: str, recording: Recording) -> Snapshot:
+        """Return the snapshot of a recorded engine."""
+        envelope = decode_envelope(next(iter(recording.payloads.values())))
+        factors = envelope.factors or recording.factors
+        return Snapshot(name, recording.dialect, envelope, decode_metadata(envelope), factors)
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two engines.
+    """The differences between two engines.
 
     Attributes:
         differences: Every factor and every metadata value that differs; `local` is the first engine.
-        suspects: Factors of which one probably differs, if a hash differs that nothing explains.
+        suspects: Factors likely to be at fault when the hashes differ and no tried value explains it.
         is_same_hash: Whether the compatibility hashes are equal.
         basis: How the factors were compared: both sides' ``factors``, equal ``hash``, or a differing hash that trying
             values ``explained`` or not.
@@ -73,17 +71,17 @@ class Comparison:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether nothing is known that must match and does not."""
+        """True unless a must-match factor is known to differ."""
         return not self.suspects and all(each.group != "must-match" for each in self.differences)
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing at all differs."""
+        """Whether the engines are equal in everything that is compared."""
         return self.is_same_hash and not self.differences and not self.suspects
 
 
 def compare(left: Snapshot, right: Snapshot, *, supposed: Mapping[str, Sequence[object]] | None = None) -> Comparison:
-    """Return what differs between two engines.
+    """Compare two engines.
 
     Args:
         left: The first engine.
@@ -95,7 +93,7 @@ def compare(left: Snapshot, right: Snapshot, *, supposed: Mapping[str, Sequence[
     named = {each.name for each in differences}
     shown = [
         Difference(name, getattr(left.metadata, name), getattr(right.metadata, name), "may-differ")
-        for name in _METADATA_NAMES
+        for name in _COMPARED
         if name not in named and getattr(left.metadata, name) != getattr(right.metadata, name)
     ]
     return Comparison((*differences, *shown), suspects, is_same_hash, basis)

@@ -1,4 +1,4 @@
-"""What decoders raise on hostile bytes."""
+"""Exceptions of the decoders on hostile bytes."""
 
 from __future__ import annotations
 

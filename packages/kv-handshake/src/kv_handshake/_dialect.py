@@ -15,6 +15,7 @@ from functools import cache
 from typing import Literal, final
 
 from kv_handshake._errors import ConfigurationError
+from kv_handshake._messages import METADATA_FIELDS, OURS
 
 __all__ = ["NEWEST_DIALECT", "OLDEST_DIALECT", "Dialect", "dialect_of", "dialect_of_vllm"]
 
@@ -23,31 +24,6 @@ NEWEST_DIALECT = 15
 
 _FIRST_WITH_PP_QUERY = 5
 """Version 5 (vLLM 0.26) added the pp rank to the query and the clock frame to the reply, in one release."""
-
-_METADATA_FIELDS: tuple[tuple[str, int], ...] = (
-    # (name, first version); in the order in which vLLM 0.32 writes them.
-    ("engine_id", 1),
-    ("agent_metadata", 1),
-    ("kv_caches_base_addr", 1),
-    ("device_id", 1),
-    ("num_blocks", 1),
-    ("block_lens", 1),
-    ("block_strides", 9),
-    ("kv_cache_layout", 1),
-    ("block_size", 1),
-    ("ssm_sizes", 1),
-    ("attn_backend_name", 1),
-    ("physical_blocks_per_logical_kv_block", 3),
-    ("region_num_blocks", 11),
-    ("region_group_ids", 11),
-    ("region_names", 11),
-    ("region_mem_types", 11),
-    ("dcp_size", 8),
-    ("pcp_size", 8),
-    ("ple_block_len", 14),
-    ("region_members", 12),
-    ("packed_member_layouts", 13),
-)
 
 _HASH_FACTORS: tuple[tuple[str, int, int], ...] = (
     # (name, first version, last version). No release shipped version 6, 8, 10 or 12.
@@ -90,7 +66,7 @@ class Dialect:
         version: vLLM's connector version.
         query_fields: 2 for ``[command, tp]``, 3 for ``[command, pp, tp]``.
         has_clock_frame: Whether a reply's second frame carries the listener's clock.
-        metadata_fields: Keys of the agent metadata, in writing order.
+        metadata_fields: Names of vLLM's keys in the agent metadata, in writing order.
         hash_factors: Names of the factors that vLLM hashes in this version.
     """
 
@@ -120,7 +96,7 @@ def dialect_of(version: int) -> Dialect:
         version=version,
         query_fields=3 if has_pp else 2,
         has_clock_frame=has_pp,
-        metadata_fields=tuple(name for name, first in _METADATA_FIELDS if first <= version),
+        metadata_fields=tuple(each.name for each in METADATA_FIELDS if OURS < each.wire.since <= version),
         hash_factors=tuple(name for name, first, last in _HASH_FACTORS if first <= version <= last),
     )
 

@@ -1,61 +1,79 @@
-"""Hosts and ports: checking them, and writing them the way the transport wants them."""
+"""Hosts and ports: checked once into a value, and written as the transport needs them."""
 
 from __future__ import annotations
 
-import ipaddress
-from functools import lru_cache
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import final
 
 from kv_handshake._errors import ConfigurationError
 
-__all__ = ["check_endpoint", "is_literal_address", "is_wildcard", "parse_endpoint", "tcp_url"]
+__all__ = ["Endpoint", "endpoint_of", "parse_endpoint"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognised here, bound only if the operator says so
 _MAX_HOST_CHARS = 255
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
-def check_endpoint(host: str, port: int, *, allows_any_port: bool = False) -> None:
-    """Raise ``invalid-endpoint`` unless host and port can be put into an address.
+@final
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host and a port that are safe to put into a transport address.
 
-    Tickets carry hosts that a client chose, so a host is a literal address or a plain name: no scheme, path, space or
-    interface syntax gets through to the transport.
+    Attributes:
+        host: Name, ``*``, or the address written anew from `address`.
+        port: TCP port; 0 for any free one of a listener.
+        address: The parsed address; None for a name or ``*``.
+    """
+
+    host: str
+    port: int
+    address: IPv4Address | IPv6Address | None = None
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether the host means every interface, which a peer cannot connect to."""
+        return self.host in _WILDCARDS
+
+    @property
+    def url(self) -> str:
+        """``tcp://host:port``, with brackets around an IPv6 address and ``*`` for port 0."""
+        shown = f"[{self.host}]" if isinstance(self.address, IPv6Address) else self.host
+        return f"tcp://{shown}:{self.port or '*'}"
+
+
+def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpoint:
+    """Return the endpoint of a host and a port.
+
+    Tickets carry hosts that a client chose, and the transport gives characters such as ``;`` and ``]`` a meaning. So a host
+    is a literal address, which is parsed and written anew, or a plain name: no scheme, path, space or interface syntax.
+
+    Raises:
+        ConfigurationError: ``invalid-endpoint``.
     """
     least = 0 if allows_any_port else 1
     if not least <= port <= 65_535:
-        raise ConfigurationError("invalid-endpoint", f"port {port!r} is not {least} to 65535", host=host, port=port)
-    if host == "*" or is_literal_address(host):
-        return
+        raise ConfigurationError("invalid-endpoint", f"port {port!r} is not {least} to 65535", port=port)
+    if host == "*":
+        return Endpoint(host, port)
+    address = _address_of(host)
+    if address is not None:
+        return Endpoint(str(address), port, address)
     labels = host.rstrip(".").split(".")
     is_name = 0 < len(host) <= _MAX_HOST_CHARS and all(
         label and len(label) <= 63 and label.isascii() and label.replace("-", "").replace("_", "").isalnum()
         for label in labels
     )
     if not is_name:
-        raise ConfigurationError("invalid-endpoint", f"host {host!r} is neither an address nor a name", host=host)
+        raise ConfigurationError(
+            "invalid-endpoint", f"host {host[:_MAX_HOST_CHARS]!r} is neither an address nor a name", port=port
+        )
+    return Endpoint(host, port)
 
 
-@lru_cache(maxsize=1024)
-def is_literal_address(host: str) -> bool:
-    """Return whether the host is an IPv4 or IPv6 address (with or without a zone) instead of a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def is_wildcard(host: str) -> bool:
-    """Return whether the host means "every interface", which a peer cannot connect to."""
-    return host in _WILDCARDS
-
-
-def tcp_url(host: str, port: int) -> str:
-    """Return ``tcp://host:port``, with brackets around an IPv6 address and ``*`` for port 0."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"tcp://{shown}:{port or '*'}"
-
-
-def parse_endpoint(text: str) -> tuple[str, int]:
-    """Return (host, port) of ``host:port`` or ``[ipv6]:port``.
+def parse_endpoint(text: str) -> Endpoint:
+    """Return the endpoint that ``host:port`` or ``[ipv6]:port`` names.
 
     Raises:
         ConfigurationError: ``invalid-endpoint``.
@@ -65,5 +83,14 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         host = host[1:-1]
     if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5:
         raise ConfigurationError("invalid-endpoint", f"{text!r} is not HOST:PORT", text=text)
-    check_endpoint(host, int(port))
-    return host, int(port)
+    return endpoint_of(host, int(port))
+
+
+def _address_of(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    zone = address.scope_id if isinstance(address, IPv6Address) else None
+    # ipaddress takes any text for a zone, also one that closes the bracket of the transport's address.
+    return None if zone is not None and not _ZONE.fullmatch(zone) else address

@@ -1,4 +1,4 @@
-"""Every way a handshake can go wrong: one code each, with whose fault it is and whether trying again can help."""
+"""Every way in which a handshake can fail: one code each, with the side at fault and whether a retry can help."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Fault = Literal["local", "peer", "environment"]
 @final
 @dataclass(frozen=True, slots=True)
 class CodeFacts:
-    """What a code says beside its name.
+    """Facts about a code.
 
     Attributes:
-        fault: Whose mistake it is.
-        is_retry_safe: True if the same request may succeed later, False if it will not, None if nobody can tell.
+        fault: The side that made the mistake.
+        is_retry_safe: True if the same request may succeed later, False if it will not, None if that is unknown.
         meaning: One sentence for the table in the documentation.
     """
 
@@ -36,7 +36,7 @@ def _facts(fault: Fault, is_retry_safe: bool | None, meaning: str) -> CodeFacts:
 
 CODES: Mapping[str, CodeFacts] = MappingProxyType(
     {
-        # What a listener answers to a query that it does not serve.
+        # Refusals of a listener.
         "oversized-query": _facts("peer", False, "The query is longer than any valid query."),
         "malformed-query": _facts(
             "peer", False, "The query is not one complete MessagePack array of the allowed types."
@@ -49,7 +49,7 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "no-advertisement": _facts("peer", False, "The engine publishes no advertisement."),
         "rate-limited": _facts("peer", True, "This address asks faster than the listener allows."),
         "wrong-frames": _facts("peer", False, "The message has too many or too few frames for a query."),
-        # What a client finds in a reply.
+        # Findings of a client in a reply.
         "refused": _facts("peer", None, "The peer's listener refused the query; its own code is in the context."),
         "unexpected-reply": _facts("peer", False, "A reply has the wrong number of frames, or nobody asked for it."),
         "oversized-reply": _facts("peer", False, "A reply exceeds the size limit."),
@@ -69,7 +69,7 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "factors-differ": _facts("peer", False, "Factors that must be equal differ."),
         "protocol-range": _facts("peer", False, "The two protocol ranges do not overlap."),
         "capability-missing": _facts("peer", False, "One side requires a capability that the other does not have."),
-        # What a transport meets.
+        # The transport.
         "timed-out": _facts("environment", True, "The peer did not answer in time."),
         "connection-refused": _facts("environment", True, "Nothing accepts connections at this address."),
         "connection-lost": _facts("environment", True, "The connection ended before all replies had come."),
@@ -83,7 +83,8 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "bind-failed": _facts("environment", None, "The listener cannot bind its address."),
         "transport-failed": _facts("environment", None, "The messaging library failed in a way not foreseen here."),
         "closed": _facts("local", True, "The client was closed before the handshake ended."),
-        # What the caller did.
+        # The caller.
+        "illegal-event": _facts("local", False, "The session cannot do this in its present state."),
         "invalid-argument": _facts("local", False, "An argument is outside its allowed range."),
         "invalid-endpoint": _facts("local", False, "A host or port cannot be used."),
         "invalid-factors": _facts("local", False, "Factors cannot be written as JSON."),
@@ -97,12 +98,12 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
 
 
 class HandshakeError(Exception):
-    """Base of everything that this package raises on purpose.
+    """Base of all errors that this package raises on purpose.
 
     Attributes:
         code: Stable kebab-case name, a key of `CODES`.
-        fault: Whose mistake it is: ``local``, ``peer`` or ``environment``.
-        is_retry_safe: Whether the same request may succeed later; None if nobody can tell.
+        fault: The side at fault: ``local``, ``peer`` or ``environment``.
+        is_retry_safe: Whether the same request may succeed later; None if that is unknown.
         context: The numbers and names behind the text, as plain values.
     """
 
@@ -127,4 +128,4 @@ class ConfigurationError(HandshakeError):
 
 
 class TransportError(HandshakeError):
-    """The network or the machine does not do what is needed."""
+    """The network or the machine failed."""

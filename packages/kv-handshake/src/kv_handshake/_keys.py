@@ -1,6 +1,7 @@
-"""Optional CurveZMQ keys: who may connect, read from files that nobody else may read.
+"""Optional CURVE keys: the clients that may connect, and certificate files that only their owner can read.
 
-A key file holds one line: the 40 characters of a Z85 key. Secret files must belong to their owner alone.
+Certificate files are those of pyzmq (`zmq.auth.create_certificates`): ``NAME.key`` holds the public key, ``NAME.key_secret``
+both keys. Secret files must belong to their owner alone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import final
 
 from kv_handshake._errors import ConfigurationError
+from kv_handshake._zmq import read_certificate
 
-__all__ = ["ClientSecurity", "ServerSecurity", "read_authorized_keys", "read_public_key", "read_secret_key"]
+__all__ = ["ClientSecurity", "ServerSecurity", "read_authorized_keys", "read_keypair", "read_public_key"]
 
 _KEY_CHARS = 40
 _Z85 = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
@@ -38,6 +40,17 @@ class ServerSecurity:
         for key in (self.public_key, self.secret_key, *self.authorized):
             _check_key(key, "given directly")
 
+    @staticmethod
+    def read(secret_file: str | Path, clients: str | Path | None = None) -> ServerSecurity:
+        """Return the keys in a listener's secret certificate, and the clients whose ``*.key`` files lie in a directory.
+
+        Raises:
+            ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on the
+                secret file.
+        """
+        public, secret = read_keypair(secret_file)
+        return ServerSecurity(public, secret, read_authorized_keys(clients) if clients is not None else {})
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -58,18 +71,29 @@ class ClientSecurity:
         for key in (self.public_key, self.secret_key, self.server_key):
             _check_key(key, "given directly")
 
+    @staticmethod
+    def read(secret_file: str | Path, server_file: str | Path) -> ClientSecurity:
+        """Return the keys in a client's secret certificate and in the listener's public one.
+
+        Raises:
+            ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on the
+                secret file.
+        """
+        public, secret = read_keypair(secret_file)
+        return ClientSecurity(public, secret, read_public_key(server_file))
+
 
 def read_public_key(path: str | Path) -> str:
-    """Return the public key in a file.
+    """Return the public key in a certificate file.
 
     Raises:
         ConfigurationError: ``invalid-key-file``.
     """
-    return _read_key(Path(path))
+    return _read(Path(path))[0]
 
 
-def read_secret_key(path: str | Path) -> str:
-    """Return the secret key in a file that only its owner can read.
+def read_keypair(path: str | Path) -> tuple[str, str]:
+    """Return the (public, secret) keys in a certificate file that only its owner can read.
 
     Raises:
         ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on it.
@@ -86,7 +110,10 @@ def read_secret_key(path: str | Path) -> str:
             path=str(file),
             mode=mode,
         )
-    return _read_key(file)
+    public, secret = _read(file)
+    if secret is None:
+        raise ConfigurationError("invalid-key-file", f"{file} holds no secret key", path=str(file))
+    return public, secret
 
 
 def read_authorized_keys(directory: str | Path) -> dict[str, str]:
@@ -99,16 +126,17 @@ def read_authorized_keys(directory: str | Path) -> dict[str, str]:
     files = sorted(folder.glob("*.key"))
     if not files:
         raise ConfigurationError("invalid-key-file", f"{folder} holds no *.key file", path=str(folder))
-    return {_read_key(file): file.stem for file in files}
+    return {_read(file)[0]: file.stem for file in files}
 
 
-def _read_key(file: Path) -> str:
+def _read(file: Path) -> tuple[str, str | None]:
     try:
-        text = file.read_text(encoding="ascii").strip()
+        public, secret = read_certificate(file)
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from error
-    _check_key(text, f"in {file}")
-    return text
+    for key in (public, *([secret] if secret is not None else [])):
+        _check_key(key, f"in {file}")
+    return public, secret
 
 
 def _check_key(key: str, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "MAX_ENGINE_ID_CHARS",
+    "MAX_ENVELOPE_BYTES",
     "MAX_FACTORS",
     "MAX_NOTIFICATION_BYTES",
     "MAX_QUERY_BYTES",
@@ -11,6 +12,7 @@ __all__ = [
     "MAX_READER_COUNT",
     "MAX_REPLY_BYTES",
     "MAX_REQUEST_ID_BYTES",
+    "NUMBER_END",
 ]
 
 MAX_QUERY_BYTES = 256
@@ -18,6 +20,9 @@ MAX_QUERY_BYTES = 256
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
 """One rank's envelope. Thousands of regions and a dozen network rails stay below a tenth of this."""
+
+MAX_ENVELOPE_BYTES = 256 * 1024
+"""An envelope without its metadata bytes: the hash and the factors. The factors of a model of 1000 layers take 50 kB."""
 
 MAX_RANK = 65_535
 """Largest pp or tp rank; far above any engine, small enough for every integer type of a port to another language."""
@@ -29,3 +34,6 @@ MAX_ENGINE_ID_CHARS = 512
 MAX_FACTORS = 256
 MAX_REQUEST_ID_BYTES = 4096
 MAX_NOTIFICATION_BYTES = 1024 * 1024
+
+NUMBER_END = 1 << 53
+"""Numbers that travel through JSON stay below this: many readers keep them as 64-bit floats, which are exact up to here."""

@@ -5,36 +5,36 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
-from kv_handshake._endpoint import check_endpoint, is_wildcard
+from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._log import GatedLog
 from kv_handshake._pacing import TokenBuckets
 from kv_handshake._server import ServerCore
-from kv_handshake._zmq import RouterSocket
+from kv_handshake._zmq import RouterSocket, TooManyFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kv_handshake._keys import ServerSecurity
     from kv_handshake._queries import Rank
-    from kv_handshake._transport import Incoming
+    from kv_handshake._zmq._router import Incoming
 
 __all__ = ["Listener", "QueryLimits"]
 
 _RESTART_FIRST_S = 0.05
 _RESTART_MOST_S = 5.0
 _JOIN_S = 5.0
-_NOBODY: Mapping[str, int] = MappingProxyType({})
+_NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
-    """How often one address may ask.
+    """Rate limit of the queries from one address.
 
     Attributes:
         queries_per_s: Queries a second on average; 0 for no limit.
@@ -78,9 +78,7 @@ class Listener:
         security: ServerSecurity | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_endpoint(host, port, allows_any_port=True)
-        self._host = host
-        self._port = port
+        self._endpoint = endpoint_of(host, port, allows_any_port=True)
         self._advertised_host = advertised_host
         self._security = security
         self._clock = clock
@@ -94,12 +92,12 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"Listener({self._host!r}, {self._port}, alive={self.is_alive}, {self._core!r})"
+        return f"Listener({self._endpoint.host!r}, {self.port}, alive={self.is_alive}, {self._core!r})"
 
     @property
     def port(self) -> int:
-        """The bound port; before `start`, the one that was asked for."""
-        return self._port
+        """The bound port; before `start`, the requested one."""
+        return self._endpoint.port
 
     @property
     def advertised_host(self) -> str:
@@ -108,8 +106,8 @@ class Listener:
         Raises:
             ConfigurationError: ``invalid-endpoint`` if the bind address is a wildcard and no other host was given.
         """
-        host = self._advertised_host or self._host
-        if is_wildcard(host):
+        host = self._advertised_host or self._endpoint.host
+        if endpoint_of(host, self.port, allows_any_port=True).is_wildcard:
             raise ConfigurationError(
                 "invalid-endpoint", f"peers cannot connect to {host!r}: give an advertised host", host=host
             )
@@ -130,8 +128,8 @@ class Listener:
         with self._lifecycle:
             if self._thread is not None or self._closing.is_set():
                 raise ConfigurationError("invalid-argument", "a listener starts once")
-            self._socket = RouterSocket(self._host, self._port, security=self._security)
-            self._port = self._socket.port
+            self._socket = RouterSocket(self._endpoint, security=self._security)
+            self._endpoint = replace(self._endpoint, port=self._socket.port)
             self._thread = threading.Thread(target=self._supervise, name="kv-handshake-listener", daemon=True)
             self._thread.start()
 
@@ -147,7 +145,7 @@ class Listener:
         ``clients_refused.<address> <key>`` one by one.
         """
         sock = self._socket
-        denied: Mapping[str, int] = sock.denied() if sock is not None else _NOBODY
+        denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
         return {
             "answered": 0,
             "unsent": 0,
@@ -171,22 +169,27 @@ class Listener:
                 self._thread.join(_JOIN_S)
 
     def _supervise(self) -> None:
-        """Serve until closed; whatever ends the loop early is counted, logged, and followed by a fresh socket."""
+        """Serve until closed; an early end of the loop is counted, logged, and followed by a fresh socket."""
         failures = 0
         while not self._closing.is_set():
             began_s = time.monotonic()
             try:
                 if self._socket is None:
-                    self._socket = RouterSocket(self._host, self._port, security=self._security)
+                    self._socket = RouterSocket(self._endpoint, security=self._security)
                 self._serve(self._socket)
+            except TooManyFrames as message:
+                self._counts["refused.wrong-frames"] += 1
+                self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
+                failures = -1  # a peer's doing, which must not make others wait
             except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
                 self._counts["restarts"] += 1
                 failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
-                self._log.warning("restart", f"listener on port {self._port} restarts after {error!r}")
+                self._log.warning("restart", f"listener on port {self.port} restarts after {error!r}")
             finally:
                 self._drop_socket()
-            if not self._closing.is_set():
+            if failures >= 0 and not self._closing.is_set():
                 self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
+            failures = max(0, failures)
 
     def _serve(self, sock: RouterSocket) -> None:
         while not self._closing.is_set():

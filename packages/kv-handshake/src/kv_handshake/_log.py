@@ -1,4 +1,4 @@
-"""The package's logger behind a gate, so that a flood of bad messages is no flood of lines."""
+"""The package's logger behind a gate: a flood of bad messages makes few lines, each short and free of control characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 
 from kv_handshake._pacing import LogGate
 
-__all__ = ["GatedLog"]
+__all__ = ["GatedLog", "printable"]
 
 _logger = logging.getLogger("kv_handshake")
 
@@ -26,7 +26,16 @@ class GatedLog:
         return self._gate.held_total
 
     def warning(self, topic: str, text: str) -> None:
-        """Log a warning, unless one of this topic was logged a moment ago."""
+        """Log a warning, unless one of this topic was logged a moment ago. Topics are constants, never a peer's text."""
         held = self._gate.admit(topic, time.monotonic())
         if held is not None:
-            _logger.warning("%s%s", text, f" ({held} more like this were not logged)" if held else "")
+            _logger.warning("%s%s", printable(text), f" ({held} more like this were not logged)" if held else "")
+
+
+def printable(text: str, *, most_chars: int = 1000) -> str:
+    """Return a text on one line, at most so long, with escapes for everything that is not printable.
+
+    Peers write parts of many texts. A newline would fake a log line, and an escape sequence would reach a terminal.
+    """
+    cut = text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text)} characters)"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in cut)

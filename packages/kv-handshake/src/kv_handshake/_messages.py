@@ -1,18 +1,39 @@
-"""The two messages of a reply: the envelope, and the agent metadata inside it.
+"""The two messages of a reply, field by field: the envelope, and the agent metadata inside it.
 
-The envelope can be read by anybody; the metadata inside is opened only after the compatibility check, so that a peer
-whose schema differs is refused with a reason instead of a decoding error. Keys that start with ``kvh_`` are ours.
-vLLM's own decoder skips keys that it does not know, so the same bytes serve both kinds of peers.
+Any reader can decode the envelope; the metadata inside is opened only after the compatibility check, so that a peer with
+another schema is refused with a reason instead of a decoding error. Keys that start with ``kvh_`` are ours. vLLM's own
+decoder skips keys that it does not know, so the same bytes serve both kinds of peers.
+
+These two classes are the only list of fields in the package. `Envelope` is read and written as it stands. The rows of
+`AgentMetadata` carry a `Wire` each, and `METADATA_FIELDS` collects them: the reader's decoder and range checks, the
+writer's order and defaults, the keys of every dialect and the comparison of two engines all follow from that table.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import msgspec
 
-__all__ = ["AgentMetadata", "Envelope", "Refusal", "checksum_of"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "METADATA_FIELDS",
+    "OURS",
+    "AgentMetadata",
+    "Envelope",
+    "MetadataField",
+    "Refusal",
+    "Wire",
+    "checksum_of",
+    "usable_capabilities",
+]
+
+OURS = 0
+"""Stands for "first dialect" of the keys that are ours: written in every dialect, but only if they are set."""
 
 
 @final
@@ -31,21 +52,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Envelope(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    rename={
-        "protocol": "kvh_protocol",
-        "rank": "kvh_rank",
-        "generation": "kvh_generation",
-        "factors": "kvh_factors",
-        "checksum": "kvh_checksum",
-        "capabilities": "kvh_capabilities",
-        "refusal": "kvh_refusal",
-    },
-):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The outer message of a reply.
 
     Attributes:
@@ -53,8 +60,8 @@ class Envelope(
         agent_metadata_bytes: MessagePack map of the agent metadata, not opened yet.
         protocol: (oldest, newest) version of our extensions that the peer speaks; None from vLLM's own connector.
         rank: (pp rank, tp rank) that this reply is about.
-        generation: Grows whenever the peer's registration changes.
-        factors: What the peer is, by factor name: the inputs of the hash, and more.
+        generation: Number of the peer's registration; differs after every new registration.
+        factors: The peer's factors by name: the inputs of the hash, and more.
         checksum: CRC-32 of `agent_metadata_bytes`.
         capabilities: ``required``, ``supported`` or ``absent`` by capability name.
         refusal: Set if this reply is a refusal.
@@ -62,30 +69,42 @@ class Envelope(
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
-    protocol: tuple[int, int] | None = None
-    rank: tuple[int, int] | None = None
-    generation: int | None = None
-    factors: dict[str, Any] = {}
-    checksum: int | None = None
-    capabilities: dict[str, str] = {}
-    refusal: Refusal | None = None
+    protocol: tuple[int, int] | None = msgspec.field(default=None, name="kvh_protocol")
+    rank: tuple[int, int] | None = msgspec.field(default=None, name="kvh_rank")
+    generation: int | None = msgspec.field(default=None, name="kvh_generation")
+    factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
+    checksum: int | None = msgspec.field(default=None, name="kvh_checksum")
+    capabilities: dict[str, str] = msgspec.field(default_factory=dict[str, str], name="kvh_capabilities")
+    refusal: Refusal | None = msgspec.field(default=None, name="kvh_refusal")
 
 
 @final
-class AgentMetadata(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename={
-        "fence": "kvh_fence",
-        "geometry": "kvh_geometry",
-        "generation": "kvh_generation",
-        "factors": "kvh_factors",
-    },
-):
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How an attribute of the agent metadata travels.
+
+    Attributes:
+        since: First dialect with this key, or `OURS`.
+        least: Smallest number that may stand in the value; None for values without numbers.
+        is_per_region: Whether the value is a list with one entry per region.
+        is_compared: Whether a comparison of two engines reports a difference. No hash holds these values, and a
+            transfer plan can bridge some of the differences.
+        unset: Value to write if the engine gives none; ``...`` means the attribute's own default.
+    """
+
+    since: int = 1
+    least: int | None = None
+    is_per_region: bool = False
+    is_compared: bool = False
+    unset: object = ...
+
+
+@final
+class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """One peer rank's metadata: where its KV cache lies and how it is laid out.
 
-    Names are those of vLLM's wire; lists are parallel, one entry per registered region.
+    Names are those of vLLM's wire; lists are parallel, one entry per registered region. The order is that in which
+    vLLM 0.32 writes the keys.
 
     Attributes:
         engine_id: The engine this rank belongs to.
@@ -94,13 +113,13 @@ class AgentMetadata(
         device_id: Device ordinal of the regions.
         num_blocks: Kernel blocks per region (see `region_num_blocks` for regions that differ).
         block_lens: Bytes per block, per region.
+        block_strides: Bytes from one block to the next, per region; None from peers before version 9.
         kv_cache_layout: vLLM's name of the layout, such as ``HND`` or ``LBHNC``.
         block_size: Tokens per kernel block.
         ssm_sizes: (convolution, state) bytes per block of Mamba layers; zeros without Mamba.
         attn_backend_name: Name of the attention backend.
         physical_blocks_per_logical_kv_block: Kernel blocks per scheduler block. Peers of version 2 do not send it; it
             is then reconstructed, see `reconstruct_blocks_ratio`.
-        block_strides: Bytes from one block to the next, per region; None from peers before version 9.
         region_num_blocks: Blocks per region; None from peers before version 11, as the next three.
         region_group_ids: KV-cache group per region; negative for a region that several groups share.
         region_names: Layer name per region.
@@ -108,44 +127,91 @@ class AgentMetadata(
         dcp_size: Decode context-parallel ranks.
         pcp_size: Prefill context-parallel ranks.
         ple_block_len: Bytes per page of a short-convolution state, or None.
-        region_members: Layer names that share each region.
-        packed_member_layouts: Byte offset and bytes per page of each packed member, by layer name.
+        region_members: Names of the layers that share each region; empty unless several do.
+        packed_member_layouts: (offset, bytes per page) of each layer inside a shared page, by layer name.
         fence: (address, device, word count) of the rank's fence array; None from vLLM's own connector.
         geometry: A document that says which part of the model's cache the rank holds, opaque here.
         generation: The envelope's generation.
         factors: The envelope's factors.
+        capabilities: Names that the envelope gives as ``required`` or ``supported``, sorted; empty from vLLM's own
+            connector and from our release 0.1.
     """
 
-    engine_id: str
-    agent_metadata: bytes
-    kv_caches_base_addr: tuple[int, ...]
-    device_id: int
-    num_blocks: int
-    block_lens: tuple[int, ...]
-    kv_cache_layout: str
-    block_size: int
-    ssm_sizes: tuple[int, int]
-    attn_backend_name: str
-    physical_blocks_per_logical_kv_block: int = 0
-    block_strides: tuple[int, ...] | None = None
-    region_num_blocks: tuple[int, ...] | None = None
-    region_group_ids: tuple[int, ...] | None = None
-    region_names: tuple[str, ...] | None = None
-    region_mem_types: tuple[str, ...] | None = None
-    dcp_size: int = 1
-    pcp_size: int = 1
-    ple_block_len: int | None = None
-    region_members: tuple[tuple[str, ...], ...] = ()
-    packed_member_layouts: dict[str, tuple[int, int]] = {}
-    fence: tuple[int, int, int] | None = None
-    geometry: bytes | None = None
-    generation: int | None = None
-    factors: dict[str, Any] = {}
+    engine_id: Annotated[str, Wire()]
+    agent_metadata: Annotated[bytes, Wire()]
+    kv_caches_base_addr: Annotated[tuple[int, ...], Wire(least=0)]
+    device_id: Annotated[int, Wire(least=0)]
+    num_blocks: Annotated[int, Wire(least=1)]
+    block_lens: Annotated[tuple[int, ...], Wire(least=1, is_per_region=True, is_compared=True)]
+    block_strides: Annotated[tuple[int, ...] | None, Wire(since=9, least=1, is_per_region=True)] = None
+    kv_cache_layout: Annotated[str, Wire(is_compared=True)]
+    block_size: Annotated[int, Wire(least=1, is_compared=True)]
+    ssm_sizes: Annotated[tuple[int, int], Wire(least=0, is_compared=True)]
+    attn_backend_name: Annotated[str, Wire(is_compared=True)]
+    physical_blocks_per_logical_kv_block: Annotated[int, Wire(since=3, least=0, is_compared=True, unset=1)] = 0
+    region_num_blocks: Annotated[tuple[int, ...] | None, Wire(since=11, least=0, is_per_region=True)] = None
+    region_group_ids: Annotated[tuple[int, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
+    region_names: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
+    region_mem_types: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True)] = None
+    dcp_size: Annotated[int, Wire(since=8, least=1, is_compared=True)] = 1
+    pcp_size: Annotated[int, Wire(since=8, least=1, is_compared=True)] = 1
+    ple_block_len: Annotated[int | None, Wire(since=14, least=1)] = None
+    region_members: Annotated[tuple[tuple[str, ...], ...], Wire(since=12)] = ()
+    packed_member_layouts: Annotated[dict[str, tuple[int, int]], Wire(since=13)] = msgspec.field(
+        default_factory=dict[str, tuple[int, int]]
+    )
+    fence: Annotated[tuple[int, int, int] | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_fence")
+    geometry: Annotated[bytes | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_geometry")
+    generation: int | None = msgspec.field(default=None, name="kvh_generation")
+    factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
+    capabilities: tuple[str, ...] = msgspec.field(default=(), name="kvh_capabilities")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MetadataField:
+    """One row of the field table.
+
+    Attributes:
+        name: The attribute's name.
+        key: Its key on the wire.
+        info: msgspec's description: type and default.
+        wire: How it travels.
+    """
+
+    name: str
+    key: str
+    info: msgspec.structs.FieldInfo
+    wire: Wire
+
+    @property
+    def unset(self) -> object:
+        """Value to write if the engine gives none."""
+        if self.wire.unset is not ...:
+            return self.wire.unset
+        return self.info.default if self.info.default is not msgspec.NODEFAULT else self.info.default_factory()
+
+
+def _rows() -> tuple[MetadataField, ...]:
+    return tuple(
+        MetadataField(info.name, info.encode_name, info, wire)
+        for info in msgspec.structs.fields(AgentMetadata)
+        for wire in getattr(info.type, "__metadata__", ())
+    )
+
+
+METADATA_FIELDS: tuple[MetadataField, ...] = _rows()
+"""The attributes of `AgentMetadata` that travel inside the envelope's metadata bytes, in the order of writing."""
 
 
 def checksum_of(metadata_bytes: bytes) -> int:
     """Return the CRC-32 of encoded agent metadata (polynomial 0x04C11DB7 reflected, as in zlib and Ethernet).
 
-    It is there for accidents: any flip within 32 neighbouring bits is found for certain. It authenticates nothing.
+    It guards against accidents: every flip within 32 neighbouring bits is found. It authenticates nothing.
     """
     return zlib.crc32(metadata_bytes)
+
+
+def usable_capabilities(levels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names that are ``required`` or ``supported``, sorted; every other level counts as ``absent``."""
+    return tuple(sorted(name for name, level in levels.items() if level in ("required", "supported")))

@@ -1,32 +1,54 @@
-"""Notifications between the workers of two engines: what a reader tells the engine that it reads from.
+"""Notifications between the workers of two engines: a reader's reports to the engine that it reads from.
 
-Two payloads, both UTF-8 text, both of vLLM's wire: ``<request id>:<reader count>`` (a read is complete) and
-``HB:<id>,<id>,...`` (keep these requests alive). Anything else that arrives, by mistake or by malice, parses to
-*unknown* with a reason; nothing here raises on a peer's bytes.
+Every payload is UTF-8 text. vLLM's wire has two forms: ``<request id>:<reader count>`` (a read is complete) and
+``HB:<id>,<id>,...`` (keep these requests alive). A request id may contain a comma, which the second form cannot carry; such
+an id travels alone, as ``HB:,<id>``, which vLLM's own connector takes for ids that it does not know.
 
-A request id may contain a comma, which vLLM's heartbeat cannot carry. Such an id travels alone, as ``HB:,<id>``:
-vLLM's own connector takes that for ids it does not know and ignores them.
+Between two engines of ours the same reports carry the nonce of the lease that they mean, so that a late one cannot end or
+renew the lease of a later request with the same id, and the consumer that reads:
+
+    KVH:["<id>","<nonce>","<consumer>"]:<reader count>
+    HB:,KVH:[["<id>","<nonce>"],...]
+
+The bracketed part is JSON. Ids that begin with one of `RESERVED_PREFIXES` cannot be notified, so neither text is ever a
+report about a request in vLLM's forms. A peer that does not know our forms, vLLM or our release 0.1, finds an unknown
+request id in both and drops them. Anything else that arrives parses to *unknown* with a reason; a peer's bytes never raise.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, TypeVar, final
 
+import msgspec
+
+from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._limits import MAX_NOTIFICATION_BYTES, MAX_READER_COUNT, MAX_REQUEST_ID_BYTES
+from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_NOTIFICATION_BYTES, MAX_READER_COUNT, MAX_REQUEST_ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Notification", "encode_heartbeats", "encode_read_complete", "parse_notification"]
+__all__ = ["RESERVED_PREFIXES", "Notification", "encode_heartbeats", "encode_read_complete", "parse_notification"]
 
 _HEARTBEAT = "HB:"
 _VERBATIM = "HB:,"
-_PUSH = b"PUSH_REG:"
+_PUSH = "PUSH_REG:"
+_OURS = "KVH:"
+_OUR_HEARTBEAT = f"{_VERBATIM}{_OURS}"
+
+RESERVED_PREFIXES = (_HEARTBEAT, _PUSH, _OURS)
+"""A request id that begins with one of these cannot be notified."""
+
+T = TypeVar("T")
+
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
+_NONCE = re.compile(r"[!-~]{1,64}")
 _TARGET_BYTES = 8192
+
+_read_decoder = msgspec.json.Decoder(tuple[str, str, str])
+_heartbeat_decoder = msgspec.json.Decoder(list[tuple[str, str]])
 
 
 @final
@@ -38,91 +60,116 @@ class Notification:
         kind: ``read-complete``, ``heartbeat`` or ``unknown``.
         request_ids: The requests it is about, on the receiver's side; empty if unknown.
         reader_count: Consumer ranks that will report this request to this rank; 0 unless a read is complete.
-        reason: Why the payload is unknown: ``oversized``, ``not-utf8``, ``no-count``, ``bad-count``, ``bad-id`` or
-            ``push-registration``; empty otherwise.
+        reason: Why the payload is unknown: ``oversized``, ``not-utf8``, ``no-count``, ``bad-count``, ``bad-id``,
+            ``bad-nonce`` or ``push-registration``; empty otherwise.
+        nonces: The lease's nonce for each request id; "" in vLLM's forms.
+        consumer: Engine id of the consumer; "" in vLLM's forms and in heartbeats.
     """
 
     kind: Literal["read-complete", "heartbeat", "unknown"]
     request_ids: tuple[str, ...] = ()
     reader_count: int = 0
     reason: str = ""
+    nonces: tuple[str, ...] = ()
+    consumer: str = ""
 
 
 def parse_notification(payload: bytes) -> Notification:
-    """Return what a peer's notification says; never raises."""
+    """Parse a peer's notification; never raises."""
     if len(payload) > MAX_NOTIFICATION_BYTES:
         return _unknown("oversized")
-    if payload.startswith(_PUSH):
+    if payload.startswith(_PUSH.encode()):
         return _unknown("push-registration")
     try:
         text = payload.decode("utf-8")
     except UnicodeDecodeError:
         return _unknown("not-utf8")
-    if text.startswith(_HEARTBEAT):
-        return _parse_heartbeat(text)
-    request_id, colon, count = text.rpartition(":")
-    if not colon:
-        return _unknown("no-count")
-    if not _is_request_id(request_id):
-        return _unknown("bad-id")
-    if _COUNT.fullmatch(count) is None or int(count) > MAX_READER_COUNT:
-        return _unknown("bad-count")
-    return Notification("read-complete", (request_id,), int(count))
+    if text.startswith(_OUR_HEARTBEAT):
+        return _parse_our_heartbeat(text)
+    return _parse_heartbeat(text) if text.startswith(_HEARTBEAT) else _parse_read(text)
 
 
-def encode_read_complete(request_id: str, reader_count: int) -> bytes:
+def encode_read_complete(request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
     """Return the payload that tells a producer rank that this reader is done with a request.
 
     Args:
         request_id: The request's id on the producer.
         reader_count: Consumer ranks that report this request to that producer rank, 1 to 65 536.
+        nonce: The lease's nonce from the ticket, 1 to 64 printable ASCII characters; "" selects vLLM's form.
+        consumer: Engine id of the reader, at most 512 characters; must be "" in vLLM's form.
 
     Raises:
         ConfigurationError: ``invalid-argument`` if the peer could not read the result back.
     """
-    payload = f"{request_id}:{reader_count}".encode("utf-8", "surrogatepass")
-    if parse_notification(payload) != Notification("read-complete", (request_id,), reader_count):
-        raise ConfigurationError(
-            "invalid-argument",
-            f"request id {request_id!r} with {reader_count} readers cannot be notified",
-            request_id=request_id,
-            reader_count=reader_count,
-        )
+    if not _is_request_id(request_id):
+        raise _unsendable("request id", request_id)
+    if nonce:
+        if not _is_text(consumer):
+            raise _unsendable("consumer", consumer)
+        text = f"{_OURS}{msgspec.json.encode((request_id, nonce, consumer)).decode()}:{reader_count}"
+    else:
+        text = f"{request_id}:{reader_count}"
+    payload = text.encode()
+    wanted = Notification("read-complete", (request_id,), reader_count, nonces=(nonce,), consumer=consumer)
+    if request_id.startswith(RESERVED_PREFIXES) or parse_notification(payload) != wanted:
+        raise _unsendable("request id", request_id, reader_count=reader_count, nonce=nonce)
     return payload
 
 
-def encode_heartbeats(request_ids: Sequence[str], *, target_bytes: int = _TARGET_BYTES) -> tuple[bytes, ...]:
+def encode_heartbeats(readers: Sequence[tuple[str, str]], *, target_bytes: int = _TARGET_BYTES) -> tuple[bytes, ...]:
     """Return the payloads that keep requests alive on a producer, few and none much longer than `target_bytes`.
 
     Args:
-        request_ids: Ids on the producer, in any number; repeated ones are sent once.
+        readers: (request id, nonce) pairs in any number; nonce "" selects vLLM's form, repeated pairs are sent once.
         target_bytes: A payload is closed when the next id would make it longer than this.
 
     Raises:
-        ConfigurationError: ``invalid-argument`` for an id that is empty, not UTF-8 or longer than 4096 bytes.
+        ConfigurationError: ``invalid-argument`` for an id that is empty, reserved for us, not UTF-8 or longer than 4096
+            bytes, or for a nonce that is not 1 to 64 printable ASCII characters.
     """
-    return tuple(_heartbeats(dict.fromkeys(request_ids), target_bytes))
+    distinct = dict.fromkeys(readers)
+    for request_id, nonce in distinct:
+        if not _is_request_id(request_id) or request_id.startswith(_OURS):
+            raise _unsendable("request id", request_id)
+        if nonce and _NONCE.fullmatch(nonce) is None:
+            raise _unsendable("nonce", nonce)
+    plain = [request_id for request_id, nonce in distinct if not nonce]
+    ours = [msgspec.json.encode(pair) for pair in distinct if pair[1]]
+    alone = [f"{_VERBATIM}{request_id}".encode() for request_id in plain if "," in request_id]
+    listed = [request_id.encode() for request_id in plain if "," not in request_id]
+    our_bytes = len(_OUR_HEARTBEAT) + len("[]")
+    return (
+        *alone,
+        *(_HEARTBEAT.encode() + batch for batch in _batches(listed, target_bytes - len(_HEARTBEAT))),
+        *(_OUR_HEARTBEAT.encode() + b"[" + batch + b"]" for batch in _batches(ours, target_bytes - our_bytes)),
+    )
 
 
-def _heartbeats(request_ids: dict[str, None], target_bytes: int) -> Iterator[bytes]:
+def _batches(items: Sequence[bytes], most_bytes: int) -> Iterator[bytes]:
+    """Yield the items joined by commas, in batches of at most so many bytes or of one item."""
     batch: list[bytes] = []
-    batch_bytes = len(_HEARTBEAT)
-    for request_id in request_ids:
-        if not _is_request_id(request_id):
-            raise ConfigurationError(
-                "invalid-argument", f"request id {request_id!r} cannot be kept alive", request_id=request_id
-            )
-        encoded = request_id.encode()
-        if "," in request_id:
-            yield _VERBATIM.encode() + encoded
-            continue
-        if batch and batch_bytes + 1 + len(encoded) > target_bytes:
-            yield _HEARTBEAT.encode() + b",".join(batch)
-            batch, batch_bytes = [], len(_HEARTBEAT)
-        batch.append(encoded)
-        batch_bytes += 1 + len(encoded)
+    batch_bytes = 0
+    for item in items:
+        if batch and batch_bytes + 1 + len(item) > most_bytes:
+            yield b",".join(batch)
+            batch, batch_bytes = [], 0
+        batch_bytes += len(item) + bool(batch)
+        batch.append(item)
     if batch:
-        yield _HEARTBEAT.encode() + b",".join(batch)
+        yield b",".join(batch)
+
+
+def _parse_read(text: str) -> Notification:
+    request_id, colon, count = text.rpartition(":")
+    if not colon:
+        return _unknown("no-count")
+    if _COUNT.fullmatch(count) is None or int(count) > MAX_READER_COUNT:
+        return _unknown("bad-count" if _is_request_id(request_id) else "bad-id")
+    if request_id.startswith(_OURS):
+        return _parse_our_read(request_id, int(count))
+    if not _is_request_id(request_id):
+        return _unknown("bad-id")
+    return Notification("read-complete", (request_id,), int(count), nonces=("",))
 
 
 def _parse_heartbeat(text: str) -> Notification:
@@ -131,7 +178,34 @@ def _parse_heartbeat(text: str) -> Notification:
     else:
         request_ids = text[len(_HEARTBEAT) :].split(",")
     kept = tuple(dict.fromkeys(request_id for request_id in request_ids if _is_request_id(request_id)))
-    return Notification("heartbeat", kept) if kept else _unknown("bad-id")
+    return Notification("heartbeat", kept, nonces=("",) * len(kept)) if kept else _unknown("bad-id")
+
+
+def _parse_our_heartbeat(text: str) -> Notification:
+    pairs = _decode(_heartbeat_decoder, text[len(_OUR_HEARTBEAT) :])
+    if pairs is None:
+        return _unknown("bad-nonce")
+    kept = dict.fromkeys(pair for pair in pairs if _is_request_id(pair[0]) and _NONCE.fullmatch(pair[1]))
+    if not kept:
+        return _unknown("bad-id")
+    return Notification("heartbeat", tuple(pair[0] for pair in kept), nonces=tuple(pair[1] for pair in kept))
+
+
+def _parse_our_read(text: str, reader_count: int) -> Notification:
+    fields = _decode(_read_decoder, text[len(_OURS) :])
+    if fields is None or _NONCE.fullmatch(fields[1]) is None or not _is_text(fields[2]):
+        return _unknown("bad-nonce")
+    request_id, nonce, consumer = fields
+    if not _is_request_id(request_id) or request_id.startswith(RESERVED_PREFIXES):
+        return _unknown("bad-id")
+    return Notification("read-complete", (request_id,), reader_count, nonces=(nonce,), consumer=consumer)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], text: str) -> T | None:
+    try:
+        return decoder.decode(text)
+    except DECODE_ERRORS:
+        return None
 
 
 def _is_request_id(request_id: str) -> bool:
@@ -141,6 +215,14 @@ def _is_request_id(request_id: str) -> bool:
         return len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
     except UnicodeEncodeError:
         return False
+
+
+def _is_text(engine_id: str) -> bool:
+    return len(engine_id) <= MAX_ENGINE_ID_CHARS and engine_id.isprintable()
+
+
+def _unsendable(name: str, value: str, **context: object) -> ConfigurationError:
+    return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified", **context)
 
 
 def _unknown(reason: str) -> Notification:

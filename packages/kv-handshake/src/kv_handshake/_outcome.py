@@ -10,11 +10,15 @@ from kv_handshake._errors import ConfigurationError
 from kv_handshake._messages import AgentMetadata
 from kv_handshake._policy import Verdict
 from kv_handshake._queries import Rank
+from kv_handshake._task import may_retry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Outcome", "Timing"]
+    from kv_handshake._session import ClientSession
+    from kv_handshake._task import Task
+
+__all__ = ["Outcome", "Timing", "outcome_of"]
 
 
 @final
@@ -27,7 +31,7 @@ class Outcome:
         code: Empty if all went well, else a key of `CODES`.
         message: The reason in words: host, port, rank, elapsed time, differing factors.
         context: The values behind the message.
-        is_retry_safe: Whether the same request may succeed later; None if nobody can tell.
+        is_retry_safe: Whether the same request may succeed later; None if that is unknown.
         elapsed_s: From the request to this outcome, all attempts included.
         attempts: Connections tried.
         rtt_s: Shortest round trip, seconds; infinite without an answer.
@@ -55,15 +59,17 @@ class Outcome:
 @final
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a client waits and how often it tries; all in seconds.
+    """Waits and retries of a client; times in seconds.
 
     Attributes:
         deadline_s: A handshake ends after this, whatever happens.
         attempt_s: One connection is given up after this without the next reply.
         retry_first_s: Wait before the second attempt; doubles from there.
         retry_most_s: Longest wait between attempts.
-        hold_first_s: After a failed handshake the peer is not asked for this long; doubles from there.
-        hold_most_s: Longest hold.
+        hold_first_s: After a failed handshake the peer is asked again, in the background, after this time; doubles from
+            there. Until it has answered, requests for it fail at once.
+        hold_most_s: Longest wait between two background attempts.
+        forget_s: A failed peer that no request has named for this long is forgotten.
         pipeline: Queries that may be under way at once on one connection.
         connections: Peers that are talked to at once; further ones wait for a place.
     """
@@ -73,7 +79,8 @@ class Timing:
     retry_first_s: float = 0.1
     retry_most_s: float = 2.0
     hold_first_s: float = 0.5
-    hold_most_s: float = 30.0
+    hold_most_s: float = 5.0
+    forget_s: float = 120.0
     pipeline: int = 16
     connections: int = 512
 
@@ -85,6 +92,32 @@ class Timing:
             self.retry_most_s,
             self.hold_first_s,
             self.hold_most_s,
+            self.forget_s,
         )
         if not all(0 < each < 86_400 for each in times) or not 1 <= self.pipeline <= 64 or self.connections < 1:
             raise ConfigurationError("invalid-argument", f"a time or a limit is out of range: {self}")
+
+
+def outcome_of(task: Task[ClientSession], now_s: float) -> Outcome:
+    """Return the outcome of an ended handshake, from its last session."""
+    session, error, endpoint = task.session, task.session.error, task.request.endpoint
+    elapsed_s = now_s - task.began_s
+    if error is None:
+        return Outcome(
+            peers=session.peers,
+            elapsed_s=elapsed_s,
+            attempts=task.attempts,
+            rtt_s=session.rtt_s,
+            clock_offset_s=session.clock_offset_s,
+            verdict=session.verdict,
+        )
+    where = f"{endpoint.host} port {endpoint.port}"
+    return Outcome(
+        code=error.code,
+        message=str(error) if where in str(error) else f"{error} (peer {where})",
+        context=MappingProxyType({"host": endpoint.host, "port": endpoint.port, **error.context}),
+        is_retry_safe=may_retry(error),
+        elapsed_s=elapsed_s,
+        attempts=task.attempts,
+        verdict=session.verdict,
+    )

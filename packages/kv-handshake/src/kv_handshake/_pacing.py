@@ -1,19 +1,21 @@
-"""Who may go on now and who must wait: rate limits, back-off, the memory of failures, and a gate for log lines.
+"""Rate limits, back-off, the memory of failures, and a gate for log lines.
 
-All of it is arithmetic on times that the caller passes in; nothing here reads a clock or draws a random number of its
-own.
+All of it is arithmetic on times that the caller passes in; nothing here reads a clock or draws a random number.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
 __all__ = ["Backoff", "FailureMemory", "LogGate", "RememberedFailure", "TokenBuckets"]
+
+_MESSAGE_CHARS = 500
+"""Characters that are kept of a failure's text, which a peer may have written."""
 
 
 @final
@@ -68,19 +70,23 @@ class Backoff:
 @final
 @dataclass(frozen=True, slots=True)
 class RememberedFailure:
-    """A peer that failed lately.
+    """A failure of a peer that has not answered since.
 
     Attributes:
         failures: Consecutive failed handshakes.
         until_s: Time before which the peer is not asked again.
         code: Code of the last failure.
-        message: Text of the last failure.
+        message: Text of the last failure, cut to 500 characters.
+        wanted_s: Time of the last request for the peer.
+        is_retried: Whether a background attempt is planned or running; the failure blocks until that has ended.
     """
 
     failures: int
     until_s: float
     code: str
     message: str
+    wanted_s: float
+    is_retried: bool = False
 
 
 @final
@@ -91,26 +97,52 @@ class FailureMemory:
         self._backoff = backoff
         self._capacity = capacity
         self._failures: OrderedDict[Hashable, RememberedFailure] = OrderedDict()
+        self._retried: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._failures)
 
-    def blocking(self, peer: Hashable, now_s: float) -> RememberedFailure | None:
-        """Return the failure because of which the peer must not be asked now, if there is one."""
-        remembered = self._failures.get(peer)
-        return remembered if remembered is not None and now_s < remembered.until_s else None
+    @property
+    def retried(self) -> int:
+        """Peers with a background attempt planned or running."""
+        return len(self._retried)
 
-    def record(self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float) -> None:
-        """Remember a failed handshake."""
+    def blocking(self, peer: Hashable, now_s: float) -> RememberedFailure | None:
+        """Return the recent failure that still blocks this peer, or None; note that the peer is wanted."""
+        remembered = self._failures.get(peer)
+        if remembered is None:
+            return None
+        self._failures[peer] = remembered = replace(remembered, wanted_s=now_s)
+        return remembered if remembered.is_retried or now_s < remembered.until_s else None
+
+    def record(self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float) -> RememberedFailure:
+        """Remember a failed handshake and return what is remembered."""
         earlier = self._failures.pop(peer, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
         until_s = now_s + self._backoff.delay_s(failures, chance)
-        self._failures[peer] = RememberedFailure(failures, until_s, code, message)
+        wanted_s = earlier.wanted_s if earlier is not None else now_s
+        failure = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s, peer in self._retried)
+        self._failures[peer] = failure
         if len(self._failures) > self._capacity:
             self._failures.popitem(last=False)
+        return failure
+
+    def hold(self, peer: Hashable) -> None:
+        """Let the peer's failure block until `release`: a background attempt is planned."""
+        remembered = self._failures.get(peer)
+        if remembered is not None:
+            self._retried.add(peer)
+            self._failures[peer] = replace(remembered, is_retried=True)
+
+    def release(self, peer: Hashable) -> None:
+        """End `hold`: the background attempt has ended."""
+        self._retried.discard(peer)
+        remembered = self._failures.get(peer)
+        if remembered is not None:
+            self._failures[peer] = replace(remembered, is_retried=False)
 
     def forget(self, peer: Hashable) -> None:
-        """Forget a peer's failures: it has just answered."""
+        """Forget a peer's failures: it has just answered, or is wanted no more."""
         self._failures.pop(peer, None)
 
 

@@ -11,6 +11,7 @@ from kv_handshake._errors import ConfigurationError
 from kv_handshake._explain import explain_hash
 from kv_handshake._factors import Difference, check_factors, compatibility_hash, differing_factors, hashed_factors
 from kv_handshake._limits import MAX_ENGINE_ID_CHARS
+from kv_handshake._messages import usable_capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +25,6 @@ Level = Literal["required", "supported", "absent"]
 
 PROTOCOL_RANGE = (1, 1)
 """(oldest, newest) version of our extensions that this release speaks."""
-
-_USABLE = ("required", "supported")
 
 
 @final
@@ -122,8 +121,7 @@ def _common_protocol(local: tuple[int, int], peer: tuple[int, int] | None) -> tu
 
 
 def _common_capabilities(offer: LocalOffer, envelope: Envelope) -> tuple[frozenset[str], str]:
-    local = {name for name, level in offer.capabilities.items() if level in _USABLE}
-    peer = {name for name, level in envelope.capabilities.items() if level in _USABLE}
+    local, peer = set(usable_capabilities(offer.capabilities)), set(usable_capabilities(envelope.capabilities))
     for name in sorted(local - peer):
         if offer.capabilities[name] == "required":
             return frozenset(), f"this engine requires {name!r}, the peer does not have it"

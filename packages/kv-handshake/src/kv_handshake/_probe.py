@@ -1,37 +1,43 @@
-"""Asking a live listener once, by hand: the frames themselves are kept, and nothing is retried."""
+"""Asking a live listener once, by hand: its frames are kept, and nothing is retried."""
 
 from __future__ import annotations
 
-import socket
+import threading
 import time
-from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
-from kv_handshake._advertisement import Advertisement, decode_advertisement
-from kv_handshake._errors import TransportError, WireError
+from kv_handshake._advertisement_session import AdvertisementRequest
+from kv_handshake._endpoint import endpoint_of
+from kv_handshake._errors import ConfigurationError
+from kv_handshake._log import GatedLog
+from kv_handshake._loop import Loop
+from kv_handshake._outcome import Timing
 from kv_handshake._policy import LocalOffer
-from kv_handshake._queries import ADVERTISEMENT_QUERY
 from kv_handshake._reading import decode_envelope
 from kv_handshake._recording import Recording
-from kv_handshake._session import ClientSession
-from kv_handshake._zmq import Hub
+from kv_handshake._task import HandshakeRequest, Question, Session, Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_handshake._advertisement import Advertisement
     from kv_handshake._keys import ClientSecurity
     from kv_handshake._messages import AgentMetadata
     from kv_handshake._queries import Rank
-    from kv_handshake._zmq import Connection
+    from kv_handshake._task import TaskRequest
 
 __all__ = ["ProbeResult", "probe", "probe_advertisement"]
+
+_LONGEST_S = 86_000.0
+
+S = TypeVar("S", bound=Session)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a listener answered.
+    """A listener's answers.
 
     Attributes:
         recording: The frames, ready to be written to a file.
@@ -57,33 +63,34 @@ def probe(
     timeout_s: float,
     security: ClientSecurity | None = None,
 ) -> ProbeResult:
-    """Ask a listener for some ranks, one after the other, without judging what it is.
+    """Ask a listener for some ranks, one after the other, and accept any engine.
+
+    Args:
+        host: The listener's address or name.
+        port: The listener's port.
+        ranks: (pp, tp) ranks to ask for.
+        dialect: The peer's connector version, 2 to 15.
+        timeout_s: Longest wait for each reply.
+        security: Keys of an encrypted side channel.
 
     Raises:
         TransportError: ``name-unresolved``, ``timed-out``, ``connection-refused``, ``connection-lost``,
             ``authentication-refused``.
-        WireError: Whatever is wrong with a reply; ``refused`` for a refusal.
+        WireError: The code of the first fault in a reply; ``refused`` for a refusal.
+        ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``.
     """
-    session = ClientSession(ranks=ranks, version=dialect, offer=LocalOffer(policy="off"))
-    payloads: dict[Rank, bytes] = {}
-    rtts_s: dict[Rank, float] = {}
+    question = Question(endpoint_of(host, port), tuple(ranks), "", dialect)
+    request = HandshakeRequest(question, LocalOffer(policy="off"), keeps_replies=True)
     began_s = time.perf_counter()
-    connect_s = 0.0
-    with closing(Hub(security)) as hub:
-        connection = hub.open(_first_address(host), port)
-        for rank in ranks:
-            sent_s = time.perf_counter()
-            connection.send(session.next_query(now_s=sent_s))
-            frames = _await_reply(hub, connection, f"{host} port {port}, rank {rank}", timeout_s)
-            rtts_s[rank] = time.perf_counter() - sent_s
-            connect_s = connect_s or time.perf_counter() - began_s
-            session.receive_message(frames, now_s=time.perf_counter())
-            if session.error is not None:
-                raise session.error
-            payloads[rank] = frames[0]
+    session = _run(request, timeout_s, len(ranks), security)
+    payloads = {rank: reply.envelope for rank, reply in session.replies.items()}
     factors = decode_envelope(next(iter(payloads.values()))).factors
     return ProbeResult(
-        Recording(dialect, payloads, factors=factors), session.peers, rtts_s, connect_s, session.clock_offset_s
+        Recording(dialect, payloads, factors=factors),
+        session.peers,
+        {rank: reply.rtt_s for rank, reply in session.replies.items()},
+        next(iter(session.replies.values())).received_s - began_s,
+        session.clock_offset_s,
     )
 
 
@@ -97,36 +104,25 @@ def probe_advertisement(
     Raises:
         TransportError: As `probe`.
         WireError: ``malformed-advertisement``, or ``refused`` if the engine has none.
+        ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``.
     """
-    with closing(Hub(security)) as hub:
-        connection = hub.open(_first_address(host), port)
-        connection.send(ADVERTISEMENT_QUERY)
-        data = _await_reply(hub, connection, f"{host} port {port}", timeout_s)[0]
-    if not data.startswith(b"{"):
-        refusal = decode_envelope(data).refusal
-        raise WireError("refused", f"the peer refused: {refusal.code if refusal else 'no advertisement in its reply'}")
-    return decode_advertisement(data), data
+    session = _run(AdvertisementRequest(endpoint_of(host, port)), timeout_s, 1, security)
+    return session.advertisement, session.data
 
 
-def _await_reply(hub: Hub, connection: Connection, whom: str, timeout_s: float) -> list[bytes]:
-    began_s = time.monotonic()
-    while (elapsed_s := time.monotonic() - began_s) < timeout_s:
-        hub.poll(timeout_s - elapsed_s)
-        fault = connection.fault()  # before the reply, so that a reply before the end of the connection counts
-        frames = connection.receive()
-        if frames is not None:
-            if not frames:
-                raise WireError("unexpected-reply", f"an empty reply from {whom}")
-            return frames
-        if fault:
-            raise TransportError(fault, f"{fault.replace('-', ' ')}: {whom}, after {elapsed_s:.2f} s")
-    raise TransportError("timed-out", f"no reply from {whom} after {timeout_s:.2f} s")
-
-
-def _first_address(host: str) -> str:
+def _run(request: TaskRequest[S], timeout_s: float, replies: int, security: ClientSecurity | None) -> S:
+    """Run one attempt on a client loop of its own; return the session, or raise the error that ended it."""
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigurationError("invalid-argument", f"timeout {timeout_s} s is not above 0 and at most {_LONGEST_S}")
+    timing = Timing(deadline_s=min(_LONGEST_S, timeout_s * replies), attempt_s=timeout_s, pipeline=1)
+    is_over = threading.Event()
+    task = Task(request, lambda _: is_over.set(), timing=timing, now_s=time.monotonic(), attempts_most=1)
+    loop = Loop(timing, GatedLog(), security=security, seed=None)
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise TransportError("name-unresolved", f"no address for {host!r}: {error}", host=host) from error
-    # A name often has both kinds of address while vLLM binds only IPv4.
-    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+        loop.submit(task)
+        is_over.wait()
+    finally:
+        loop.close()
+    if task.session.error is not None:
+        raise task.session.error
+    return task.session

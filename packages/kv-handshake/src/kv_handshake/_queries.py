@@ -1,4 +1,4 @@
-"""Queries: what a client asks a listener."""
+"""Queries: the messages of a client to a listener."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_rank(rank: Rank) -> None:
 
 
 def parse_query(frame: bytes) -> Query:
-    """Return what a query asks for.
+    """Parse a query.
 
     Raises:
         WireError: ``oversized-query``, ``malformed-query``, ``unknown-command``, ``wrong-arity`` or ``wrong-type``.

@@ -1,9 +1,9 @@
-"""Recordings: what a listener served, as a JSON file that can be served, compared or attached to a bug report.
+"""Recordings: a listener's replies as a JSON file that can be served, compared or attached to a bug report.
 
     {"format": "kv-handshake-recording", "version": 1, "dialect": 14,
      "ranks": [{"pp": 0, "tp": 0, "envelope": "<base64>"}], "advertisement": {...}, "factors": {...}}
 
-``advertisement`` and ``factors`` may be missing. ``factors`` says what an engine is that does not send its factors.
+``advertisement`` and ``factors`` may be missing. ``factors`` holds the factors of an engine that does not send them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kv_handshake._queries import Rank
 
-__all__ = ["Recording", "read_recording"]
+__all__ = ["Recording"]
 
 _FORMAT = "kv-handshake-recording"
 _MAX_BYTES = 256 * 1024 * 1024
@@ -49,7 +49,7 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 @final
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one engine's listener served.
+    """Replies of one engine's listener.
 
     Attributes:
         dialect: The engine's connector version.
@@ -75,22 +75,22 @@ class Recording:
         )
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
+    @staticmethod
+    def read(path: str | Path) -> Recording:
+        """Return the recording in a file.
 
-def read_recording(path: str | Path) -> Recording:
-    """Return the recording in a file.
-
-    Raises:
-        ConfigurationError: ``invalid-recording``.
-    """
-    file = Path(path)
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError("invalid-recording", f"it exceeds {_MAX_BYTES} bytes")
-        return _interpret(msgspec.json.decode(file.read_bytes(), type=_Document))
-    except (OSError, *DECODE_ERRORS, HandshakeError) as error:
-        raise ConfigurationError(
-            "invalid-recording", f"recording {file} cannot be read: {error}", path=str(file)
-        ) from error
+        Raises:
+            ConfigurationError: ``invalid-recording``.
+        """
+        file = Path(path)
+        try:
+            if file.stat().st_size > _MAX_BYTES:
+                raise ConfigurationError("invalid-recording", f"it exceeds {_MAX_BYTES} bytes")
+            return _interpret(msgspec.json.decode(file.read_bytes(), type=_Document))
+        except (OSError, *DECODE_ERRORS, HandshakeError) as error:
+            raise ConfigurationError(
+                "invalid-recording", f"recording {file} cannot be read: {error}", path=str(file)
+            ) from error
 
 
 def _interpret(document: _Document) -> Recording:

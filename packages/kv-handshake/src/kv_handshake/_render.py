@@ -1,4 +1,4 @@
-"""What the command line prints: text for people, plain values for programs."""
+"""Output of the command line: text for people, plain values for programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from kv_handshake._log import printable
 from kv_handshake._reading import decode_envelope
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def _metadata_values(metadata: AgentMetadata) -> dict[str, object]:
 
 def _shorten(value: object) -> str:
     if not isinstance(value, (tuple, list)):
-        return str(value)
-    items = [str(each) for each in cast("Sequence[object]", value)]
+        return printable(str(value))
+    items = [printable(str(each)) for each in cast("Sequence[object]", value)]
     if len(items) <= _SHOWN:
         return f"[{', '.join(items)}]"
     return f"[{', '.join(items[:_SHOWN])}, ... {len(items)} in all]"

@@ -98,7 +98,7 @@ class ServerCore:
         return dict(self._counts)
 
     def _respond_slowly(self, query: bytes, clock_s: float) -> tuple[bytes, ...]:
-        """Answer what is not in the table: unusual encodings of valid queries, and everything that is refused."""
+        """Answer queries that are not in the table: unusual encodings of valid ones, and those that are refused."""
         try:
             parsed = parse_query(query)
         except WireError as error:

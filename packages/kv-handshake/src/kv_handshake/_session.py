@@ -1,4 +1,4 @@
-"""The client's half of the protocol, without any input or output; see `kv_handshake._states` for how it works.
+"""The client's half of the protocol, without any input or output; see `kv_handshake._states` for the theory.
 
 session = ClientSession(ranks=[(0, 0), (0, 1)], version=14, offer=offer)
 while session.queries_left:
@@ -13,57 +13,43 @@ from __future__ import annotations
 
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-import msgspec
-
-from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, encode_query
-from kv_handshake._reading import ReplyReader, decode_clock
-from kv_handshake._states import FINAL_STATES, INITIAL_STATE, TRANSITIONS, Event, State
+from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
+from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake._messages import AgentMetadata, Envelope
 
-__all__ = ["ClientSession", "SessionMemory"]
+__all__ = ["ClientSession", "Reply"]
 
 _MAX_FRAMES = 2
-_encoder = msgspec.msgpack.Encoder()
 
 
-@final
-class SessionMemory:
-    """Opens and judges what peers say, for one offer and on one thread; what the last one said too is judged once."""
+class Reply(NamedTuple):
+    """One accepted reply.
 
-    def __init__(self, offer: LocalOffer) -> None:
-        self.reader = ReplyReader()
-        self._offer = offer
-        self._said: bytes | None = None
-        self._verdict = Verdict()
+    Attributes:
+        envelope: The envelope's bytes.
+        rtt_s: Round trip of its query, seconds.
+        received_s: Time of its end, on the clock that the caller passes in.
+    """
 
-    def judge(self, envelope: Envelope, version: int) -> Verdict:
-        """Return the verdict about an envelope in a dialect; see `kv_handshake.judge`."""
-        bare = msgspec.structs.replace(envelope, agent_metadata_bytes=b"", rank=None, generation=None, checksum=None)
-        try:
-            # As bytes, because values that Python takes for equal, such as 1 and True, are not the same to a peer.
-            said = _encoder.encode((version, bare))
-        except DECODE_ERRORS:
-            said = None  # nested so deeply that only judging will tell
-        if said is None or said != self._said:
-            self._verdict = judge(self._offer, envelope, version)
-            self._said = said
-        return self._verdict
+    envelope: bytes
+    rtt_s: float
+    received_s: float
 
 
 @final
 class ClientSession:
-    """Asks one listener for several ranks and judges what comes back.
+    """Asks one listener for several ranks and judges the replies.
 
     Args:
         ranks: (pp, tp) ranks to ask for, each once, in this order.
@@ -71,7 +57,7 @@ class ClientSession:
         offer: This engine's side of the comparison.
         engine_id: The engine that must answer; empty if any may.
         generation: The registration generation that the ticket was made with; None to accept any.
-        memory: What sessions with the same offer on the same thread share; one of its own without.
+        keeps_replies: Whether `replies` keeps the bytes of accepted replies.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for no or repeated ranks or ranks that the dialect cannot ask for,
@@ -86,20 +72,22 @@ class ClientSession:
         offer: LocalOffer,
         engine_id: str = "",
         generation: int | None = None,
-        memory: SessionMemory | None = None,
+        keeps_replies: bool = False,
     ) -> None:
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(version)
+        self._offer = offer
         self._queries = deque((rank, encode_query(rank, self._dialect)) for rank in ranks)
         self._outstanding: deque[tuple[Rank, float]] = deque()
         self._engine_id = engine_id
         self._generation = generation
+        self._keeps_replies = keeps_replies
         self._state: State = INITIAL_STATE
         self._frames: list[bytes] = []
         self._partial = bytearray()
-        self._memory = memory or SessionMemory(offer)
         self._peers: dict[Rank, AgentMetadata] = {}
+        self._replies: dict[Rank, Reply] = {}
         self._verdict = Verdict()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
@@ -113,12 +101,12 @@ class ClientSession:
 
     @property
     def state(self) -> State:
-        """Where the session stands, a key of the transition table."""
+        """The present state, a key of the transition table."""
         return self._state
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can happen: every rank is known, or there is an error."""
+        """Whether the session has ended: every rank is known, or there is an error."""
         return self._state in FINAL_STATES
 
     @property
@@ -127,9 +115,19 @@ class ClientSession:
         return 0 if self.is_over else len(self._queries)
 
     @property
+    def queries_outstanding(self) -> int:
+        """Queries without a reply."""
+        return len(self._outstanding)
+
+    @property
     def peers(self) -> Mapping[Rank, AgentMetadata]:
         """Metadata of the ranks that have answered so far, by (pp, tp)."""
         return MappingProxyType(self._peers)
+
+    @property
+    def replies(self) -> Mapping[Rank, Reply]:
+        """Accepted replies by (pp, tp), if the session keeps them."""
+        return MappingProxyType(self._replies)
 
     @property
     def missing_ranks(self) -> tuple[Rank, ...]:
@@ -143,7 +141,7 @@ class ClientSession:
 
     @property
     def error(self) -> HandshakeError | None:
-        """What ended the session early."""
+        """The error that ended the session early."""
         return self._error
 
     @property
@@ -160,30 +158,29 @@ class ClientSession:
         """Return the next rank's query, to be sent now.
 
         Raises:
-            ConfigurationError: ``invalid-argument`` if no query is left.
+            ConfigurationError: ``illegal-event`` if no query is left.
         """
         if not self.queries_left:
-            raise ConfigurationError("invalid-argument", f"no query is left: the session is {self._state}")
+            raise ConfigurationError("illegal-event", f"no query is left: the session is {self._state}")
         rank, query = self._queries.popleft()
         self._outstanding.append((rank, now_s))
-        self._step("query-sent")
+        self._step("query")
         return query
 
     def receive(self, data: bytes, *, ends_frame: bool, ends_message: bool, now_s: float) -> None:
         """Take in the next piece of a reply, of any size.
 
+        Bytes before the first query fail the session with ``illegal-event`` (the caller's mistake), bytes that answer
+        no query with ``unexpected-reply`` (the peer's).
+
         Args:
             data: Bytes of the current frame.
             ends_frame: Whether the frame ends after these bytes.
-            ends_message: Whether the reply ends with this frame; looked at only if the frame ends.
+            ends_message: Whether the reply ends with this frame; ignored unless the frame ends.
             now_s: This engine's monotonic clock.
         """
-        if self.is_over:
+        if self.is_over or not self._step("bytes"):
             return
-        if not self._outstanding:
-            self.fail(WireError("unexpected-reply", f"{len(data)} bytes came that nobody asked for"))
-            return
-        self._step("bytes")
         if len(self._partial) + sum(map(len, self._frames)) + len(data) > MAX_REPLY_BYTES:
             self.fail(WireError("oversized-reply", f"a reply exceeds {MAX_REPLY_BYTES} bytes"))
             return
@@ -210,8 +207,24 @@ class ClientSession:
             self._error = error
             self._step("fault")
 
-    def _step(self, event: Event) -> None:
-        self._state = TRANSITIONS[self._state][event]
+    def _step(self, cause: Cause) -> bool:
+        """Move to the state that the table gives; fail the session and return False if it gives none."""
+        step = next_step(self._state, cause, self._ranks_left)
+        if not isinstance(step, IllegalEvent):
+            self._state = step
+            return True
+        self.fail(
+            WireError("unexpected-reply", "a reply came that answers no query")
+            if step.fault == "peer"
+            else ConfigurationError("illegal-event", f"a session that is {step.state} cannot take {step.cause}")
+        )
+        return False
+
+    @property
+    def _ranks_left(self) -> RanksLeft:
+        if self._outstanding:
+            return "outstanding"
+        return "unasked" if self._queries else "none"
 
     def _take_reply(self, now_s: float) -> None:
         frames, self._frames = self._frames, []
@@ -224,14 +237,13 @@ class ClientSession:
             return
         self._outstanding.popleft()
         self._peers[rank] = metadata
-        if self._outstanding:
-            self._step("reply-accepted")
-        else:
-            self._step("all-replied" if self._queries else "last-rank-accepted")
+        if self._keeps_replies:
+            self._replies[rank] = Reply(frames[0], now_s - sent_s, now_s)
+        self._step("reply")
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
-        envelope = self._memory.reader.envelope(frames[0])
-        self._verdict = self._memory.judge(envelope, self._dialect.version)
+        envelope = decode_envelope(frames[0])
+        self._verdict = judge(self._offer, envelope, self._dialect.version)
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
         wanted = 2 if self._dialect.has_clock_frame else 1
@@ -250,7 +262,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = self._memory.reader.metadata(envelope)
+        metadata = decode_metadata(envelope)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(

@@ -1,96 +1,210 @@
-"""One handshake under way: attempts, their sessions, and the decision to try again. No input or output."""
+"""One request under way: its attempts, their sessions, and the decision to try again. No input or output."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, final
 
 from kv_handshake._errors import CODES, HandshakeError, TransportError
-from kv_handshake._outcome import Outcome, Timing
 from kv_handshake._pacing import Backoff
-from kv_handshake._session import ClientSession, SessionMemory
+from kv_handshake._session import ClientSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kv_handshake._endpoint import Endpoint
+    from kv_handshake._outcome import Timing
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
 
-__all__ = ["Request", "Task"]
+__all__ = ["HandshakeRequest", "Question", "Session", "Task", "TaskRequest", "may_retry"]
+
+_SHOWN_RANKS = 16
+
+
+class Session(Protocol):
+    """One connection's worth of protocol, as the client loop drives it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has ended."""
+        ...
+
+    @property
+    def error(self) -> HandshakeError | None:
+        """The error that ended it early."""
+        ...
+
+    @property
+    def queries_left(self) -> int:
+        """Queries that are not sent yet."""
+        ...
+
+    @property
+    def queries_outstanding(self) -> int:
+        """Queries without a reply."""
+        ...
+
+    @property
+    def missing_ranks(self) -> tuple[Rank, ...]:
+        """Ranks without an answer."""
+        ...
+
+    def next_query(self, *, now_s: float) -> bytes:
+        """Return the next query."""
+        ...
+
+    def receive_message(self, frames: Sequence[bytes], *, now_s: float) -> None:
+        """Take in one reply."""
+        ...
+
+    def fail(self, error: HandshakeError) -> None:
+        """End the session with a reason."""
+        ...
+
+
+S_co = TypeVar("S_co", bound=Session, covariant=True)
+S = TypeVar("S", bound=Session)
+
+
+class TaskRequest(Protocol[S_co]):
+    """An endpoint to connect to and a session to run there."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Host and port of the listener."""
+        ...
+
+    def new_session(self) -> S_co:
+        """Return a fresh session; every attempt needs one, so that no result mixes two lives of an engine."""
+        ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a caller wants: some ranks of the engine at an address.
+class Question:
+    """The ranks of an engine that a caller asks for.
+
+    Failures are remembered by the whole question, so that a wrong one does not block the right one.
 
     Attributes:
-        host: Address or name of the listener.
-        port: Its port.
+        endpoint: Host and port of the listener.
         ranks: (pp, tp) ranks to ask for.
         engine_id: The engine that must answer; empty for any.
         dialect: The peer's connector version.
         generation: Registration generation that the ticket was made with; None for any.
-        on_done: Called once with the outcome.
     """
 
-    host: str
-    port: int
-    ranks: Sequence[Rank]
+    endpoint: Endpoint
+    ranks: tuple[Rank, ...]
     engine_id: str
     dialect: int
-    generation: int | None
-    on_done: Callable[[Outcome], None]
-
-    @property
-    def peer(self) -> tuple[str, int, str, tuple[Rank, ...], int, int | None]:
-        """What failures are remembered by: the whole question, so that a wrong one does not block the right one."""
-        return (self.host, self.port, self.engine_id, tuple(self.ranks), self.dialect, self.generation)
+    generation: int | None = None
 
 
 @final
-class Task:
-    """Decides about one request: which session runs, when the next attempt is due, and when it is over.
+@dataclass(frozen=True, slots=True)
+class HandshakeRequest:
+    """A question together with this engine's side of the comparison."""
 
-    Every attempt asks for all ranks again, so that an outcome never mixes two lives of an engine.
+    question: Question
+    offer: LocalOffer
+    keeps_replies: bool = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Host and port of the listener."""
+        return self.question.endpoint
+
+    def new_session(self) -> ClientSession:
+        """Return a session that asks the question.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` or ``unknown-dialect`` for a question that cannot be asked.
+        """
+        return ClientSession(
+            ranks=self.question.ranks,
+            version=self.question.dialect,
+            offer=self.offer,
+            engine_id=self.question.engine_id,
+            generation=self.question.generation,
+            keeps_replies=self.keeps_replies,
+        )
+
+
+@final
+class Task(Generic[S]):
+    """Decides about one request: the running session, the time of the next attempt, the end.
+
+    Args:
+        request: The request.
+        on_end: Called once, with the task, when it has ended.
+        timing: Deadlines and retries.
+        now_s: The present time.
+        attempts_most: Attempts after which it ends, however much time is left; None for no bound.
+        admit: Called with the time when the task reaches the loop; an error that it returns ends the task at once.
     """
 
     def __init__(
         self,
-        request: Request,
+        request: TaskRequest[S],
+        on_end: Callable[[Task[S]], None],
         *,
-        offer: LocalOffer,
         timing: Timing,
         now_s: float,
-        memory: SessionMemory | None = None,
+        attempts_most: int | None = None,
+        admit: Callable[[float], HandshakeError | None] | None = None,
     ) -> None:
         self.request = request
-        self._memory = memory
-        self._offer = offer
+        self.on_end = on_end
+        self.admit = admit
         self._timing = timing
-        self._began_s = now_s
+        self._attempts_most = attempts_most
         self._backoff = Backoff(timing.retry_first_s, timing.retry_most_s)
+        self._addresses: deque[str] = deque()
+        self.began_s = now_s
         self.deadline_s = now_s + timing.deadline_s
         self.next_attempt_s = now_s
+        self.attempt_deadline_s = now_s
         self.attempts = 0
-        self.session = self._new_session()
-        self.patience_s = now_s
+        self.session = request.new_session()
+
+    def postpone(self, start_s: float) -> None:
+        """Begin at this time instead of now."""
+        self.began_s = self.next_attempt_s = start_s
+        self.deadline_s = start_s + self._timing.deadline_s
 
     def begin_attempt(self, now_s: float) -> None:
         """Start afresh, with a new session."""
         if self.attempts:
-            self.session = self._new_session()
+            self.session = self.request.new_session()
         self.attempts += 1
-        self.extend_patience(now_s)
+        self.extend_attempt(now_s)
 
-    def extend_patience(self, now_s: float) -> None:
+    def extend_attempt(self, now_s: float) -> None:
         """Allow the attempt its full time again: a reply has come, or it has just begun."""
-        self.patience_s = min(self.deadline_s, now_s + self._timing.attempt_s)
+        self.attempt_deadline_s = min(self.deadline_s, now_s + self._timing.attempt_s)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Set the addresses of this attempt; each attempt begins with the one after the last attempt's first."""
+        self._addresses = deque(addresses)
+        self._addresses.rotate(1 - self.attempts)
+
+    def next_address(self) -> str | None:
+        """Return the next address of this attempt, or None if all have been tried."""
+        return self._addresses.popleft() if self._addresses else None
+
+    def change_address(self) -> bool:
+        """Prepare for the attempt's next address with a new session; return False if there is none."""
+        if not self._addresses:
+            return False
+        self.session = self.request.new_session()
+        return True
 
     def check_time(self, now_s: float) -> None:
-        """Fail the session if the attempt or the whole handshake has taken too long."""
-        if now_s < self.patience_s:
+        """Fail the session if the attempt or the whole request has taken too long."""
+        if now_s < self.attempt_deadline_s:
             return
         missing = self.session.missing_ranks
         asked = f"rank {missing[0]}" if missing else "any rank"
@@ -98,68 +212,39 @@ class Task:
 
     def transport_error(self, code: str, problem: str, now_s: float) -> TransportError:
         """Return an error that names the peer, the missing ranks and the elapsed time."""
-        request, elapsed_s = self.request, now_s - self._began_s
+        endpoint, elapsed_s = self.request.endpoint, now_s - self.began_s
         missing = self.session.missing_ranks
+        shown = ", ".join(map(str, missing[:_SHOWN_RANKS]))
+        more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
         return TransportError(
             code,
-            f"{problem} from {request.host} port {request.port} after {elapsed_s:.2f} s, attempt {self.attempts}; "
-            f"ranks still missing: {', '.join(map(str, missing))}",
-            host=request.host,
-            port=request.port,
+            f"{problem} from {endpoint.host} port {endpoint.port} after {elapsed_s:.2f} s, attempt {self.attempts}"
+            + (f"; ranks still missing: {shown}{more}" if missing else ""),
+            host=endpoint.host,
+            port=endpoint.port,
             missing_ranks=missing,
             elapsed_s=elapsed_s,
         )
 
     def plan_retry(self, now_s: float, chance: float) -> bool:
-        """Return whether the failed attempt is followed by another one; sets when."""
+        """Return whether the failed attempt is followed by another one, and set its time.
+
+        A refused connection is an answer: nothing listens there, and trying again within the request would only keep the
+        caller waiting.
+        """
         error = self.session.error
-        if error is None or not _may_retry(error):
+        if error is None or error.code == "connection-refused" or not may_retry(error):
+            return False
+        if self._attempts_most is not None and self.attempts >= self._attempts_most:
             return False
         asked_s = error.context.get("retry_after_s")
         least_s = float(asked_s) if isinstance(asked_s, (int, float)) else 0.0
         self.next_attempt_s = now_s + max(self._backoff.delay_s(self.attempts, chance), least_s)
         return self.next_attempt_s < self.deadline_s
 
-    def outcome(self, now_s: float) -> Outcome:
-        """Return how the request ended, from its last session."""
-        session, error = self.session, self.session.error
-        elapsed_s = now_s - self._began_s
-        if error is None:
-            return Outcome(
-                peers=session.peers,
-                elapsed_s=elapsed_s,
-                attempts=self.attempts,
-                rtt_s=session.rtt_s,
-                clock_offset_s=session.clock_offset_s,
-                verdict=session.verdict,
-            )
-        context = {"host": self.request.host, "port": self.request.port, **error.context}
-        where = f"{self.request.host} port {self.request.port}"
-        message = str(error) if where in str(error) else f"{error} (peer {where})"
-        return Outcome(
-            code=error.code,
-            message=message,
-            context=MappingProxyType(context),
-            is_retry_safe=_may_retry(error),
-            elapsed_s=elapsed_s,
-            attempts=self.attempts,
-            verdict=session.verdict,
-        )
 
-    def _new_session(self) -> ClientSession:
-        request = self.request
-        return ClientSession(
-            ranks=request.ranks,
-            version=request.dialect,
-            offer=self._offer,
-            engine_id=request.engine_id,
-            generation=request.generation,
-            memory=self._memory,
-        )
-
-
-def _may_retry(error: HandshakeError) -> bool:
-    """Whether the same request may succeed soon; a refusal is as lasting as the peer's own code says."""
+def may_retry(error: HandshakeError) -> bool:
+    """Return whether the same request may succeed later; a refusal is as lasting as the peer's own code says."""
     peer_code = error.context.get("peer_code")
     if isinstance(peer_code, str) and peer_code in CODES:
         return CODES[peer_code].is_retry_safe is True

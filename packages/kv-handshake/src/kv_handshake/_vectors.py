@@ -23,8 +23,8 @@ class Vector:
         kind: ``query``, ``refused-query``, ``envelope``, ``refused-envelope``, ``refusal``, ``clock``,
             ``refused-clock``, ``hash``, ``notification``, ``advertisement`` or ``stream``.
         data: The bytes.
-        meaning: What the bytes say, in a sentence.
-        expect: What a correct implementation reads from them, by name.
+        meaning: The meaning of the bytes, in a sentence.
+        expect: Values that a correct implementation reads from them, by name.
     """
 
     name: str

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_handshake._errors import CODES, ConfigurationError
-from kv_handshake._messages import Envelope, Refusal
+from kv_handshake._messages import METADATA_FIELDS, OURS, AgentMetadata, Envelope, Refusal
 from kv_handshake._reading import decode_metadata
 
 if TYPE_CHECKING:
@@ -17,19 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["encode_clock", "encode_metadata", "encode_refusal"]
 
-_FIELD_DEFAULTS: Mapping[str, object] = {
-    "block_strides": None,
-    "physical_blocks_per_logical_kv_block": 1,
-    "region_num_blocks": None,
-    "region_group_ids": None,
-    "region_names": None,
-    "region_mem_types": None,
-    "dcp_size": 1,
-    "pcp_size": 1,
-    "ple_block_len": None,
-    "region_members": (),
-    "packed_member_layouts": {},
-}
+_NAMES = frozenset(AgentMetadata.__struct_fields__)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,21 +30,28 @@ def encode_metadata(metadata: Mapping[str, object], dialect: Dialect) -> bytes:
         dialect: Version to write.
 
     Raises:
-        ConfigurationError: ``missing-field`` if a field without a default is absent.
+        ConfigurationError: ``missing-field`` if a field without a default is absent, ``invalid-argument`` for a name
+            that no dialect has or a value that cannot be written.
         WireError: ``malformed-metadata`` or ``invalid-metadata`` if a peer would refuse the result.
     """
+    if not metadata.keys() <= _NAMES:
+        unknown = sorted(metadata.keys() - _NAMES)
+        raise ConfigurationError("invalid-argument", f"agent metadata has no field {unknown[0]!r}", field=unknown[0])
     document: dict[str, object] = {}
-    for name in dialect.metadata_fields:
-        if name not in metadata and name not in _FIELD_DEFAULTS:
+    for field in METADATA_FIELDS:
+        if field.wire.since > dialect.version:
+            continue
+        if field.name not in metadata and field.info.required:
             raise ConfigurationError(
-                "missing-field", f"agent metadata of version {dialect.version} needs {name!r}", field=name
+                "missing-field", f"agent metadata of version {dialect.version} needs {field.name!r}", field=field.name
             )
-        document[name] = metadata[name] if name in metadata else _FIELD_DEFAULTS[name]
+        value = metadata.get(field.name, ...)
+        if value is ...:
+            value = field.unset
+        if field.wire.since != OURS or value is not None:
+            document[field.key] = value
     if "block_strides" in document and document["block_strides"] is None:
         document["block_strides"] = document["block_lens"]  # blocks without gaps
-    for name, key in (("fence", "kvh_fence"), ("geometry", "kvh_geometry")):
-        if metadata.get(name) is not None:
-            document[key] = metadata[name]
     try:
         encoded = _encoder.encode(document)
     except (TypeError, OverflowError, msgspec.MsgspecError) as error:

@@ -13,28 +13,32 @@ import msgspec
 
 from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
+from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import TransportError
-from kv_handshake._outcome import Outcome, Timing
+from kv_handshake._outcome import Timing, outcome_of
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_clock, decode_envelope
 from kv_handshake._server import ServerCore
-from kv_handshake._task import Request, Task
+from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._vectors import load_vectors
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kv_handshake._outcome import Outcome
     from kv_handshake._queries import Rank
+    from kv_handshake._session import ClientSession
 
 __all__ = [
     "FakeClient",
     "FakeListener",
     "FakeNetwork",
-    "ListenerPort",
     "check_client",
     "check_listener",
     "hostile_queries",
+    "load_vectors",
     "mutate",
     "sample_envelopes",
     "sample_metadata",
@@ -93,7 +97,7 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._cores: dict[tuple[str, int], ServerCore] = {}
-        self._queue: deque[tuple[Task, FakeClient]] = deque()
+        self._queue: deque[Task[ClientSession]] = deque()
         self._next_port = 5600
 
     def take_port(self, host: str, port: int, core: ServerCore) -> int:
@@ -109,32 +113,30 @@ class FakeNetwork:
         """Free an address."""
         self._cores.pop((host, port), None)
 
-    def submit(self, task: Task, client: FakeClient) -> None:
+    def submit(self, task: Task[ClientSession]) -> None:
         """Queue a request."""
-        self._queue.append((task, client))
+        self._queue.append(task)
 
     def run(self) -> int:
         """Perform all queued handshakes, in order; return how many ended."""
         count = 0
         while self._queue:
-            task, client = self._queue.popleft()
-            outcome = self._perform(task)
-            client.count(outcome)
-            task.request.on_done(outcome)
+            task = self._queue.popleft()
+            self._perform(task)
+            task.on_end(task)
             count += 1
         return count
 
-    def _perform(self, task: Task) -> Outcome:
+    def _perform(self, task: Task[ClientSession]) -> None:
         task.begin_attempt(self.now_s)
-        session = task.session
-        core = self._cores.get((task.request.host, task.request.port))
+        session, endpoint = task.session, task.request.endpoint
+        core = self._cores.get((endpoint.host, endpoint.port))
         if core is None:
             session.fail(task.transport_error("connection-refused", "no connection", self.now_s))
         while core is not None and not session.is_over:
             session.receive_message(
                 core.respond(session.next_query(now_s=self.now_s), clock_s=self.now_s), now_s=self.now_s
             )
-        return task.outcome(self.now_s)
 
 
 @final
@@ -192,13 +194,15 @@ class FakeClient:
         generation: int | None = None,
     ) -> None:
         """Queue a handshake."""
-        request = Request(host, port, tuple(ranks), engine_id, dialect, generation, on_done)
-        task = Task(request, offer=self._offer, timing=Timing(), now_s=self._network.now_s)
-        self._network.submit(task, self)
+        question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
 
-    def count(self, outcome: Outcome) -> None:
-        """Count an outcome."""
-        self._counts["succeeded" if outcome.is_ok else "failed"] += 1
+        def ended(task: Task[ClientSession]) -> None:
+            outcome = outcome_of(task, self._network.now_s)
+            self._counts["succeeded" if outcome.is_ok else "failed"] += 1
+            on_done(outcome)
+
+        request = HandshakeRequest(question, self._offer)
+        self._network.submit(Task(request, ended, timing=Timing(), now_s=self._network.now_s))
 
     def statistics(self) -> Mapping[str, int]:
         """Return how many handshakes succeeded and failed."""
@@ -211,8 +215,8 @@ class FakeClient:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-class ListenerPort(Protocol):
-    """What `check_listener` needs of a listener that is being served."""
+class _ListenerPort(Protocol):
+    """The methods of a served listener that `check_listener` uses."""
 
     def replace(self, payloads: Mapping[Rank, bytes], /) -> None:
         """Serve other envelopes."""
@@ -223,7 +227,7 @@ class ListenerPort(Protocol):
         ...
 
 
-def check_listener(listener: ListenerPort, ask: Callable[[bytes], Sequence[bytes]]) -> None:
+def check_listener(listener: _ListenerPort, ask: Callable[[bytes], Sequence[bytes]]) -> None:
     """Check that a running listener answers what it should and survives what it should refuse.
 
     Args:
@@ -261,7 +265,7 @@ def check_listener(listener: ListenerPort, ask: Callable[[bytes], Sequence[bytes
     _expect(listener.statistics()["answered"] > 0, "good answers are not counted")
 
 
-def check_client(fetch: Callable[[Sequence[Rank], str, int], Outcome], listener: ListenerPort) -> None:
+def check_client(fetch: Callable[[Sequence[Rank], str, int], Outcome], listener: _ListenerPort) -> None:
     """Check that a client tells good peers from bad ones.
 
     Args:

@@ -1,4 +1,4 @@
-"""Questions that an order must answer before it is accepted, and pages before they are trusted."""
+"""Questions that an order must answer before it is accepted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ._errors import AgentError
 
 if TYPE_CHECKING:
     from ._options import AgentOptions
-    from ._peers import Peer
-    from ._values import PageCheck, TransferOrder
+    from ._peer import Peer
+    from ._values import TransferOrder
 
-__all__ = ["admit", "differing_pages"]
+__all__ = ["admit"]
 
 
 def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: int, held: int) -> None:
@@ -25,19 +25,31 @@ def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: i
     if held >= options.max_quarantined_per_peer:
         raise AgentError(
             "quarantine-full",
-            f"{held} unfinished transfers of peer {peer.key!r} are in quarantine; it is probably stopped: replace or "
-            "remove it",
+            f"{held} unfinished transfers of peer {peer.key!r}, or of a former peer under its key, are in quarantine; a "
+            "process of it is probably stopped: wait, or declare them quiet once it is known to be gone",
             peer=peer.key,
         )
-    if not order.deadline_s > 0 or order.operation not in ("read", "write"):
+    if not order.deadline_s > 0 or order.operation not in ("read", "write", "probe"):
         raise AgentError(
             "bad-options",
             f"transfer {order.transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
-            "needed are a positive time, and read or write",
+            "needed are a positive time, and read, write or probe",
         )
-    if order.fence is None:
-        return
-    slot, generation = order.fence
+    if order.operation == "probe":
+        _admit_probe(order, peer)
+    if order.fence is not None:
+        _admit_fence(order, order.fence, peer)
+
+
+def _admit_probe(order: TransferOrder, peer: Peer) -> None:
+    if len(order.local_indices) or len(order.peer_indices) or order.page_check is not None:
+        raise AgentError("bad-options", f"probe {order.transfer_id!r} names pages; it reads one word of its own choice")
+    if peer.fence is None and not peer.rows.count:
+        raise AgentError("bad-rows", f"peer {peer.key!r} has neither rows nor a fence: nothing of it can be probed")
+
+
+def _admit_fence(order: TransferOrder, fence: tuple[int, int], peer: Peer) -> None:
+    slot, generation = fence
     words = 0 if peer.fence is None else peer.fence[2]
     if order.operation != "read" or not 0 <= slot < words or generation < 0:
         raise AgentError(
@@ -46,14 +58,3 @@ def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: i
             "reads are fenced",
             peer=peer.key,
         )
-
-
-def differing_pages(check: PageCheck) -> str:
-    """Run a page check; returns what differs in words, empty if nothing does. An inability to check is a difference."""
-    try:
-        differing = check()
-    except Exception as error:  # noqa: BLE001 - the caller's code
-        return f"the page check raised {type(error).__name__}: {error}"
-    if not differing:
-        return ""
-    return f"{len(differing)} pages differ from the producer's: " + "; ".join(differing[:4])

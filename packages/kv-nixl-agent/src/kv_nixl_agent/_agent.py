@@ -1,34 +1,49 @@
-"""`TransferAgent`: one NIXL agent with its memory, peers and transfers, driven by whoever owns it."""
+"""`TransferAgent`: one NIXL agent with its memory, its peers and its transfers, driven by its owner.
+
+Theory of operation. An order becomes a `Transfer` with one or more *parts*, each of which is one NIXL handle. The owner calls
+`advance` again and again. One turn posts parts, asks for everything on the wire, ends transfers past their deadline
+(`TransferTable`), and polls the handles that nobody waits for (`Handles`).
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
-import numpy as np
-
+from ._admission import admit
 from ._bindings import open_nixl
-from ._custody import Stray
-from ._engine import TransferEngine
 from ._errors import AgentError
+from ._handles import Handles
 from ._memory import MemoryTable
 from ._metadata import seal_metadata
 from ._options import AgentOptions
-from ._peers import Peer, PeerTable
-from ._rows import RowTable
-from ._statistics import Statistics
+from ._parts import split_into_parts
+from ._peers import PeerTable
+from ._statistics import Statistics, Tracer
+from ._transfer import Transfer, Wiring
+from ._transfer_table import TransferTable
+from ._values import TransferResult
+from ._word_reads import WordReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._port import MemoryKind, PortFactory, PortFeatures
+    from ._peer import Peer
+    from ._port import PortFactory, PortFeatures
     from ._statistics import Snapshot
-    from ._values import MemoryRegion, QuarantineEntry, StallEntry, TransferOrder, TransferResult
+    from ._values import (
+        FenceLocation,
+        MemoryRegion,
+        Outcome,
+        PeerDescription,
+        QuarantineEntry,
+        StallEntry,
+        TransferOrder,
+    )
 
 __all__ = ["TransferAgent"]
 
-_WARM_UP_BYTES = 8
-_CLOSE_POLL_S = 1e-3
+_CLOSE_POLL_S: Final = 1e-3
 
 
 @final
@@ -59,6 +74,7 @@ class TransferAgent:
         self.name = name
         self._is_closed = False
         self._clock = clock
+        self._generation = 1
         self._statistics = Statistics()
         backends = [(backend.name, backend.as_parameters()) for backend in self._options.backends]
         self._port = port_factory(
@@ -69,31 +85,45 @@ class TransferAgent:
         except AgentError:
             self._port.close()
             raise
-        self._peers = PeerTable(
+        trace = Tracer(self._options.trace, self._statistics, clock)
+        self._transfers = TransferTable(self._options, self._statistics, trace, clock)
+        self._handles = Handles(
             self._port,
-            self._memory,
-            max_prepared=self._options.max_prepared_peers,
-            is_seal_required=self._options.is_seal_required,
+            self._statistics,
+            is_quiet_on_removal=self._options.is_quiet_on_removal,
+            on_idle=self._retire,
+            on_quiet=self._transfers.note_quiet,
         )
-        self._engine = TransferEngine(self._port, self._memory, self._peers, self._options, self._statistics, clock)
-        self._generation = 1
+        self._peers = PeerTable(self._port, self._memory, self._options, self._handles.last_look)
+        self._words = WordReader(self._port, self._memory.fences, self._peers, self._handles, clock)
+        self._wiring = Wiring(
+            self._port,
+            self._peers,
+            self._handles,
+            self._words,
+            self._transfers.schedule,
+            self._statistics,
+            trace,
+            clock,
+            self._transfers.note_end,
+        )
 
     # ------------------------------------------------------------------------------------------------ this endpoint
 
     @property
     def features(self) -> PortFeatures:
-        """What the NIXL underneath can do."""
+        """Features of the NIXL underneath."""
         self._refuse_closed()
         return self._port.features
 
     @property
-    def fence(self) -> tuple[int, int, int]:
+    def fence(self) -> FenceLocation:
         """(address, device, word count) of this rank's fence array, for peers."""
         return self._memory.fences.location
 
     @property
     def generation(self) -> int:
-        """Starts at 1 and grows whenever the registered memory changes, so that peers know to fetch metadata again."""
+        """Number that starts at 1 and grows whenever the registered memory changes: peers need fresh metadata then."""
         return self._generation
 
     def agent_metadata(self) -> bytes:
@@ -112,93 +142,55 @@ class TransferAgent:
         self._generation += 1
 
     def write_fence(self, slot: int, generation: int) -> None:
-        """Store `generation` in this rank's fence word `slot`; consumers see it at once.
+        """Store `generation` in this rank's fence word `slot`; consumers see it at once. Any thread.
 
         Raises:
-            AgentError: `bad-fence`.
+            AgentError: `bad-fence`; `agent-closed` once `close` has voided all words.
         """
-        self._refuse_closed()
         self._memory.fences.write(slot, generation)
 
-    def read_fence(self, slot: int) -> int:
-        """Return the generation in this rank's fence word `slot`."""
-        return self._memory.fences.read(slot)
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise AgentError("agent-closed", f"agent {self.name!r} was closed")
 
     # --------------------------------------------------------------------------------------------------------- peers
 
-    def add_peer(
-        self,
-        peer: str,
-        agent_metadata: bytes,
-        *,
-        local_rows: object,
-        peer_rows: object,
-        memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM",
-        local_kind: MemoryKind | Sequence[MemoryKind] | None = None,
-        fence: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Know a peer rank under the key `peer` and begin to connect to it.
+    def add_peer(self, spec: PeerDescription) -> None:
+        """Register a peer rank and begin to connect to it.
 
         Args:
-            peer: Key of the peer in orders and results.
-            agent_metadata: From the peer's `agent_metadata()`, or NIXL's own blob.
-            local_rows: uint64 (n, 5) over registered local memory.
-            peer_rows: uint64 (m, 5) over the peer's registered memory.
-            memory_kind: Kind of the peer's rows, one for all or one per row.
-            local_kind: Kind of the local rows; `memory_kind` if it is one for all and this is None.
-            fence: (address, device, word count) of the peer's fence array; None for a peer without.
+            spec: A `PeerSpec`, or any value with its members.
 
         Raises:
             AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `rows-unregistered`,
                 `peer-rows-unregistered`, `bad-fence`; nothing is kept then.
         """
         self._refuse_closed()
-        if local_kind is None:
-            if not isinstance(memory_kind, str):
-                raise AgentError("bad-rows", "with one memory kind per peer row, the local kinds must be given too")
-            local_kind = memory_kind
-        added = self._peers.add(
-            peer, agent_metadata, RowTable(local_rows, local_kind), RowTable(peer_rows, memory_kind), fence
-        )
-        if self._options.wire_up:
-            self._wire_up(added)
+        peer = self._peers.add(spec)
+        if self._options.wire_up and peer.touch_row is not None:
+            self._words.warm_up(peer, lambda failure: self._note_warm_up(peer, failure))
 
-    def replace_peer(
-        self,
-        peer: str,
-        agent_metadata: bytes,
-        *,
-        local_rows: object,
-        peer_rows: object,
-        memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM",
-        local_kind: MemoryKind | Sequence[MemoryKind] | None = None,
-        fence: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Know a restarted or re-registered peer under its old key; its transfers on their way fail.
+    def replace_peer(self, spec: PeerDescription) -> None:
+        """Register a restarted or re-registered peer whose key may be in use; transfers of the former one fail.
 
         Raises:
-            AgentError: as `add_peer`; the old peer is gone then, too.
+            AgentError: as `add_peer`; the former peer is gone then, too.
         """
-        if peer in self._peers:
-            self.remove_peer(peer)
-        self.add_peer(
-            peer,
-            agent_metadata,
-            local_rows=local_rows,
-            peer_rows=peer_rows,
-            memory_kind=memory_kind,
-            local_kind=local_kind,
-            fence=fence,
-        )
+        if spec.key in self._peers:
+            self.remove_peer(spec.key)
+        self.add_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; its transfers on their way fail with `peer-removed`, and those posted go to quarantine.
+
+        NIXL keeps the peer's agent loaded, for its return.
 
         Raises:
             AgentError: `unknown-peer`.
         """
         self._refuse_closed()
-        self._engine.peer_removed(self._peers.get(peer))
+        known = self._peers.get(peer)
+        self._transfers.end_peer(known)
         self._peers.remove(peer)
 
     def has_peer(self, peer: str) -> bool:
@@ -207,18 +199,7 @@ class TransferAgent:
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
         """Return a snapshot of every peer: agent name, wired, connected, prepared, outstanding handles."""
-        return {
-            one.key: {
-                "agent_name": one.agent_name,
-                "is_wired": one.is_wired,
-                "is_connected": one.is_connected,
-                "is_prepared": one.is_prepared,
-                "outstanding": one.outstanding,
-                "descriptors": one.rows.count,
-                "has_fence": one.fence is not None,
-            }
-            for one in self._peers.all
-        }
+        return {one.key: one.describe() for one in self._peers.all}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent.
@@ -236,17 +217,32 @@ class TransferAgent:
         self._statistics.count("notifications_sent")
         return True
 
+    def _retire(self, peer: Peer) -> None:
+        self._peers.retire(peer)
+
+    def _note_warm_up(self, peer: Peer, failure: AgentError | None) -> None:
+        peer.is_wired = failure is None
+        peer.is_connected = failure is None or failure.code != "nixl-disconnected"
+        self._statistics.count("warm_ups_done" if failure is None else "warm_ups_failed")
+
     # ----------------------------------------------------------------------------------------------------- transfers
 
     def post(self, order: TransferOrder) -> None:
         """Accept a transfer; its end comes with `take_results`.
 
         Raises:
-            AgentError: `unknown-peer`, `bad-indices`, `length-mismatch`, `bad-fence`, `duplicate-transfer`,
-                `queue-full`, `quarantine-full`; nothing is changed then.
+            AgentError: `unknown-peer`, `bad-indices`, `length-mismatch`, `bad-fence`, `bad-options`,
+                `duplicate-transfer`, `queue-full`, `quarantine-full`; nothing is changed then.
         """
         self._refuse_closed()
-        self._engine.post(order)
+        peer = self._peers.get(order.peer)
+        transfer_id = order.transfer_id
+        if self._transfers.get(transfer_id) is not None or self._handles.holds(transfer_id):
+            raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
+        waiting, held = self._transfers.schedule.count, self._handles.held_for(peer.key)
+        admit(order, peer, self._options, waiting=waiting, held=held)
+        parts = split_into_parts(peer, order.local_indices, order.peer_indices, self._options)
+        self._transfers.add(Transfer(order, peer, parts, self._wiring))
 
     def submit(self, order: TransferOrder) -> None:
         """Accept a transfer, or report its refusal as a failed result; only a duplicate id raises.
@@ -259,27 +255,39 @@ class TransferAgent:
         except AgentError as error:
             if error.code in ("duplicate-transfer", "agent-closed"):
                 raise
-            self._engine.refuse(order, error)
+            self.refuse(order, error)
+
+    def refuse(self, order: TransferOrder, error: AgentError) -> None:
+        """Report an order that is not accepted as a failed transfer."""
+        self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
 
     def cancel(self, transfer_id: str) -> bool:
-        """End a transfer early; False if it is not in progress. What is on the wire goes to quarantine."""
-        return self._engine.cancel(transfer_id)
+        """End a transfer early; False if it is not in progress. Parts on the wire go to quarantine."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return False
+        transfer.end("cancelled", "cancelled", "cancelled by the caller")
+        return True
 
     def advance(self) -> bool:
         """Do one turn of posting and polling; True if anything moved."""
         self._refuse_closed()
-        return self._engine.advance()
+        moved = self._transfers.launch()
+        moved = self._transfers.poll() or moved
+        now_s = self._clock()
+        self._transfers.end_late(now_s)
+        return self._handles.poll(now_s) or moved
 
     def take_results(self) -> list[TransferResult]:
         """Return the results since the last call, in the order of their ends."""
-        taken = list(self._engine.results)
-        self._engine.results.clear()
+        taken = list(self._transfers.results)
+        self._transfers.results.clear()
         return taken
 
     def take_quiet(self) -> list[str]:
         """Return ids of transfers whose local memory left quarantine since the last call."""
-        taken = list(self._engine.quiet)
-        self._engine.quiet.clear()
+        taken = list(self._transfers.quiet)
+        self._transfers.quiet.clear()
         return taken
 
     def take_notifications(self) -> Sequence[tuple[str, bytes]]:
@@ -294,107 +302,77 @@ class TransferAgent:
             self._statistics.count("notifications_received", len(arrived))
         return arrived
 
+    # --------------------------------------------------------------------------------------------------- observation
+
     @property
     def is_busy(self) -> bool:
         """Whether something is queued or on the wire; quarantine does not count."""
-        return self._engine.is_busy
+        return self._transfers.is_busy or self._handles.watched_count > 0
 
     @property
     def has_quarantine(self) -> bool:
         """Whether quarantine holds anything."""
-        return len(self._engine.quarantine) > 0
+        return self._handles.held_count > 0
 
     def declare_quiet(self, transfer_id: str) -> bool:
         """End the quarantine of a transfer on the caller's word that nothing can write any more; False if not held.
 
         For a peer process that is known to be gone, where NIXL itself cannot tell: it loses track of a transfer when a
-        second agent of the peer's name is added. `take_quiet` reports the transfer as usual.
+        second process takes the peer's agent name. `take_quiet` reports the transfer as usual.
         """
         self._refuse_closed()
-        return self._engine.declare_quiet(transfer_id)
+        return self._handles.declare_quiet(transfer_id)
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire that do not get on."""
-        return self._engine.stalls.entries()
+        """Return the transfers on the wire that make no progress."""
+        return self._transfers.stalls.entries()
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
-        """Return what quarantine holds, oldest first."""
-        return self._engine.quarantine.entries()
+        """Return the transfers in quarantine, oldest first."""
+        return self._handles.entries()
 
     def statistics(self) -> Mapping[str, float]:
         """Return counters, recent times and gauges in one flat mapping."""
         return self.snapshot().summary()
 
     def snapshot(self) -> Snapshot:
-        """Return the same for another thread to work out."""
-        return self._statistics.snapshot({**self._engine.gauges(), **self._peers.statistics()})
+        """Return the same for another thread to summarise."""
+        entries = self._handles.entries()
+        gauges = {
+            "strays": float(self._handles.watched_count),
+            "quarantined": float(len(entries)),
+            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in entries)),
+            "scratch_words_free": float(self._memory.fences.free_scratch_words),
+        }
+        return self._statistics.snapshot({**self._transfers.gauges(), **gauges, **self._peers.statistics()})
 
     # --------------------------------------------------------------------------------------------------------- close
 
     def end_all(self, code: str = "cancelled", message: str = "the agent is being closed") -> None:
         """End every transfer in progress; those on the wire go to quarantine."""
-        self._engine.end_all(code, message)
+        outcome: Outcome = "cancelled" if code == "cancelled" else "failed"
+        self._transfers.end_all(outcome, code, message)
 
     def close(self) -> None:
         """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
 
-        Every fence word is voided first, so that a consumer that reads on cannot take its data for good. What is on the
-        wire gets `close_wait_s` to end, since UCX may abort the process when it is destroyed in the middle of a copy.
+        Every fence word is voided first, so that a consumer that keeps reading rejects the data. Transfers on the wire get
+        `close_wait_s` to end, since UCX may abort the process when it is destroyed in the middle of a copy.
         """
         if self._is_closed:
             return
         self._memory.fences.void_all()
-        self._engine.end_all("cancelled", "the agent was closed")
+        self.end_all("cancelled", "the agent was closed")
         self._is_closed = True
-        self._let_loose_ends_end()
-        self._engine.close()
+        self._await_handles()
+        self._handles.close()
+        self._words.close()
         self._peers.close()
         self._memory.deregister_all()
         self._port.close()
 
-    def _let_loose_ends_end(self) -> None:
-        engine, until_s = self._engine, time.monotonic() + self._options.close_wait_s
-        while (engine.custody.stray_count or engine.quarantine.is_pollable) and time.monotonic() < until_s:
-            if not engine.look_after(at_once=True):
+    def _await_handles(self) -> None:
+        until_s = time.monotonic() + self._options.close_wait_s
+        while self._handles.may_end and time.monotonic() < until_s:
+            if not self._handles.poll(self._clock(), at_once=True):
                 time.sleep(_CLOSE_POLL_S)
-
-    def _refuse_closed(self) -> None:
-        if self._is_closed:
-            raise AgentError("agent-closed", f"agent {self.name!r} was closed")
-
-    def _wire_up(self, peer: Peer) -> None:
-        """Connect by a tiny read, the only thing that does it ahead of the first transfer."""
-        kind, group = next(iter(peer.rows.groups.items()))
-        first = group[0]
-        length = min(_WARM_UP_BYTES, int(first[1]))
-        row = np.array([[first[0], length, first[2], length, 1]], dtype=np.uint64)
-        mine = np.array([[self._memory.fences.warm_up_address, length, 0, length, 1]], dtype=np.uint64)
-        zero = np.zeros(1, dtype=np.int32)
-        lists: list[object] = []
-
-        def on_end(failure: AgentError | None) -> None:
-            peer.is_wired = failure is None
-            peer.is_connected = failure is None or failure.code != "nixl-disconnected"
-            self._statistics.count("warm_ups_done" if failure is None else "warm_ups_failed")
-            for prepared in lists:
-                self._port.release_prepared(prepared)
-
-        try:
-            lists.append(self._port.prepare(None, "DRAM", mine))
-            lists.append(self._port.prepare(peer.agent_name, kind, row))
-            handle = self._port.make("read", lists[0], zero, lists[1], zero, b"")
-        except AgentError as error:
-            on_end(error)
-            return
-        self._engine.custody.posted(peer)
-        try:
-            progress = self._port.post(handle)
-        except AgentError as error:
-            on_end(error)
-            self._engine.custody.over(peer, handle)
-            return
-        if progress == "done":
-            on_end(None)
-            self._engine.custody.over(peer, handle)
-        else:
-            self._engine.custody.watch(Stray(peer, handle, on_end))

@@ -9,8 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ._doctor import EXIT_CODES, Report, examine
-from ._remote_test import serve_peer
+from ._doctor._remote_test import serve_peer
+from ._doctor._report import EXIT_CODES, Report, examine
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ERROR_CODES", "AgentError", "ErrorFacts", "Fault"]
+__all__ = ["ERROR_CODES", "AgentError", "ErrorFacts", "Fault", "transfer_code"]
 
 Fault = Literal["local", "peer", "environment"]
 
@@ -17,7 +17,7 @@ Fault = Literal["local", "peer", "environment"]
 @final
 @dataclass(frozen=True)
 class ErrorFacts:
-    """What a code says about every error that carries it."""
+    """Facts about a code, which hold for every error that carries it."""
 
     fault: Fault
     is_retry_safe: bool | None
@@ -126,3 +126,24 @@ class AgentError(Exception):
 
 def _rebuild(code: str, message: str, context: dict[str, object]) -> AgentError:
     return AgentError(code, message, **context)
+
+
+_REFUSED_BY_NIXL: Final = frozenset(
+    {
+        "nixl-invalid-param",
+        "nixl-not-found",
+        "nixl-mismatch",
+        "nixl-not-allowed",
+        "nixl-not-supported",
+        "nixl-not-posted",
+    }
+)
+
+
+def transfer_code(error: AgentError) -> str:
+    """Return the code of a transfer that failed by `error`."""
+    if error.code == "nixl-disconnected":
+        return "peer-disconnected"
+    if error.code in _REFUSED_BY_NIXL:
+        return "transfer-rejected"
+    return "transfer-failed" if error.code.startswith("nixl-") else error.code

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from ._errors import AgentError
+from ._fences import FenceArray
 from ._rows import row_ends
 
 if TYPE_CHECKING:
@@ -18,101 +19,12 @@ if TYPE_CHECKING:
     from ._port import Handle, MemoryKind, NixlPort
     from ._values import MemoryRegion
 
-__all__ = ["CLOSED_GENERATION", "FenceArray", "MemoryTable"]
-
-CLOSED_GENERATION: Final = (1 << 64) - 1
-"""Generation in every fence word of a closed agent; never granted."""
-
-_SCRATCH_WORDS = 512
-
-
-@final
-class FenceArray:
-    """64-bit words that a producer bumps and consumers read one-sidedly, with scratch words for our own such reads.
-
-    A word is written with one aligned 8-byte store, so a reader sees the old or the new generation, nothing between.
-    """
-
-    __slots__ = ("_free", "_memory", "_words", "word_count")
-
-    def __init__(self, word_count: int) -> None:
-        self.word_count = word_count
-        """Words that are exposed to peers."""
-        words = word_count + _SCRATCH_WORDS + 1
-        raw: npt.NDArray[np.uint64] = np.zeros(words + 8, dtype=np.uint64)
-        shift = (-raw.ctypes.data % 64) // 8
-        self._memory: npt.NDArray[np.uint64] = raw[shift : shift + words]
-        self._words = self._memory.data  # reads one word with less of NumPy's code, which is cold by then
-        self._free = list(range(word_count + _SCRATCH_WORDS - 1, word_count - 1, -1))
-
-    @property
-    def location(self) -> tuple[int, int, int]:
-        """(address, device, word count) for peers."""
-        return (self.address, 0, self.word_count)
-
-    @property
-    def address(self) -> int:
-        """Address of the first word."""
-        return int(self._memory.ctypes.data)
-
-    @property
-    def warm_up_address(self) -> int:
-        """Address of a word whose content means nothing."""
-        return self.address + 8 * (self.word_count + _SCRATCH_WORDS)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes to register, scratch included."""
-        return int(self._memory.nbytes)
-
-    def write(self, slot: int, generation: int) -> None:
-        """Store `generation` in `slot`.
-
-        Raises:
-            AgentError: `bad-fence` if either is out of range.
-        """
-        if not 0 <= slot < self.word_count or not 0 <= generation < CLOSED_GENERATION:
-            raise AgentError(
-                "bad-fence",
-                f"fence slot {slot} with generation {generation}: slots are 0 to {self.word_count - 1}, "
-                "generations 0 to 2**64-2",
-                slot=slot,
-            )
-        self._memory[slot] = generation
-
-    def read(self, slot: int) -> int:
-        """Return the generation in `slot`."""
-        word: int = self._words[slot]
-        return word
-
-    def void_all(self) -> None:
-        """Make every word differ from whatever was granted."""
-        self._memory[: self.word_count] = CLOSED_GENERATION
-
-    def take_scratch(self, expected: int, *, is_early: bool = False) -> int | None:
-        """Return a free scratch word, filled with anything but `expected`; None if all are in use.
-
-        Who takes one early, before it is needed, gets one of the first half only: reads of a stopped peer hold theirs
-        until their deadline, and must leave some to others.
-        """
-        if len(self._free) <= (_SCRATCH_WORDS // 2 if is_early else 0):
-            return None
-        word = self._free.pop()
-        self._memory[word] = expected ^ CLOSED_GENERATION
-        return word
-
-    def give_back(self, word: int) -> None:
-        """Free a scratch word."""
-        self._free.append(word)
-
-    def rows(self) -> npt.NDArray[np.uint64]:
-        """Return the whole array as one strided row of 8-byte descriptors."""
-        return np.array([[self.address, 8, 0, 8, len(self._memory)]], dtype=np.uint64)
+__all__ = ["MemoryTable"]
 
 
 @final
 class MemoryTable:
-    """What is registered with NIXL; refuses rows that reach outside before NIXL sees them."""
+    """Regions registered with NIXL; refuses rows that reach outside before NIXL sees them."""
 
     __slots__ = ("_port", "_regions", "_registrations", "fences")
 

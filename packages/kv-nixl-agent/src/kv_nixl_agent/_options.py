@@ -95,16 +95,15 @@ class AgentOptions:
         max_queued: Transfers that may wait before further ones are refused with `queue-full`.
         max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
             refused.
-        is_quiet_on_release: Promise that the transport writes nothing after a transfer handle was released. True for
-            shared memory and CMA, False (the default) for TCP and whatever is not known: there, quarantine outlives
-            even the removal of the peer.
+        is_quiet_on_removal: Promise that nothing is written once a peer is removed and its handles are released. True for
+            shared memory and CMA, False (the default) for TCP and unknown transports: there, quarantine outlives the
+            removal.
         wire_up: Whether to connect with a tiny read when a peer is added.
         is_seal_required: Whether to refuse agent metadata without this package's checksum trailer.
         max_prepared_peers: Peers whose prepared lists are kept ready; beyond it the least recently used are released
             and prepared again on demand.
         progress_thread: Whether NIXL runs its own progress thread, which polls without a pause and so takes a core
-        for
-            itself. Needed by a rank whose memory is read over transports that the owner of the memory must help along
+            for itself. Needed by a rank whose memory is read over transports that the owner of the memory must help along
             (TCP, or large reads over shared memory) while its own thread sleeps.
         sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
         stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
@@ -119,7 +118,7 @@ class AgentOptions:
     max_inflight_bytes: int | None = None
     max_queued: int = 65536
     max_quarantined_per_peer: int = 256
-    is_quiet_on_release: bool = False
+    is_quiet_on_removal: bool = False
     wire_up: bool = True
     is_seal_required: bool = False
     max_prepared_peers: int = 1024
@@ -170,11 +169,11 @@ class ThreadOptions:
         min_sleep_s: First sleep after spinning; doubles at every empty poll.
         max_sleep_s: Longest sleep while transfers are in flight.
         idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
+        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
         close_grace_s: How long `close` lets transfers in flight end before it abandons them.
-        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. The interpreter's
-            default
-            of 5 ms is what a notification waits when the engine thread computes in Python; None leaves it alone.
+        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. A notification waits
+            that long when the engine thread computes in Python, 5 ms by default; None leaves it alone.
         on_thread_start: Called first on the owner thread, for example to select a CUDA device.
     """
 
@@ -182,6 +181,7 @@ class ThreadOptions:
     min_sleep_s: float = 20e-6
     max_sleep_s: float = 500e-6
     idle_poll_s: float = 5e-4
+    slow_poll_s: float = 8e-3
     stuck_after_s: float = 30.0
     close_grace_s: float = 2.0
     gil_switch_interval_s: float | None = 5e-4
@@ -190,7 +190,7 @@ class ThreadOptions:
     def __post_init__(self) -> None:
         for name in ("spin_s", "min_sleep_s", "max_sleep_s", "close_grace_s"):
             _demand(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, it must not be negative")
-        for name in ("idle_poll_s", "stuck_after_s"):
+        for name in ("idle_poll_s", "slow_poll_s", "stuck_after_s"):
             _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
         interval = self.gil_switch_interval_s
         _demand(interval is None or interval > 0, f"gil_switch_interval_s is {interval}, it must be positive or None")

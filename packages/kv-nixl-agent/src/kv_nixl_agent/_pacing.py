@@ -1,4 +1,4 @@
-"""How the owner thread waits, and how long others may keep the interpreter from it."""
+"""Waiting between turns of the owner thread, and a bound on how long other threads may keep the interpreter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ._options import ThreadOptions
 
 __all__ = ["Pacer", "SwitchInterval"]
+
+_SLOWING = 1 / 32  # 8 ms after a quarter of a second without work
 
 
 @final
@@ -30,6 +32,8 @@ class Pacer:
         self._is_idle = False
         self._last_progress_s = clock()
         self._sleep_s = options.min_sleep_s
+        self.may_poll_slowly = False
+        """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
 
     def wake(self) -> None:
         """End an idle sleep, from any thread. The caller has made its work visible before."""
@@ -54,9 +58,16 @@ class Pacer:
         self._is_idle = True
         # Work that was put down before the flag was visible did not ring the bell: look once more.
         if not has_work():
-            self._event.wait(max(0.0, min(self._options.idle_poll_s, until_s - self._clock())))
+            now_s = self._clock()
+            self._event.wait(max(0.0, min(self._idle_period_s(now_s), until_s - now_s)))
         self._is_idle = False
         self._event.clear()
+
+    def _idle_period_s(self, now_s: float) -> float:
+        if not self.may_poll_slowly:
+            return self._options.idle_poll_s
+        quiet_s = now_s - self._last_progress_s
+        return max(self._options.idle_poll_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))
 
 
 @final

@@ -1,121 +1,73 @@
-"""Peers of one agent and their prepared lists.
+"""All peers of one agent: loading their NIXL agents, preparing and releasing their lists.
 
-A local list is prepared once per content and shared by all peers that use it; a peer's lists are prepared when it is
-added, released when many other peers were used since, and prepared again on demand.
+A local list is prepared once per content and shared by all peers that use it. A peer's lists are prepared when it is added,
+released when many other peers were used since, and prepared again on demand.
+
+**A NIXL agent stays loaded when its peer is removed.** Loading and unloading a living agent again and again leaks sockets on both
+sides (5 per round over CMA, 10 over TCP, measured with bare NIXL 1.5.1); loading it once does not. So removing a peer gives
+back its lists, and its agent waits by name for the peer's return. It is unloaded when NIXL has reported its process as
+disconnected, when another process takes the name, when too many wait, or when everything is closed.
+
+A removed peer whose handles have not all ended is *retiring*: its lists are released with the last handle.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
 from ._errors import AgentError
 from ._metadata import open_metadata, peek_agent_name
+from ._peer import Peer, PeerLists, SharedLists
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
     from ._memory import MemoryTable
+    from ._options import AgentOptions
     from ._port import Handle, MemoryKind, NixlPort
-    from ._rows import RowTable
+    from ._values import PeerDescription
 
     Rows = npt.NDArray[np.uint64]
 
-__all__ = ["Peer", "PeerTable"]
+__all__ = ["PeerTable"]
 
-
-@final
-class Peer:
-    """One peer rank: its agent, its tables and what is prepared for them."""
-
-    __slots__ = (
-        "agent_name",
-        "fence",
-        "fence_list",
-        "is_connected",
-        "is_lost",
-        "is_removed",
-        "is_wired",
-        "key",
-        "last_used",
-        "local",
-        "local_lists",
-        "outstanding",
-        "peer_lists",
-        "rows",
-    )
-
-    def __init__(
-        self, key: str, agent_name: str, local: RowTable, rows: RowTable, fence: tuple[int, int, int] | None
-    ) -> None:
-        self.key = key
-        self.agent_name = agent_name
-        self.local = local
-        self.rows = rows
-        self.fence = fence
-        self.local_lists: dict[MemoryKind, Handle] = {}
-        self.peer_lists: dict[MemoryKind, Handle] = {}
-        self.fence_list: Handle | None = None
-        self.is_wired = False
-        self.is_connected = True
-        self.is_removed = False
-        self.is_lost = False
-        """Whether NIXL can tell no more about its outstanding handles."""
-        self.last_used = 0
-        self.outstanding = 0
-        """Handles posted to this peer that have not ended."""
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether all its lists are ready."""
-        return bool(self.peer_lists)
-
-
-class _SharedLists:
-    """Local prepared lists by content, counted by use."""
-
-    def __init__(self, port: NixlPort) -> None:
-        self._port = port
-        self._lists: dict[tuple[MemoryKind, bytes], tuple[Handle, int]] = {}
-
-    def take(self, kind: MemoryKind, rows: Rows) -> Handle:
-        key = (kind, rows.tobytes())
-        handle, users = self._lists.get(key, (None, 0))
-        if handle is None:
-            handle = self._port.prepare(None, kind, rows)
-        self._lists[key] = (handle, users + 1)
-        return handle
-
-    def give_back(self, kind: MemoryKind, rows: Rows) -> None:
-        key = (kind, rows.tobytes())
-        handle, users = self._lists[key]
-        if users > 1:
-            self._lists[key] = (handle, users - 1)
-            return
-        del self._lists[key]
-        self._port.release_prepared(handle)
-
-    def __len__(self) -> int:
-        return len(self._lists)
+_MAX_WAITING_AGENTS: Final = 1024
 
 
 @final
 class PeerTable:
-    """All peers by key, and those that are removed but still have handles outstanding."""
+    """Peers by key.
 
-    def __init__(self, port: NixlPort, memory: MemoryTable, *, max_prepared: int, is_seal_required: bool) -> None:
+    Args:
+        port: The NIXL agent.
+        memory: Registered memory, in which local rows must lie.
+        options: `max_prepared_peers` and `is_seal_required`.
+        last_look: Called with the peers of a name before their agent is unloaded in favour of another process: the last
+            chance to learn from NIXL that their handles have ended.
+    """
+
+    def __init__(
+        self,
+        port: NixlPort,
+        memory: MemoryTable,
+        options: AgentOptions,
+        last_look: Callable[[Sequence[Peer]], None],
+    ) -> None:
         self._port = port
         self._memory = memory
-        self._max_prepared = max_prepared
-        self._is_seal_required = is_seal_required
+        self._options = options
+        self._last_look = last_look
         self._by_key: dict[str, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._retiring: set[Peer] = set()
-        self._shared = _SharedLists(port)
+        self._waiting_agents: dict[str, None] = {}
+        """Names of loaded agents without a peer, the longest waiting first."""
+        self._shared = SharedLists(port)
         self._uses = 0
 
     def __contains__(self, key: object) -> bool:
@@ -134,7 +86,8 @@ class PeerTable:
         return {
             "peers": len(self._by_key),
             "peers_retiring": len(self._retiring),
-            "peers_prepared": sum(peer.is_prepared for peer in self._by_key.values()),
+            "peers_prepared": sum(peer.lists is not None for peer in self._by_key.values()),
+            "agents_waiting": len(self._waiting_agents),
             "local_lists": len(self._shared),
         }
 
@@ -149,69 +102,72 @@ class PeerTable:
             raise AgentError("unknown-peer", f"no peer {key!r}; {len(self._by_key)} are known", peer=key)
         return peer
 
-    def add(
-        self, key: str, agent_metadata: bytes, local: RowTable, rows: RowTable, fence: tuple[int, int, int] | None
-    ) -> Peer:
+    # ------------------------------------------------------------------------------------------- adding and removing
+
+    def add(self, spec: PeerDescription) -> Peer:
         """Load the peer's agent and prepare its lists; nothing is kept when that fails.
 
         Raises:
-            AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-fence`, `rows-unregistered`,
-                `peer-rows-unregistered`.
+            AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `bad-fence`,
+                `rows-unregistered`, `peer-rows-unregistered`.
         """
-        if key in self._by_key:
-            raise AgentError("peer-known", f"peer {key!r} is known; replace it", peer=key)
-        blob = open_metadata(agent_metadata, is_seal_required=self._is_seal_required)
-        for kind, group in local.groups.items():
+        if spec.key in self._by_key:
+            raise AgentError("peer-known", f"peer {spec.key!r} is known; replace or remove it", peer=spec.key)
+        blob = open_metadata(spec.agent_metadata, is_seal_required=self._options.is_seal_required)
+        peer = Peer(spec)
+        for kind, group in peer.local.groups.items():
             self._memory.check_local(kind, group)
-        if fence is not None and (fence[0] <= 0 or fence[0] % 8 or fence[1] < 0 or not 0 < fence[2] <= 1 << 24):
-            raise AgentError("bad-fence", f"peer {key!r} names a fence array {fence} that cannot be", peer=key)
-        try:
-            agent_name = self._load(blob, key)
-        except AgentError as error:
-            if not error.code.startswith("nixl-"):
-                raise
-            raise AgentError(
-                "metadata-rejected",
-                f"NIXL cannot use the metadata of peer {key!r} ({len(blob)} bytes): {error}; fetch it again, and check "
-                "that both sides run compatible NIXL builds",
-                peer=key,
-            ) from error
-        peer = Peer(key, agent_name, local, rows, fence)
-        self._by_name[agent_name] = peer
+        self._load(peer, blob)
         try:
             self.prepare(peer)
         except AgentError:
             self._retire_later(peer)
             raise
-        self._by_key[key] = peer
+        self._by_key[peer.key] = peer
         return peer
 
-    def _load(self, blob: bytes, key: str) -> str:
-        """Load a peer's agent, also one whose name still has handles outstanding."""
+    def _load(self, peer: Peer, blob: bytes) -> None:
         name = peek_agent_name(blob)
         holder = None if name is None else self._by_name.get(name)
         if holder is not None:
             raise AgentError(
                 "peer-known",
-                f"agent {name!r} is already the peer {holder.key!r}, it cannot be {key!r} too; replace that peer",
-                peer=key,
+                f"agent {name!r} is already the peer {holder.key!r}, it cannot be {peer.key!r} too; replace that peer",
+                peer=peer.key,
             )
-        old = [peer for peer in self._retiring if peer.agent_name == name]
         try:
-            # The same process, known again while reads of its former key are on their way: NIXL just takes it.
+            peer.agent_name = self._load_agent(name, blob)
+        except AgentError as error:
+            if not error.code.startswith("nixl-"):
+                raise
+            raise AgentError(
+                "metadata-rejected",
+                f"NIXL cannot use the metadata of peer {peer.key!r} ({len(blob)} bytes): {error}; fetch it again, and check "
+                "that both sides run compatible NIXL builds",
+                peer=peer.key,
+            ) from error
+        self._by_name[peer.agent_name] = peer
+        self._waiting_agents.pop(peer.agent_name, None)
+
+    def _load_agent(self, name: str | None, blob: bytes) -> str:
+        """Load an agent whose name may be loaded already, for the same process or for a former one."""
+        try:
+            # NIXL takes further metadata of a process that it knows.
             return self._port.add_peer(blob)
         except AgentError:
-            if not old or name is None:
+            former = [peer for peer in self._retiring if peer.agent_name == name]
+            if name is None or not (former or name in self._waiting_agents):
                 raise
-        # Another process under the name: NIXL refuses two of a name, so the old one goes. Of its handles in quarantine
-        # NIXL knows nothing from then on, although their data may still land.
-        for peer in old:
+        # Another process has the name now: NIXL refuses two of a name, so the former one is unloaded. From then on NIXL can
+        # say nothing about the handles that are left of it, although their data may still land.
+        self._last_look(former)
+        for peer in former:
             peer.is_lost = True
-        self._port.remove_peer(name)
+        self._unload(name)
         return self._port.add_peer(blob)
 
     def remove(self, key: str) -> Peer:
-        """Forget the peer under `key`; NIXL lets go of it once nothing is outstanding.
+        """Forget the peer under `key`; its lists are released once nothing of it is outstanding.
 
         Raises:
             AgentError: `unknown-peer`.
@@ -229,39 +185,53 @@ class PeerTable:
         self.retire(peer)
 
     def retire(self, peer: Peer) -> None:
-        """Release a removed peer if nothing of it is outstanding."""
+        """Release the lists of a removed peer if nothing of it is outstanding."""
         if peer not in self._retiring or peer.outstanding:
             return
         self._release_lists(peer)
         self._retiring.remove(peer)
-        is_named = peer.agent_name in self._by_name
-        if not is_named and all(other.agent_name != peer.agent_name for other in self._retiring):
-            with contextlib.suppress(AgentError):  # NIXL forgets a dead peer by itself
-                self._port.remove_peer(peer.agent_name)
+        name = peer.agent_name
+        if peer.is_lost or name in self._by_name or any(other.agent_name == name for other in self._retiring):
+            return
+        if not peer.is_connected:
+            self._unload(name)
+            return
+        self._waiting_agents[name] = None
+        if len(self._waiting_agents) > _MAX_WAITING_AGENTS:
+            self._unload(next(iter(self._waiting_agents)))
 
-    def prepare(self, peer: Peer) -> None:
-        """Make sure that the peer's lists are ready, and that not too many peers' are.
+    def _unload(self, name: str) -> None:
+        self._waiting_agents.pop(name, None)
+        with contextlib.suppress(AgentError):  # NIXL forgets a dead peer by itself
+            self._port.remove_peer(name)
+
+    # -------------------------------------------------------------------------------------------------- prepared lists
+
+    def prepare(self, peer: Peer) -> PeerLists:
+        """Return the peer's lists, prepared; the lists of peers that were not used for long may be released for it.
 
         Raises:
             AgentError: `rows-unregistered`, `peer-rows-unregistered`, `bad-fence`.
         """
         self._uses += 1
         peer.last_used = self._uses
-        if peer.is_prepared:
-            return
+        if peer.lists is not None:
+            return peer.lists
+        lists = peer.lists = PeerLists()
         try:
             for kind, group in peer.local.groups.items():
-                peer.local_lists[kind] = self._prepare_local(peer, kind, group)
+                lists.local[kind] = self._prepare_local(peer, kind, group)
             for kind, group in peer.rows.groups.items():
-                peer.peer_lists[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
+                lists.peer[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
             if peer.fence is not None:
                 address, device, words = peer.fence
                 row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
-                peer.fence_list = self._prepare_peer(peer, "DRAM", row, "bad-fence")
+                lists.fence = self._prepare_peer(peer, "DRAM", row, "bad-fence")
         except AgentError:
             self._release_lists(peer)
             raise
         self._evict(peer)
+        return lists
 
     def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
         try:
@@ -284,25 +254,24 @@ class PeerTable:
             ) from error
 
     def _evict(self, newest: Peer) -> None:
-        ready = [peer for peer in self._by_key.values() if peer.is_prepared and peer is not newest]
-        excess = len(ready) + 1 - self._max_prepared
+        ready = [peer for peer in self._by_key.values() if peer.lists is not None and peer is not newest]
+        excess = len(ready) + 1 - self._options.max_prepared_peers
         if excess > 0:
             idle = sorted((peer for peer in ready if peer.outstanding == 0), key=lambda peer: peer.last_used)
             for peer in idle[:excess]:
                 self._release_lists(peer)
 
     def _release_lists(self, peer: Peer) -> None:
-        for kind in list(peer.local_lists):
-            del peer.local_lists[kind]
+        lists, peer.lists = peer.lists, None
+        if lists is None:
+            return
+        for kind in lists.local:
             with contextlib.suppress(AgentError):
                 self._shared.give_back(kind, peer.local.groups[kind])
-        for kind in list(peer.peer_lists):
+        remote = [*lists.peer.values(), *([] if lists.fence is None else [lists.fence])]
+        for prepared in remote:
             with contextlib.suppress(AgentError):
-                self._port.release_prepared(peer.peer_lists.pop(kind))
-        if peer.fence_list is not None:
-            with contextlib.suppress(AgentError):
-                self._port.release_prepared(peer.fence_list)
-            peer.fence_list = None
+                self._port.release_prepared(prepared)
 
     def close(self) -> None:
         """Release everything."""
@@ -312,6 +281,5 @@ class PeerTable:
         self._retiring.clear()
         for peer in everything:
             self._release_lists(peer)
-        for name in {peer.agent_name for peer in everything}:
-            with contextlib.suppress(AgentError):
-                self._port.remove_peer(name)
+        for name in {*(peer.agent_name for peer in everything), *self._waiting_agents}:
+            self._unload(name)

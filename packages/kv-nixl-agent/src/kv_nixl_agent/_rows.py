@@ -1,4 +1,4 @@
-"""Strided rows: checking, indexing and ordering.
+"""Strided rows: checking and indexing.
 
 A row `(address, length_bytes, device, stride_bytes, count)` stands for `count` descriptors of `length_bytes` bytes,
 the first at `address`, each `stride_bytes` behind the one before. Descriptors are numbered through all rows of a
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["RowTable", "check_rows", "expand_rows", "order_for_merging", "row_ends", "spread_runs"]
+__all__ = ["RowTable", "check_rows", "expand_rows", "row_ends"]
 
 _MAX_DESCRIPTORS = (1 << 31) - 1
 _MAX_ADDRESS = float(1 << 63)
-_GLANCE = 64
 
 
 def check_rows(rows: object) -> Rows:
@@ -80,56 +79,20 @@ def expand_rows(rows: Rows) -> Rows:
     return result
 
 
-def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
-    """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
-    if _ascends(peer):
-        return local, peer
-    if _ascends(peer[::-1]):  # as free lists hand blocks out; a third of the cost of sorting
-        return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
-    pairs = peer.astype(np.int64)  # sorting plain numbers costs less than sorting places and gathering
-    pairs <<= 32
-    pairs |= local
-    pairs.sort()
-    return (pairs & 0xFFFFFFFF).astype(np.int32), (pairs >> 32).astype(np.int32)
-
-
-def _ascends(indices: Indices) -> bool:
-    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
-    return bool((head[1:] >= head[:-1]).all()) and bool((indices[1:] >= indices[:-1]).all())
-
-
-def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
-    """Return the pairs, ordered for merging, so that NIXL merges them into no fewer than about `pieces` descriptors.
-
-    One long run would become one descriptor, which one thread copies. Pieces of it are interleaved, first the even
-    ones, then the odd ones, so that neighbours in the list are no neighbours in memory. Lists that have as many runs
-    anyway, or fewer descriptors, stay as they are.
-    """
-    count = len(peer)
-    if count < pieces or _runs(local[: 2 * pieces], peer[: 2 * pieces]) >= pieces or _runs(local, peer) >= pieces:
-        return local, peer
-    numbers = np.arange(count) * pieces // count  # of the piece that each pair belongs to
-    order = np.concatenate((np.flatnonzero(numbers % 2 == 0), np.flatnonzero(numbers % 2)))
-    return local[order], peer[order]
-
-
-def _runs(local: Indices, peer: Indices) -> int:
-    return 1 + int(np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1)))
-
-
 @final
 class RowTable:
     """Checked rows of one side of a peer, with the memory kind of each row.
 
     Args:
-        rows: uint64 (n, 5).
+        rows: uint64 (n, 5); n is 0 for a peer that is only notified.
         kind: Memory kind of all rows, or one per row.
     """
 
     __slots__ = ("_first", "_group_first", "_is_mixed", "_lengths", "_row_kind", "count", "groups", "uniform_bytes")
 
     def __init__(self, rows: object, kind: MemoryKind | Sequence[MemoryKind]) -> None:
-        table = check_rows(rows)
+        array = np.asarray(rows)
+        table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
         kinds = [kind] * len(table) if isinstance(kind, str) else list(kind)
         if len(kinds) != len(table) or any(one not in ("DRAM", "VRAM") for one in kinds):
             raise AgentError(
@@ -140,10 +103,12 @@ class RowTable:
         self.count = int(self._first[-1])
         """Descriptors in the table."""
         self._lengths = table[:, 1].astype(np.int64)
-        self.uniform_bytes = int(self._lengths[0]) if bool((self._lengths == self._lengths[0]).all()) else 0
+        self.uniform_bytes = (
+            int(self._lengths[0]) if bool((self._lengths == self._lengths[:1]).all()) and len(table) else 0
+        )
         """Length of every descriptor, 0 if they differ."""
         self._row_kind: npt.NDArray[np.int8] = np.array([one == "VRAM" for one in kinds], dtype=np.int8)
-        self._is_mixed = bool((self._row_kind != self._row_kind[0]).any())
+        self._is_mixed = bool((self._row_kind != self._row_kind[:1]).any())
         self._group_first: npt.NDArray[np.int64] = np.array(self._first[:-1])
         self.groups: dict[MemoryKind, Rows] = {}
         """Rows by memory kind, in table order."""

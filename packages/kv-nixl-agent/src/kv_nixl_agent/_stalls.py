@@ -1,8 +1,8 @@
-"""The progress watchdog: which transfers are on the wire and do not get on.
+"""The progress watchdog: finds transfers that are on the wire and make no progress.
 
-NIXL tells of a posted handle only whether it is done. So what counts as progress is that a part is posted or ends, or that the
-data is complete; a transfer whose parts take longer than `stall_after_s` each is reported too. It goes on all the same:
-its deadline ends it, and quarantine holds its memory.
+NIXL reports of a posted handle only whether it is done. So progress means that a part is posted or ends, or that the state
+changes; a transfer whose parts take longer than `stall_after_s` each is reported too. It goes on all the same: its deadline ends
+it, and quarantine holds its memory.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class StallWatch:
         self._trace = trace
         self._clock = clock
         self._next_look_s = 0.0
-        self._marks: dict[str, tuple[Transfer, tuple[int, int, bool], float]] = {}
+        self._marks: dict[str, tuple[Transfer, tuple[int, int, str], float]] = {}
         self._stalled: dict[str, tuple[Transfer, float]] = {}
 
     def look(self, posted: Mapping[str, Transfer]) -> None:
-        """Compare what is posted with what it was at the last look, if it is time."""
+        """Compare the posted transfers with the last look, if it is time."""
         limit_s, now_s = self._limit_s, self._clock()
         if limit_s is None or now_s < self._next_look_s:
             return
@@ -46,7 +46,7 @@ class StallWatch:
         before, self._marks = self._marks, {}
         stalled, self._stalled = self._stalled, {}
         for transfer_id, transfer in posted.items():
-            mark = (len(transfer.active), len(transfer.pending), bool(transfer.data_done_s))
+            mark = (len(transfer.active), len(transfer.pending), transfer.state)
             known, last, since_s = before.get(transfer_id, (None, None, 0.0))
             if known is not transfer or last != mark:
                 since_s = now_s
@@ -59,7 +59,7 @@ class StallWatch:
                 self._trace(transfer.order, "stalled", f"no part has ended for {now_s - since_s:.1f} s")
 
     def entries(self) -> Sequence[StallEntry]:
-        """Return the transfers that had stalled when it was looked, and have not ended since."""
+        """Return the transfers that had stalled at the last look and have not ended since."""
         return [
             StallEntry(
                 transfer_id,

@@ -1,65 +1,39 @@
-"""`TransferThread`: the thread that owns one agent.
+"""`TransferThread`: the thread that owns and drives one agent.
 
-Other threads only put callables and orders into a queue (one append, and a bell if the thread sleeps); they never
-touch NIXL and never wait for it. One turn of the loop: run what others put in, run timers that are due, one
-`advance` of the agent, hand out results, quiet memory and notifications, wait. A callback or a callable that raises
-is counted and kept in `health`, and the loop goes on. Should the loop itself fail, every transfer in progress is
-reported failed with `thread-dead`, and `is_alive` turns false.
+Other threads only put calls and orders into a mailbox (one append, and a bell if the thread sleeps); they never touch NIXL and
+never wait for it. `_loop.py` is the thread's own side.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
 
 from ._agent import TransferAgent
 from ._bindings import open_nixl
 from ._errors import AgentError
-from ._loop import Callbacks, OwnerLoop
+from ._health import ThreadHealth, ThreadState
+from ._loop import Callbacks, Loop
 from ._options import AgentOptions, ThreadOptions
 from ._values import TransferOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     import numpy.typing as npt
 
-    from ._port import MemoryKind, PortFactory
-    from ._values import MemoryRegion, QuarantineEntry, StallEntry, TransferResult
+    from ._port import PortFactory
+    from ._values import FenceLocation, MemoryRegion, PeerDescription, QuarantineEntry, StallEntry, TransferResult
 
-    Rows = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["ThreadHealth", "TransferThread"]
+__all__ = ["TransferThread"]
 
 _START_TIMEOUT_S: Final = 120.0
-
-ThreadState = Literal["new", "running", "stuck", "dead", "closed"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ThreadHealth:
-    """State of the owner thread.
-
-    Attributes:
-        state: `new`, `running`, `stuck` (one turn takes longer than `stuck_after_s`), `dead` or `closed`.
-        turn_age_s: Time since the current turn began.
-        turns: Turns of the loop so far.
-        callback_errors: Callbacks and callables that raised.
-        loop_errors: Turns that raised.
-        last_error: Text of the latest of these errors.
-    """
-
-    state: ThreadState
-    turn_age_s: float
-    turns: int
-    callback_errors: int
-    loop_errors: int
-    last_error: str
+_NO_INDICES: Final = np.empty(0, dtype=np.int32)
 
 
 @final
@@ -97,15 +71,15 @@ class TransferThread:
     ) -> None:
         self._name = name
         self._clock = clock
-        self._thread_options = thread_options or ThreadOptions()
+        self._options = thread_options or ThreadOptions()
+        self._is_closed = False
         given_regions, agent_options = tuple(regions), options or AgentOptions()
 
         def make_agent() -> TransferAgent:
             return TransferAgent(name, given_regions, agent_options, port_factory=port_factory, clock=clock)
 
-        callbacks = Callbacks(on_result, on_notification, on_quiet or _ignore)
-        self._loop = OwnerLoop(make_agent, callbacks, self._thread_options, clock)
-        self._is_closed = False
+        callbacks = Callbacks(on_result, on_notification, on_quiet)
+        self._loop = Loop(name, make_agent, callbacks, self._options, clock)
         self._thread = threading.Thread(target=self._loop.run, name=f"kv-nixl-{name}", daemon=True)
 
     # ---------------------------------------------------------------------------------------------------- any thread
@@ -114,8 +88,8 @@ class TransferThread:
         """Create the agent and register its memory on the owner thread; returns once that is done.
 
         Raises:
-            AgentError: what `TransferAgent` raises; `thread-dead` if that takes longer than two minutes or the thread
-                was started before.
+            AgentError: as `TransferAgent`; `thread-dead` if that takes longer than two minutes or the thread was started
+                before.
         """
         if self._thread.ident is not None or self._is_closed:
             raise AgentError("thread-dead", f"transfer thread {self._name!r} can be started once only")
@@ -134,33 +108,38 @@ class TransferThread:
             AgentError: `not-started`.
         """
         if not self._loop.metadata:
-            raise AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
+            raise self._not_started()
         return self._loop.metadata
 
     @property
-    def fence(self) -> tuple[int, int, int]:
+    def fence(self) -> FenceLocation:
         """(address, device, word count) of this rank's registered fence array.
 
         Raises:
             AgentError: `not-started`.
         """
         if self._loop.fence is None:
-            raise AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
+            raise self._not_started()
         return self._loop.fence
+
+    def _not_started(self) -> AgentError:
+        return AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner thread soon; wakes it; never blocks.
 
+        A notification that arrives after this returns is delivered after `function` has run.
+
         Raises:
             AgentError: `agent-closed` or `thread-dead`: the function would never run.
         """
-        if self._is_closed or self._loop.is_closing or self._loop.failure is not None:
-            raise self._loop.failure or AgentError("agent-closed", f"transfer thread {self._name!r} was closed")
-        self._loop.calls.append(function)
+        self._loop.mailbox.put(function)
         self._loop.pacer.wake()
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
         """Run `function` on the owner thread about every `period_s` while it lives; before `start`, too.
+
+        Calls and notifications that were there when it fell due come first.
 
         Raises:
             AgentError: `bad-options`.
@@ -168,13 +147,18 @@ class TransferThread:
         if not period_s > 0:
             raise AgentError("bad-options", f"a timer needs a positive period, not {period_s} s")
         if self._thread.ident is None:
-            self._loop.add_timer(period_s, function)
+            self._loop.timers.add(period_s, function, self._clock())
         else:
-            self.call_soon(lambda: self._loop.add_timer(period_s, function))
+            self.call_soon(lambda: self._loop.timers.add(period_s, function, self._clock()))
 
     def submit(self, order: TransferOrder) -> None:
-        """Order a transfer from any thread; it costs the caller one append. Refusals come through `on_result`."""
-        self.call_soon(lambda: self._own().submit(order))
+        """Order a transfer from any thread; it costs the caller one append. Refusals come through `on_result`.
+
+        Raises:
+            AgentError: `agent-closed` or `thread-dead`: the order is not accepted and has no result.
+        """
+        self._loop.mailbox.put(order)
+        self._loop.pacer.wake()
 
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
@@ -183,30 +167,39 @@ class TransferThread:
         thread, so that it is there before anybody can hold the ticket.
 
         Raises:
-            AgentError: `bad-fence`, `not-started`.
+            AgentError: `bad-fence`, `not-started`, `agent-closed`.
         """
         agent = self._loop.agent
         if agent is None:
-            raise AgentError("not-started", f"transfer thread {self._name!r} has no agent; start it first")
+            if self._loop.fence is not None:
+                raise AgentError("agent-closed", f"transfer thread {self._name!r} has no agent any more")
+            raise self._not_started()
         agent.write_fence(slot, generation)
+
+    def allow_slow_polling(self, allowed: bool) -> None:
+        """Let the thread poll for notifications less often while nothing happens; any thread.
+
+        For times in which no peer has a reason to read from this rank or to notify it: no lease is open. Calls and orders
+        wake the thread at once as ever.
+        """
+        self._loop.pacer.may_poll_slowly = allowed
 
     def statistics(self) -> Mapping[str, float]:
         """Return counters, recent times and gauges, as of at most about 0.1 s ago, and those of the thread."""
-        health = self.health()
         return {
-            **self._loop.statistics.summary(),
-            "thread_turns": float(health.turns),
-            "thread_callback_errors": float(health.callback_errors),
-            "thread_loop_errors": float(health.loop_errors),
-            "thread_calls_waiting": float(len(self._loop.calls)),
+            **self._loop.snapshot.summary(),
+            "thread_turns": float(self._loop.turns),
+            "thread_callback_errors": float(self._loop.errors.callback_errors),
+            "thread_loop_errors": float(self._loop.errors.loop_errors),
+            "thread_calls_waiting": float(len(self._loop.mailbox)),
         }
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire that do not get on, as of at most about 0.1 s ago."""
+        """Return the transfers on the wire that make no progress, as of at most about 0.1 s ago."""
         return self._loop.stalls
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
-        """Return what quarantine holds, as of at most about 0.1 s ago."""
+        """Return the transfers in quarantine, as of at most about 0.1 s ago."""
         return self._loop.quarantine
 
     @property
@@ -216,25 +209,34 @@ class TransferThread:
 
     @property
     def failure(self) -> AgentError | None:
-        """Why the thread died or did not start; None while all is well and after an orderly close."""
+        """Reason why the thread died or did not start; None while all is well and after an orderly close."""
         return self._loop.failure
 
     def health(self) -> ThreadHealth:
-        """Return the state of the owner thread."""
+        """Return the state of the owner thread and its latest error."""
         age_s = self._clock() - self._loop.turn_began_s
-        if self._loop.failure is not None:
-            state: ThreadState = "dead"
-        elif self._is_closed:
-            state = "closed"
-        elif self._thread.ident is None:
-            state = "new"
-        elif not self._thread.is_alive():
-            state = "dead"
-        else:
-            state = "stuck" if age_s > self._thread_options.stuck_after_s else "running"
+        error, text = self._loop.errors.last
         return ThreadHealth(
-            state, age_s, self._loop.turns, self._loop.callback_errors, self._loop.loop_errors, self._loop.last_error
+            state=self._state(age_s),
+            turn_age_s=age_s,
+            turns=self._loop.turns,
+            calls_waiting=len(self._loop.mailbox),
+            callback_errors=self._loop.errors.callback_errors,
+            loop_errors=self._loop.errors.loop_errors,
+            last_error=error,
+            last_traceback=text,
         )
+
+    def _state(self, turn_age_s: float) -> ThreadState:
+        if self._loop.failure is not None:
+            return "dead"
+        if self._is_closed:
+            return "closed"
+        if self._thread.ident is None:
+            return "new"
+        if not self._thread.is_alive():
+            return "closed" if self._loop.is_closing else "dead"
+        return "stuck" if turn_age_s > self._options.stuck_after_s else "running"
 
     def close(self) -> None:
         """End everything in order: transfers, prepared lists, peers, registrations. Idempotent, from any thread.
@@ -245,72 +247,55 @@ class TransferThread:
         if self._is_closed:
             return
         if self._thread.ident is None:
+            self._loop.mailbox.shut("agent-closed", f"transfer thread {self._name!r} was closed")
             self._is_closed = True
             return
         self._loop.is_closing = True
         self._loop.pacer.wake()
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(self._thread_options.close_grace_s + self._thread_options.stuck_after_s)
+        self._thread.join(self._options.close_grace_s + self._options.stuck_after_s)
         self._is_closed = True
 
     # --------------------------------------------------------------------------------------------------------- owner
 
-    def add_peer(
-        self,
-        peer: str,
-        agent_metadata: bytes,
-        *,
-        local_rows: Rows,
-        peer_rows: Rows,
-        memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM",
-        fence: tuple[int, int, int] | None = None,
-        local_kind: MemoryKind | Sequence[MemoryKind] | None = None,
-    ) -> None:
-        """Know a peer rank under the key `peer`; see `TransferAgent.add_peer`."""
-        self._own().add_peer(
-            peer,
-            agent_metadata,
-            local_rows=local_rows,
-            peer_rows=peer_rows,
-            memory_kind=memory_kind,
-            local_kind=local_kind,
-            fence=fence,
-        )
+    @property
+    def agent(self) -> TransferAgent:
+        """The agent itself, for everything that has no method here, such as `peers` and `declare_quiet`.
 
-    def replace_peer(
-        self,
-        peer: str,
-        agent_metadata: bytes,
-        *,
-        local_rows: Rows,
-        peer_rows: Rows,
-        memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM",
-        fence: tuple[int, int, int] | None = None,
-        local_kind: MemoryKind | Sequence[MemoryKind] | None = None,
-    ) -> None:
-        """Know a restarted peer under its old key; see `TransferAgent.replace_peer`."""
-        self._own().replace_peer(
-            peer,
-            agent_metadata,
-            local_rows=local_rows,
-            peer_rows=peer_rows,
-            memory_kind=memory_kind,
-            local_kind=local_kind,
-            fence=fence,
-        )
+        Raises:
+            AgentError: `wrong-thread`, `agent-closed`.
+        """
+        if threading.current_thread() is not self._thread:
+            raise AgentError(
+                "wrong-thread",
+                f"this method belongs to the owner thread of {self._name!r}; hand it over with call_soon",
+            )
+        if self._loop.agent is None:
+            raise AgentError("agent-closed", f"transfer thread {self._name!r} has no agent any more")
+        return self._loop.agent
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register further memory; `agent_metadata` changes."""
+        agent = self.agent
+        agent.register(regions)
+        self._loop.metadata = agent.agent_metadata()
+
+    def add_peer(self, spec: PeerDescription) -> None:
+        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`."""
+        self.agent.add_peer(spec)
+
+    def replace_peer(self, spec: PeerDescription) -> None:
+        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`."""
+        self.agent.replace_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; see `TransferAgent.remove_peer`."""
-        self._own().remove_peer(peer)
+        self.agent.remove_peer(peer)
 
     def has_peer(self, peer: str) -> bool:
         """Return whether `peer` can be used."""
-        return self._own().has_peer(peer)
-
-    def peers(self) -> Mapping[str, Mapping[str, object]]:
-        """Return a snapshot of every peer."""
-        return self._own().peers()
+        return self.agent.has_peer(peer)
 
     def post_read(
         self,
@@ -328,45 +313,28 @@ class TransferThread:
         Raises:
             AgentError: `duplicate-transfer`.
         """
-        self._own().submit(
-            TransferOrder(transfer_id, peer, local_indices, peer_indices, notification, deadline_s, fence)
+        self._loop.accept(
+            self.agent, TransferOrder(transfer_id, peer, local_indices, peer_indices, notification, deadline_s, fence)
         )
 
-    def post(self, order: TransferOrder) -> None:
-        """Queue any transfer; its end comes through `on_result`.
+    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
+        """Read one word of a peer, whatever it holds, to see if the peer answers. The end comes through `on_result`.
+
+        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: it did not
+        answer in time. Over CMA the kernel answers for a process that is stopped.
 
         Raises:
             AgentError: `duplicate-transfer`.
         """
-        self._own().submit(order)
+        self._loop.accept(
+            self.agent,
+            TransferOrder(transfer_id, peer, _NO_INDICES, _NO_INDICES, deadline_s=deadline_s, operation="probe"),
+        )
 
     def cancel(self, transfer_id: str) -> None:
         """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""
-        self._own().cancel(transfer_id)
-
-    def declare_quiet(self, transfer_id: str) -> bool:
-        """End a quarantine on the caller's word; see `TransferAgent.declare_quiet`."""
-        return self._own().declare_quiet(transfer_id)
+        self.agent.cancel(transfer_id)
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent."""
-        return self._own().send_notification(peer, payload)
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; `agent_metadata` changes."""
-        self._own().register(regions)
-        self._loop.refresh_metadata()
-
-    def _own(self) -> TransferAgent:
-        if threading.current_thread() is not self._thread:
-            raise AgentError(
-                "wrong-thread",
-                f"this method belongs to the owner thread of {self._name!r}; hand it over with call_soon",
-            )
-        if self._loop.agent is None:
-            raise AgentError("agent-closed", f"transfer thread {self._name!r} has no agent any more")
-        return self._loop.agent
-
-
-def _ignore(_: str) -> None:
-    """Stand in for a callback that was not given."""
+        return self.agent.send_notification(peer, payload)

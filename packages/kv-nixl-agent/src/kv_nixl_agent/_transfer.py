@@ -1,276 +1,372 @@
-"""The record of one transfer while it lives, and the fair queue in which it waits."""
+"""`Transfer`: one accepted order, from its first part to its one result.
+
+`TABLE` in `_states.py` says which steps there are; each method here takes one of them. With a fence, or a page check, the
+notification is *not* attached to the data: it would make the producer release the blocks, and so bump the fence, before
+the consumer has looked. It is sent by itself after the verification. Without either it travels with the data, as vLLM's own
+connector does it, and costs nothing.
+
+A transfer that ends while parts of it are active gives its result at once, with `is_memory_quiet=False`, and moves to
+quarantine. Its id is in use until then.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Final, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
-import numpy as np
-
-from ._errors import AgentError
-from ._rows import order_for_merging, spread_runs
-from ._values import TransferResult
+from ._account import Account
+from ._errors import AgentError, transfer_code
+from ._handles import has_left_the_wire, was_rejected
+from ._states import step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections import deque
+    from collections.abc import Callable
 
-    import numpy.typing as npt
+    from ._handles import Handles
+    from ._parts import Part
+    from ._peer import Peer
+    from ._peers import PeerTable
+    from ._port import Handle, NixlPort, Progress
+    from ._schedule import Schedule
+    from ._states import Event, State
+    from ._statistics import Statistics, Tracer
+    from ._values import Outcome, PageCheck, TransferOrder, TransferResult
+    from ._word_reads import WordRead, WordReader
 
-    from ._options import AgentOptions
-    from ._peers import Peer
-    from ._port import Handle, MemoryKind, WireTelemetry
-    from ._values import Outcome, TransferOrder
-
-    Indices = npt.NDArray[np.int32]
-
-__all__ = ["FairQueue", "Part", "Transfer", "split_into_parts"]
-
-# Below it, handing pieces to other threads costs about what they save (docs/transfers.md).
-_SPREAD_FROM_BYTES: Final = 16 << 20
-_KIND_NAMES: tuple[MemoryKind, MemoryKind] = ("DRAM", "VRAM")
+__all__ = ["Transfer", "Wiring"]
 
 
 @final
-class Part:
-    """What is posted at once: descriptors of one local and one peer list."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Wiring:
+    """Parts of the agent that every transfer works with.
 
-    __slots__ = ("handle", "last_error", "local_indices", "local_kind", "payload_bytes", "peer_indices", "peer_kind")
+    `on_end` takes a transfer's result, in the step that reports it.
+    """
 
-    def __init__(
-        self, local_kind: MemoryKind, local: Indices, peer_kind: MemoryKind, peer: Indices, payload_bytes: int
-    ) -> None:
-        self.local_kind: MemoryKind = local_kind
-        self.local_indices = local
-        self.peer_kind: MemoryKind = peer_kind
-        self.peer_indices = peer
-        self.payload_bytes = payload_bytes
-        self.handle: Handle | None = None
-        self.last_error = ""
+    port: NixlPort
+    peers: PeerTable
+    handles: Handles
+    words: WordReader
+    schedule: Schedule
+    statistics: Statistics
+    trace: Tracer
+    clock: Callable[[], float]
+    on_end: Callable[[TransferResult], None]
 
 
 @final
 class Transfer:
-    """One accepted order on its way."""
+    """One transfer.
+
+    Args:
+        order: As accepted.
+        peer: Its peer.
+        parts: Its parts, in the order of posting; none if the order names no descriptors.
+        wiring: See `Wiring`.
+    """
 
     __slots__ = (
+        "_account",
+        "_is_attached",
+        "_wiring",
+        "_word_read",
         "active",
-        "carried",
-        "data_done_s",
         "deadline_s",
-        "descriptor_count",
-        "fence_done_s",
-        "fence_handle",
-        "fence_posted_s",
-        "fence_word",
-        "first_post_s",
-        "has_ended",
-        "is_attached",
-        "merged_count",
         "order",
-        "ordered_s",
-        "payload_bytes",
         "peer",
         "pending",
-        "post_s",
+        "state",
     )
 
-    def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], *, now_s: float) -> None:
+    def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
+        self._wiring = wiring
         self.order = order
         self.peer = peer
         self.pending = parts
         self.active: list[Part] = []
         """Parts that are posted and not known to have ended."""
-        self.ordered_s = now_s
-        self.deadline_s = now_s + order.deadline_s
-        self.descriptor_count = sum(len(part.peer_indices) for part in parts)
-        self.payload_bytes = sum(part.payload_bytes for part in parts)
-        self.is_attached = bool(
+        self.state: State = "new"
+        self._account = Account(
+            sum([len(part.peer_indices) for part in parts]), sum([part.payload_bytes for part in parts])
+        )
+        self._is_attached = bool(
             len(parts) == 1 and order.notification and order.fence is None and order.page_check is None
         )
         """Whether the notification travels with the data; otherwise it is sent once all is verified."""
-        self.first_post_s = 0.0
-        self.data_done_s = 0.0
-        self.fence_posted_s = 0.0
-        self.fence_done_s = 0.0
-        self.post_s = 0.0
-        self.merged_count = 0
-        self.carried: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
-        """Bytes of the parts that are done, by backend, local and peer memory kind."""
-        self.fence_handle: Handle | None = None
-        self.fence_word = -1
-        self.has_ended = False
+        self._word_read: WordRead | None = None
+        self.deadline_s = self._go("accept") + order.deadline_s
+        wiring.trace(order, "queued")
 
-    def account(self, part: Part, telemetry: WireTelemetry | None) -> None:
-        """Note that a part is done, and what NIXL tells of it."""
-        backend = ""
-        if telemetry is not None:
-            self.merged_count += telemetry.descriptor_count
-            backend = telemetry.backend
-        path = (backend, part.local_kind, part.peer_kind)
-        self.carried[path] = self.carried.get(path, 0) + part.payload_bytes
+    @property
+    def has_ended(self) -> bool:
+        """Whether its result is out."""
+        return self.state in ("gone", "quarantined")
 
-    def result(
-        self,
-        outcome: Outcome,
-        code: str,
-        message: str,
-        *,
-        now_s: float,
-        fence_s: float,
-        check_s: float,
-        is_notified: bool,
-    ) -> TransferResult:
-        """Return the transfer's result as of now."""
-        first_s = self.first_post_s
-        return TransferResult(
-            transfer_id=self.order.transfer_id,
-            peer=self.peer.key,
-            outcome=outcome,
-            code=code,
-            message=message,
-            is_memory_quiet=not self.active,
-            bytes_moved=self.payload_bytes if self.data_done_s else 0,
-            descriptor_count=self.descriptor_count,
-            merged_count=self.merged_count,
-            queue_s=(first_s or now_s) - self.ordered_s,
-            post_s=self.post_s,
-            wire_s=(self.data_done_s or now_s) - first_s if first_s else 0.0,
-            fence_s=fence_s,
-            check_s=check_s,
-            is_notified=is_notified,
-            bytes_by_path=tuple([(*path, size) for path, size in self.carried.items()]) if self.data_done_s else (),
+    def _go(self, event: Event) -> float:
+        """Take the step that the table lists for an event; return the time."""
+        now_s = self._wiring.clock()
+        target = step(self.state, event).target
+        if target != self.state:
+            self.state = target
+            self._account.entered(target, now_s)
+        return now_s
+
+    # --------------------------------------------------------------------------------------------------------- posting
+
+    def post(self, part: Part) -> None:
+        """Post one of its parts, the next one of `pending`."""
+        wiring = self._wiring
+        is_first = self.state == "queued"
+        started_s = self._go("post")
+        if is_first:
+            wiring.trace(self.order, "posted")
+        self.active.append(part)
+        wiring.schedule.on_wire(part)
+        progress: Progress | None = None
+        failure: AgentError | None = None
+        try:
+            part.handle = self._make(part)
+            wiring.handles.made(self.peer)
+            if self.order.fence is not None and not self.pending:
+                self._make_fence_read_early()
+            progress = wiring.port.post(part.handle)
+        except AgentError as error:
+            failure = error
+        self._account.post_s += wiring.clock() - started_s
+        if failure is not None:
+            self._fail_part(part, failure, is_off_wire=part.handle is None or was_rejected(failure))
+        elif progress == "done":
+            self._complete_part(part)
+            self._finish_data_if_complete()
+
+    def _make(self, part: Part) -> Handle:
+        wiring = self._wiring
+        lists = wiring.peers.prepare(self.peer)
+        return wiring.port.make(
+            "write" if self.order.operation == "write" else "read",
+            lists.local[part.local_kind],
+            part.local_indices,
+            lists.peer[part.peer_kind],
+            part.peer_indices,
+            self.order.notification if self._is_attached else b"",
         )
 
+    def skip_data(self) -> None:
+        """Go straight to the verification: the order names no descriptors."""
+        self._go("skip-data")
+        self._wiring.trace(self.order, "data-done")
+        self._verify()
 
-def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, options: AgentOptions) -> deque[Part]:
-    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each.
+    # --------------------------------------------------------------------------------------------------------- polling
 
-    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads share among them.
+    def poll(self) -> bool:
+        """Ask for everything that is on the wire; True if anything moved."""
+        if self.state != "posted":
+            return self._verify()
+        moved = False
+        for part in list(self.active):
+            try:
+                if self._wiring.port.check(part.handle) != "done":
+                    continue
+            except AgentError as error:
+                self._fail_part(part, error, is_off_wire=has_left_the_wire(error))
+                return True
+            moved = True
+            self._complete_part(part)
+        self._finish_data_if_complete()
+        return moved
 
-    Raises:
-        AgentError: `bad-indices`, `length-mismatch`.
-    """
-    local = peer.local.check_indices(local_indices, "local")
-    theirs = peer.rows.check_indices(peer_indices, "peer")
-    if len(local) != len(theirs):
-        raise AgentError(
-            "bad-indices", f"{len(local)} local indices against {len(theirs)} of the peer; they pair up one to one"
-        )
-    if not len(local):
-        return deque()
-    local, theirs = order_for_merging(local, theirs)
-    descriptor_bytes = _uniform_bytes(peer, local, theirs)
-    parts: deque[Part] = deque()
-    pieces = options.shared_from
-    for local_kind, peer_kind, mine, others, lengths in _by_kind(peer, local, theirs, descriptor_bytes):
-        step = options.chunk_rows or len(mine)
-        for start in range(0, len(mine), step):
-            piece = slice(start, start + step)
-            own, their = mine[piece], others[piece]
-            total = descriptor_bytes * len(own) if lengths is None else int(lengths[piece].sum())
-            if pieces and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
-                own, their = spread_runs(own, their, pieces)
-            parts.append(Part(local_kind, own, peer_kind, their, total))
-    return parts
+    def _complete_part(self, part: Part) -> None:
+        self._account.complete(part, self._wiring.port.telemetry(part.handle))
+        self._release_part(part)
 
+    def _release_part(self, part: Part) -> None:
+        self.active.remove(part)
+        self._wiring.schedule.off_wire(part)
+        if part.handle is not None:
+            self._wiring.handles.release(self.peer, part.handle)
 
-def _uniform_bytes(peer: Peer, local: Indices, theirs: Indices) -> int:
-    """Return the common descriptor length, 0 if lengths vary; refuse pairs of unequal length."""
-    mine, others = peer.local.uniform_bytes, peer.rows.uniform_bytes
-    if mine and mine == others:
-        return mine
-    differs = peer.local.lengths(local) != peer.rows.lengths(theirs)
-    if bool(differs.any()):
-        at = int(np.flatnonzero(differs)[0])
-        raise AgentError(
-            "length-mismatch",
-            f"local descriptor {int(local[at])} has {int(peer.local.lengths(local[at : at + 1])[0])} bytes, its "
-            f"partner {int(theirs[at])} of peer {peer.key!r} has {int(peer.rows.lengths(theirs[at : at + 1])[0])}",
-            peer=peer.key,
-        )
-    return 0
+    def _fail_part(self, part: Part, error: AgentError, *, is_off_wire: bool) -> None:
+        """End the transfer for an error of one part, which stays active unless it certainly is off the wire."""
+        self._note_disconnection(error)
+        part.last_error = f"{error.code}: {error}"
+        if is_off_wire:
+            self._release_part(part)
+        self.end("failed", transfer_code(error), f"{error} (peer {self.peer.key!r})")
 
+    def _note_disconnection(self, error: AgentError) -> None:
+        if error.code == "nixl-disconnected":
+            self.peer.is_connected = False
 
-def _by_kind(
-    peer: Peer, local: Indices, theirs: Indices, descriptor_bytes: int
-) -> Iterator[tuple[MemoryKind, MemoryKind, Indices, Indices, npt.NDArray[np.int64] | None]]:
-    lengths = None if descriptor_bytes else peer.local.lengths(local)
-    mine, others = peer.local.locate(local), peer.rows.locate(theirs)
-    if mine is None and others is None:
-        yield next(iter(peer.local.groups)), next(iter(peer.rows.groups)), local, theirs, lengths
-        return
-    local_codes, local = mine or _single(peer.local.groups, local)
-    peer_codes, theirs = others or _single(peer.rows.groups, theirs)
-    pair = local_codes * 2 + peer_codes
-    for code in np.unique(pair).tolist():
-        members = np.flatnonzero(pair == code)
-        yield (
-            _KIND_NAMES[code // 2],
-            _KIND_NAMES[code % 2],
-            local[members],
-            theirs[members],
-            None if lengths is None else lengths[members],
-        )
-
-
-def _single(
-    groups: dict[MemoryKind, object] | dict[MemoryKind, npt.NDArray[np.uint64]], indices: Indices
-) -> tuple[npt.NDArray[np.int8], Indices]:
-    code = _KIND_NAMES.index(next(iter(groups)))
-    return np.full(len(indices), code, dtype=np.int8), indices
-
-
-@final
-class FairQueue:
-    """Transfers that wait: first come first served per peer, round robin between peers."""
-
-    def __init__(self) -> None:
-        self._turns: deque[Peer] = deque()
-        self._waiting: dict[Peer, deque[Transfer]] = {}
-        self.count = 0
-        """Transfers that wait."""
-
-    def push(self, transfer: Transfer) -> None:
-        """Queue a transfer behind the others of its peer."""
-        line = self._waiting.get(transfer.peer)
-        if line is None:
-            line = self._waiting[transfer.peer] = deque()
-            self._turns.append(transfer.peer)
-        line.append(transfer)
-        self.count += 1
-
-    def head(self) -> Transfer | None:
-        """Return the transfer whose turn it is; transfers that ended while waiting are dropped."""
-        while self._turns:
-            peer = self._turns[0]
-            line = self._waiting[peer]
-            while line and line[0].has_ended:
-                line.popleft()
-                self.count -= 1
-            if line:
-                return line[0]
-            self._turns.popleft()
-            del self._waiting[peer]
-        return None
-
-    def advance(self) -> None:
-        """Give the turn to the next peer; the transfer at the head leaves once nothing of it is pending."""
-        peer = self._turns.popleft()
-        line = self._waiting[peer]
-        if not line[0].pending:
-            line.popleft()
-            self.count -= 1
-        if line:
-            self._turns.append(peer)
+    def _finish_data_if_complete(self) -> None:
+        if self.active or self.pending or self.state != "posted":
+            return
+        now_s = self._go("last-part-done")
+        self._wiring.trace(self.order, "data-done")
+        self.peer.is_wired = True
+        if now_s > self.deadline_s:
+            self.end_late()
         else:
-            del self._waiting[peer]
+            self._verify()
 
-    def waiting_bytes(self) -> int:
-        """Return the payload bytes that wait."""
-        return sum(
-            part.payload_bytes
-            for line in self._waiting.values()
-            for transfer in line
-            if not transfer.has_ended
-            for part in transfer.pending
+    # ---------------------------------------------------------------------------------------------------- verification
+
+    def _verify(self) -> bool:
+        """Begin or continue to read the peer's word; True if that is over."""
+        wiring, read = self._wiring, self._word_read
+        if self.state == "data-done" and self.order.fence is None and self.order.operation != "probe":
+            self._go("trust")
+            self._confirm()
+            return True
+        try:
+            if self.state == "fence-posted":
+                is_done = wiring.words.check(read) == "done" if read is not None else False
+            else:
+                is_done = self._post_word_read()
+        except AgentError as error:
+            self._note_disconnection(error)
+            self._end_unread(error)
+            return True
+        if is_done:
+            self._judge()
+        return is_done
+
+    def _make_fence_read_early(self) -> None:
+        slot, generation = self.order.fence or (0, 0)
+        try:
+            self._word_read = self._wiring.words.make_fence_read(self.peer, slot, generation, is_early=True)
+        except AgentError:
+            return  # made again when it is needed, and then an error counts
+
+    def _post_word_read(self) -> bool:
+        """Post the read of the peer's word; make it first, if no scratch word was free so far."""
+        words = self._wiring.words
+        if self._word_read is None:
+            if self.order.operation == "probe":
+                self._word_read = words.make_probe(self.peer)
+            else:
+                slot, generation = self.order.fence or (0, 0)
+                self._word_read = words.make_fence_read(self.peer, slot, generation)
+        if self._word_read is None:
+            return False  # all scratch words are in use; the next turn tries again
+        self._go("post-fence")
+        return words.post(self._word_read) == "done"
+
+    def _judge(self) -> None:
+        read, self._word_read = self._word_read, None
+        if read is None:
+            raise AssertionError("a word was judged that was not read")
+        found = self._wiring.words.finish(read)
+        self._wiring.statistics.count("fence_checks")
+        self._wiring.trace(self.order, "fence-read", str(found))
+        if self.order.fence is None or found == self.order.fence[1]:
+            self._go("match")
+            self._confirm()
+            return
+        slot, generation = self.order.fence
+        self.end(
+            "fence-rejected",
+            "fence-mismatch",
+            f"fence slot {slot} of peer {self.peer.key!r} shows generation {found}, the lease had {generation}: "
+            "the producer gave the blocks away before they were read",
         )
+
+    def _end_unread(self, error: AgentError) -> None:
+        """End it because the word cannot be read: the data is there, but nothing vouches for it."""
+        self._wiring.statistics.count("fence_checks")
+        self._wiring.trace(self.order, "fence-read", error.code)
+        is_made = self.state == "fence-posted"
+        code = transfer_code(error) if is_made else "transfer-rejected"
+        self.end("failed", code, f"the fence of peer {self.peer.key!r} could not be read: {error}")
+
+    def _confirm(self) -> None:
+        """Check pages, notify, and report success."""
+        wiring, order = self._wiring, self.order
+        if order.page_check is not None and self._account.descriptor_count:
+            began_s = wiring.clock()
+            differing = _differing_pages(order.page_check)
+            self._account.check_s = wiring.clock() - began_s
+            wiring.statistics.count("page_checks")
+            if differing:
+                self.end("failed", "checksum-mismatch", differing)
+                return
+        is_notified = self._is_attached
+        if is_notified:
+            wiring.statistics.count("notifications_sent")
+        elif order.notification:
+            is_notified = self._notify()
+            if not is_notified and not self._account.descriptor_count:
+                self.end("failed", "notification-failed", f"peer {self.peer.key!r} could not be notified")
+                return
+        self._report("confirm", ("done", "", ""), is_notified=is_notified)
+
+    def _notify(self) -> bool:
+        try:
+            self._wiring.port.send_notification(self.peer.agent_name, self.order.notification)
+        except AgentError:
+            self._wiring.statistics.count("notifications_failed")
+            return False
+        self._wiring.statistics.count("notifications_sent")
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def end_late(self) -> None:
+        """End it because its deadline has passed."""
+        if self.state == "queued":
+            where = "in the queue"
+        elif self.state == "posted":
+            where = f"with {len(self.active)} parts in flight and {len(self.pending)} to post"
+        else:
+            where = "while its fence was read"
+        self.end(
+            "timed-out",
+            "deadline-exceeded",
+            f"not seen to end within {self.order.deadline_s:.3f} s ({where}); peer {self.peer.key!r} may be stopped or busy",
+        )
+
+    def end(self, outcome: Outcome, code: str, message: str) -> None:
+        """Report the one result of a transfer that ends early, and let go of it or hold it in quarantine."""
+        if self.has_ended:
+            return
+        wiring = self._wiring
+        read, self._word_read = self._word_read, None
+        if read is not None and self.state == "fence-posted":
+            wiring.words.abandon(read)
+        elif read is not None:
+            wiring.words.discard(read)
+        wiring.schedule.forget(self)
+        self.pending.clear()
+        for part in self.active:
+            wiring.schedule.off_wire(part)
+        self._report("abandon" if self.active else "end", (outcome, code, message))
+
+    def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
+        """Take the step that reports the result, and do what the table demands of it."""
+        effects = step(self.state, event).effects
+        now_s = self._go(event)
+        result = self._account.result(
+            self.order, self.peer, ending, now_s=now_s, is_memory_quiet=not self.active, is_notified=is_notified
+        )
+        self._wiring.on_end(result)
+        self._wiring.trace(self.order, "ended", result.code or result.outcome)
+        if "hold" in effects:
+            self._wiring.handles.hold(self, now_s)
+
+    def become_quiet(self) -> None:
+        """Note that nothing of it can reach the local pages any more."""
+        self._go("quiet")
+        self._wiring.trace(self.order, "quiet")
+
+
+def _differing_pages(check: PageCheck) -> str:
+    """Run a page check; return the pages that differ as text, empty if none. An inability to check is a difference."""
+    try:
+        differing = check()
+    except Exception as error:  # noqa: BLE001 - the caller's code
+        return f"the page check raised {type(error).__name__}: {error}"
+    if not differing:
+        return ""
+    return f"{len(differing)} pages differ from the producer's: " + "; ".join(differing[:4])

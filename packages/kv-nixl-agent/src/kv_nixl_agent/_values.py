@@ -1,21 +1,25 @@
-"""Values that cross the package's boundary: orders, results, trace events."""
+"""Values that cross the package's boundary: peers and orders in, results, entries and trace events out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ._port import MemoryKind, Operation
+    from ._port import MemoryKind
 
 __all__ = [
+    "FenceLocation",
     "MemoryRegion",
+    "OrderKind",
     "Outcome",
     "PageCheck",
+    "PeerDescription",
+    "PeerSpec",
     "QuarantineEntry",
     "StallEntry",
     "TraceEvent",
@@ -24,28 +28,97 @@ __all__ = [
 ]
 
 Outcome = Literal["done", "failed", "fence-rejected", "timed-out", "cancelled"]
+OrderKind = Literal["read", "write", "probe"]
 
 MemoryRegion = tuple[int, int, int, "MemoryKind"]
 """(address, length_bytes, device, memory kind) of memory to register."""
+
+FenceLocation = tuple[int, int, int]
+"""(address, device, word count) of a fence array."""
 
 PageCheck = Callable[[], "Sequence[str]"]
 """Integrity check that runs after a read: returns one text per page that differs, empty when all agree."""
 
 
+class PeerDescription(Protocol):
+    """Structure of a `PeerSpec`; any frozen value with these members will do."""
+
+    @property
+    def key(self) -> str:
+        """Name of the peer in orders and results."""
+        ...
+
+    @property
+    def agent_metadata(self) -> bytes:
+        """The peer's `agent_metadata()`, or NIXL's own blob."""
+        ...
+
+    @property
+    def local_rows(self) -> npt.NDArray[np.uint64]:
+        """uint64 (n, 5) over registered local memory."""
+        ...
+
+    @property
+    def peer_rows(self) -> npt.NDArray[np.uint64]:
+        """uint64 (m, 5) over the peer's registered memory."""
+        ...
+
+    @property
+    def memory_kind(self) -> MemoryKind | Sequence[MemoryKind]:
+        """Kind of the peer's rows, one for all or one per row."""
+        ...
+
+    @property
+    def local_kind(self) -> MemoryKind | Sequence[MemoryKind] | None:
+        """Kind of the local rows."""
+        ...
+
+    @property
+    def fence(self) -> FenceLocation | None:
+        """Location of the peer's fence array."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerSpec:
+    """Description of one peer rank.
+
+    Attributes:
+        key: Name of the peer in orders and results.
+        agent_metadata: The peer's `agent_metadata()`, or NIXL's own blob.
+        local_rows: uint64 (n, 5) over registered local memory: address, length_bytes, device, stride_bytes, count.
+        peer_rows: uint64 (m, 5) over the peer's registered memory. Without rows on both sides, the peer can be notified
+            and its fence read, nothing else.
+        memory_kind: Kind of the peer's rows, one for all or one per row.
+        local_kind: Kind of the local rows; None if `memory_kind` is one for all and holds for both sides.
+        fence: (address, device, word count) of the peer's fence array; None for a peer without.
+    """
+
+    key: str
+    agent_metadata: bytes
+    local_rows: npt.NDArray[np.uint64]
+    peer_rows: npt.NDArray[np.uint64]
+    memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM"
+    local_kind: MemoryKind | Sequence[MemoryKind] | None = None
+    fence: FenceLocation | None = None
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
-    """One transfer to make.
+    """Order for one transfer.
 
     Attributes:
         transfer_id: Name of the transfer in results and statistics; unique while it is in progress or quarantined.
         peer: Key of the peer.
         local_indices: int32 (n,), descriptors of the peer's local list. Not to be changed afterwards.
-        peer_indices: int32 (n,), descriptors of the peer list, pairwise.
+        peer_indices: int32 (n,), descriptors of the peer list, pairwise. Without indices nothing is moved, but the fence
+            is verified and the notification sent all the same.
         notification: Bytes that the peer receives once the transfer is done; empty for none.
         deadline_s: Seconds from the order to the latest observed end.
         fence: (slot, generation) that the peer's fence array must show after the data was read.
-        operation: `read` (from the peer) or `write` (to it).
+        operation: `read` (from the peer), `write` (to it), or `probe`: read one word of the peer, whatever it holds.
         page_check: Integrity check to run between the data's arrival and the result.
     """
 
@@ -56,7 +129,7 @@ class TransferOrder:
     notification: bytes = b""
     deadline_s: float = 30.0
     fence: tuple[int, int] | None = None
-    operation: Operation = "read"
+    operation: OrderKind = "read"
     page_check: PageCheck | None = field(default=None, compare=False)
 
 
@@ -68,7 +141,7 @@ class TransferResult:
     Attributes:
         transfer_id: As ordered.
         peer: Key of the peer.
-        outcome: `done`, or why not.
+        outcome: `done`, or the kind of failure.
         code: Key of `ERROR_CODES`; empty when done.
         message: Explanation; empty when done.
         is_memory_quiet: False while the wire may still write into the local pages; `on_quiet` follows then.
@@ -131,7 +204,7 @@ class QuarantineEntry:
 @final
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """A state change of a transfer: queued, posted, data-done, fence-posted, fence-read, stalled, ended, quiet."""
+    """A step of a transfer: queued, posted, data-done, fence-read, stalled, ended or quiet."""
 
     at_s: float
     transfer_id: str

@@ -1,68 +1,113 @@
-"""What becomes of a request that comes with `kv_transfer_params`."""
+"""Admission of requests that come with `kv_transfer_params`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._decisions import BYSTANDER, Admission
-from kv_scheduler_state._errors import TicketError
-from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._ticket_reader import TicketReader
 
 if TYPE_CHECKING:
     from kv_scheduler_state._config import SchedulerConfig
-    from kv_scheduler_state._consumer import ConsumerDesk
-    from kv_scheduler_state._live import Live
-    from kv_scheduler_state._producer import ProducerDesk
+    from kv_scheduler_state._consumer import Consumers
+    from kv_scheduler_state._producer import Producers
+    from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._request import Request
+    from kv_scheduler_state._ticket import HandoffTicket
+    from kv_scheduler_state._ticket_reader import Fields
 
-__all__ = ["AdmissionDesk"]
+__all__ = ["Admissions"]
 
 _PRODUCER: Final = Admission("producer")
 _CONSUMER: Final = Admission("consumer")
 
 
 @final
-class AdmissionDesk:
-    """Reads a request's ticket once and gives the request its halves."""
+class Admissions:
+    """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
 
-    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_tickets")
+    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_reserved", "_tickets")
 
-    def __init__(self, config: SchedulerConfig, consumers: ConsumerDesk, producers: ProducerDesk) -> None:
+    def __init__(self, config: SchedulerConfig, consumers: Consumers, producers: Producers) -> None:
         self._consumers = consumers
         self._producers = producers
         self._backoff_tokens = config.backoff_tokens
         self._is_bidirectional = config.bidirectional
-        self._tickets = TicketReader(
-            groups=len(config.groups),
-            limits=config.limits,
-            hosts=HostPolicy(config.peer_networks, config.peer_hosts),
-            reads_back=config.bidirectional,
-        )
+        self._reserved = config.reserved_id_prefixes
+        self._tickets = TicketReader(config)
 
-    def admit(self, request_id: str, live: Live, params: object, prompt_tokens: int, at_s: float) -> Admission:
-        """Give a request the halves that its params ask for; a bad ticket only costs it the consumer's half."""
+    def admit(
+        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
+    ) -> Admission:
+        """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""
         try:
             fields = self._tickets.fields_of(params)
             kind = self._tickets.kind_of(fields)
             if kind == "handoff":
-                ticket = self._tickets.ticket_of(fields, kind)
-                live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
-                if self._is_bidirectional:
-                    live.producer = self._producers.arrive(request_id, is_readback=True, now_s=at_s)
-                return _CONSUMER
+                return self._consumer(request_id, request, fields, identity, at_s)
         except TicketError as error:
-            live.rejected_code = error.code
+            request.rejected_code = error.code
             return Admission("none", error.code, str(error))
         if kind == "none":
             return BYSTANDER
-        live.producer = self._producers.arrive(request_id, is_readback=False, now_s=at_s)
-        backoff = self._backoff_tokens
+        if request_id.startswith(self._reserved):
+            request.rejected_code = "ticket-id-reserved"
+            message = (
+                f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            )
+            return Admission("none", "ticket-id-reserved", message)
+        backoff, prompt_tokens = self._backoff_tokens, request.prompt_tokens
         truncate_tokens = backoff if prompt_tokens > backoff else 0
+        kept_tokens = prompt_tokens - truncate_tokens
+        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
         if kind == "readback":
             try:
-                ticket = self._tickets.ticket_of(fields, kind)
+                ticket = self._verified(fields, kind, identity)
             except TicketError as error:
-                live.rejected_code = error.code
+                request.rejected_code = error.code
                 return Admission("producer", error.code, str(error), truncate_tokens)
-            live.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens - truncate_tokens, at_s)
+            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
+
+    def _consumer(
+        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, at_s: float
+    ) -> Admission:
+        ticket = self._verified(fields, "handoff", identity)
+        prompt_tokens = request.prompt_tokens
+        request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+        if self._is_bidirectional and not request_id.startswith(self._reserved):
+            request.producer = self._producers.arrive(
+                request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
+            )
+        return _CONSUMER
+
+    def _verified(self, fields: Fields, kind: str, identity: PromptIdentity | None) -> HandoffTicket:
+        """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
+        """
+        ticket = self._tickets.ticket_of(fields, "readback" if kind == "readback" else "handoff")
+        if identity is not None and identity.refusal:
+            raise TicketError(
+                identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
+            )
+        prompt, tokens = ticket.prompt, ticket.peer_tokens
+        if prompt is None:
+            return ticket
+        if not prompt:
+            raise TicketError(
+                "ticket-prompt-unidentified",
+                "the engine that wrote the ticket could not tell which prompt it had computed",
+            )
+        digest = None if identity is None or tokens is None else identity.digest(tokens)
+        if digest != prompt:
+            raise TicketError(
+                "ticket-prompt",
+                f"the ticket is of another prompt: kv_prompt is {prompt[:16]}..., the first {tokens} tokens of this request are "
+                f"{'not identified' if digest is None else digest[:16] + '...'}",
+                field="kv_prompt",
+            )
+        return ticket

@@ -1,37 +1,73 @@
-"""Which of a request's blocks cross between engines."""
+"""Block lists: which of a request's blocks cross between two engines, and which tokens each of them stands for.
+
+A block of a group covers `span_tokens` tokens of the prompt (`block_tokens * dcp`). A list names its blocks in token order and
+the token with which it begins, so that no side has to guess where the other side's list begins.
+
+Example: 4 tokens per block, a prompt of 18 tokens, a window of 6 tokens.
+
+- A producer has the blocks 10 11 12 13 14 and one more, 15, that was allocated ahead. 18 tokens need ceil(18 / 4) = 5 blocks, so
+  15 is cut off. A window of 6 tokens touches at most ceil(6 / 4) + 1 = 3 blocks: the ticket lists (12, 13, 14), which begin
+  with token (5 - 3) * 4 = 8. A group that keeps the whole prompt lists all five blocks from token 0.
+- A consumer has a prefix hit of 8 tokens and the blocks 20 21 22 23 24, of which 20 and 21 are the hit. It fills (22, 23, 24),
+  which begin with token 8.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_scheduler_state._errors import InvalidEvent
+from kv_scheduler_state._plan import new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import GroupConfig
 
-__all__ = ["BlockClipper", "Blocks"]
+__all__ = ["BlockIds", "BlockList", "BlockRules", "running_state"]
 
-Blocks = tuple[tuple[int, ...], ...]
+BlockIds = tuple[tuple[int, ...], ...]
 """Block ids, one tuple per KV-cache group, in token order."""
 
 
 @final
-class BlockClipper:
-    """Clips block lists to what a peer can use, group by group.
+class BlockList(NamedTuple):
+    """Blocks of one KV-cache group, in token order.
 
-    An engine allocates blocks for the whole sequence and frees those outside a window later, leaving null blocks at the
-    front. Both sides therefore exchange only the tail: `ceil(window / block) + 1` blocks of a "window" group, and of a
-    "state" group the one block with the running state, which is in front of the speculative scratch blocks.
+    Attributes:
+        ids: Block ids.
+        first_token: Index in the prompt of the first token that `ids[0]` stands for; 0 for a state, where it means nothing.
+        null: The id that stands for "no block here"; None if every id is a block.
     """
 
-    __slots__ = ("_count", "_groups", "_is_plain")
+    ids: tuple[int, ...]
+    first_token: int = 0
+    null: int | None = None
 
-    def __init__(self, groups: tuple[GroupConfig, ...]) -> None:
+
+@final
+class BlockRules:
+    """Cuts a request's blocks to those that cross between engines, group by group.
+
+    Args:
+        groups: The model's groups.
+        null: The engine's id for "no block here", or None.
+    """
+
+    __slots__ = ("_columns", "_count", "_groups", "_null", "nothing")
+
+    def __init__(self, groups: tuple[GroupConfig, ...], null: int | None = None) -> None:
         self._groups = groups
         self._count = len(groups)
-        self._is_plain = all(group.kind == "full" for group in groups)
+        self._null = null
+        # Kinds, spans, window blocks and scratch blocks, each group by group: read for every hand-over.
+        self._columns = (
+            [group.kind for group in groups],
+            [group.span_tokens for group in groups],
+            [group.window_blocks for group in groups],
+            [group.scratch_blocks for group in groups],
+        )
+        self.nothing = tuple([BlockList(()) for _ in groups])
 
     def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Refuse block lists of another model.
@@ -39,39 +75,102 @@ class BlockClipper:
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
         """
-        if len(block_ids) != len(self._groups):
+        if len(block_ids) != self._count:
             raise InvalidEvent(
-                f"block ids come in {len(block_ids)} groups, the model has {len(self._groups)}",
+                f"block ids come in {len(block_ids)} groups, the model has {self._count}",
                 groups=len(block_ids),
-                expected=len(self._groups),
+                expected=self._count,
             )
 
-    def clip(self, block_ids: Sequence[Sequence[int]], *, is_partial: bool = False) -> Blocks:
-        """Return the blocks that cross between engines.
+    def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
+        """Return the blocks that a producer offers of its first `tokens` tokens, and the first token of each list."""
+        lists: list[list[int]] = []
+        first_tokens: list[int] = []
+        for kind, span, window_blocks, scratch_blocks, ids in zip(*self._columns, block_ids, strict=True):
+            if kind == "state":
+                lists.append(list(running_state(scratch_blocks, ids)))
+                first_tokens.append(0)
+                continue
+            kept = list(ids[: -(-tokens // span)])
+            first = max(0, len(kept) - window_blocks) if window_blocks else 0
+            lists.append(kept[first:] if first else kept)
+            first_tokens.append(first * span)
+        return lists, first_tokens
+
+    def wanted(
+        self, block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]], start: int, tokens: int
+    ) -> tuple[BlockList, ...]:
+        """Return the blocks that a consumer fills with the tokens from `start` up to `tokens`.
 
         Args:
-            block_ids: The request's blocks per group, in token order.
-            is_partial: The list is one chunk of a prefill, so a "state" group's last block is not yet the final state
-                and all of them are kept.
+            block_ids: All blocks of the request.
+            new_block_ids: Those that no prefix hit covers; nothing else is ever filled.
+            start: Tokens that a prefix hit covers.
+            tokens: Tokens that the blocks hold after the read.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for another number of groups, a prefix hit that ends inside a block, or fewer blocks
+                than the tokens need.
+        """
+        if len(block_ids) != self._count or len(new_block_ids) != self._count:
+            self.require_groups(block_ids)
+            self.require_groups(new_block_ids)
+        if not any(new_block_ids):
+            return self.nothing
+        null = self._null
+        lists: list[BlockList] = []
+        for kind, span, window_blocks, scratch_blocks, ids, new in zip(
+            *self._columns, block_ids, new_block_ids, strict=True
+        ):
+            if kind == "state":
+                lists.append(BlockList(running_state(scratch_blocks, new), 0, null))
+                continue
+            first, end = start // span, -(-tokens // span)
+            if start % span or len(ids) < end:
+                raise InvalidEvent(
+                    f"a read of tokens {start} to {tokens} needs whole blocks of {span} tokens from the first on, and {end} of "
+                    f"them; the request has {len(ids)}",
+                    start=start,
+                    tokens=tokens,
+                    span_tokens=span,
+                    blocks=len(ids),
+                )
+            if window_blocks:
+                first = max(first, end - window_blocks)
+            kept = tuple(ids[first:end])
+            if kept != tuple(new[: len(kept)]):
+                kept = self._without_hits(kept, new)
+            lists.append(new_tuple(BlockList, (kept, first * span, null)))
+        return tuple(lists)
+
+    def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids with null in place of every block that a prefix hit covers."""
+        fillable, null = frozenset(new_ids), self._null
+        if null is not None:
+            return tuple([block if block in fillable else null for block in ids])
+        if not fillable.issuperset(ids):
+            raise InvalidEvent(
+                f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {ids}"
+            )
+        return ids
+
+    def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
+        """Return the blocks of one chunk of a prefill that have to be saved; of a state all of them, for none is final yet.
 
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
         """
-        if len(block_ids) != self._count:
-            self.require_groups(block_ids)
-        blocks = tuple(map(tuple, block_ids))
-        if self._is_plain:
-            return blocks
-        return tuple(
-            [_clip_group(group, ids, is_partial=is_partial) for group, ids in zip(self._groups, blocks, strict=True)]
-        )
+        self.require_groups(block_ids)
+        return tuple([tuple(ids[-group.window_blocks :]) for group, ids in zip(self._groups, block_ids, strict=True)])
 
 
-def _clip_group(group: GroupConfig, ids: tuple[int, ...], *, is_partial: bool) -> tuple[int, ...]:
-    if group.kind == "window":
-        return ids[-group.window_blocks :]
-    if group.kind == "state" and ids and not is_partial:
-        # Scratch may not be allocated yet: the running state is at least the first block.
-        last = len(ids) - 1 - min(group.scratch_blocks, len(ids) - 1)
-        return ids[last : last + 1]
-    return ids
+def running_state(scratch_blocks: int, ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the block with the running state: the last one in front of the scratch blocks.
+
+    Example: `scratch_blocks` 2 and the blocks 1 2 3 4: block 2. Scratch blocks may not be allocated yet, so the running state is
+    at least the first block: of 1 2 it is block 1.
+    """
+    if not ids:
+        return ()
+    last = len(ids) - 1 - min(scratch_blocks, len(ids) - 1)
+    return (ids[last],)

@@ -1,7 +1,7 @@
 """Time that only passes while somebody looks.
 
 A process can be stopped (swap, a debugger, a suspended machine) and a clock can be set. Neither may end a lease that
-a reader renewed in time: the renewals are waiting in the queue, unread. So lease time is *observed* time: between two
+a reader renewed in time: the renewals wait in the queue, unread. So lease time is *observed* time: between two
 observations it advances by the clock's difference, but never backwards and never by more than `max_step_s`.
 """
 
@@ -38,6 +38,15 @@ class ObservedClock:
         # Observed time runs with the readings since this one; a pause or a step back begins anew.
         self._from_reading_s = 0.0
         self._from_s = 0.0
+
+    @property
+    def max_step_s(self) -> float:
+        """Most that observed time advances between two observations."""
+        return self._max_step_s
+
+    @max_step_s.setter
+    def max_step_s(self, max_step_s: float) -> None:
+        self._max_step_s = min(max_step_s, _LARGEST)
 
     @property
     def observed_s(self) -> float:

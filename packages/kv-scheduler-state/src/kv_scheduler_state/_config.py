@@ -12,10 +12,13 @@ from kv_scheduler_state._hosts import HostPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_GENERATION", "GroupConfig", "SchedulerConfig", "TicketLimits"]
+__all__ = ["MAX_GENERATION", "MAX_PEER_GENERATION", "GroupConfig", "SchedulerConfig", "TicketLimits"]
 
-MAX_GENERATION = (1 << 63) - 1
-"""Largest generation that is ever granted; the top bit of a fence word marks a lease that has ended."""
+MAX_GENERATION = (1 << 53) - 1
+"""Largest generation that is ever granted or named: routers keep JSON numbers as doubles, which round integers from 2**53 on."""
+
+MAX_PEER_GENERATION = (1 << 63) - 1
+"""Largest generation that is read from a ticket: version 0.1 granted larger ones. The top bit of a fence word marks an end."""
 
 
 @final
@@ -26,30 +29,37 @@ class GroupConfig:
     Attributes:
         kind: "full" keeps every block; "window" only the tail that the attention window can still see; "state" only
             the block with the running state of a recurrent layer.
-        block_tokens: Tokens per scheduler block.
+        block_tokens: Tokens per scheduler block and context rank.
         window_tokens: Attention window, for kind "window".
         scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
+        dcp: Context ranks that share a block, so that it stands for `block_tokens * dcp` tokens of the prompt.
     """
 
     kind: Literal["full", "window", "state"] = "full"
     block_tokens: int = 16
     window_tokens: int = 0
     scratch_blocks: int = 0
+    dcp: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in {"full", "window", "state"}:
             raise InvalidConfig(f"group kind is {self.kind!r}; use 'full', 'window' or 'state'", kind=self.kind)
-        if self.block_tokens < 1:
-            raise InvalidConfig(f"block_tokens is {self.block_tokens}, must be at least 1")
+        if self.block_tokens < 1 or self.dcp < 1:
+            raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
         if (self.kind == "window") != (self.window_tokens > 0):
             raise InvalidConfig(f"a group of kind {self.kind!r} has window_tokens {self.window_tokens}")
         if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
             raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
 
     @property
+    def span_tokens(self) -> int:
+        """Tokens of the prompt that one block stands for."""
+        return self.block_tokens * self.dcp
+
+    @property
     def window_blocks(self) -> int:
         """Tail blocks that a window can touch: one more than fit, for a window that starts inside a block."""
-        return -(-self.window_tokens // self.block_tokens) + 1 if self.window_tokens else 0
+        return -(-self.window_tokens // self.span_tokens) + 1 if self.window_tokens else 0
 
 
 @final
@@ -103,8 +113,10 @@ class SchedulerConfig:
             group and 0 without. An engine with a multi-token draft module sets its lookahead here.
         lease_s: How long a producer keeps a finished prompt's blocks without hearing from a reader.
         heartbeat_s: Time between two heartbeats to one peer engine; None means a sixth of the lease.
-        fence_slots: Words of the fence array; 0 hands over without fences.
-        fence_seed: Where the generations start; pass a random 63-bit number, so that a restarted engine repeats none.
+        null_block: The engine's block id for "no block here"; None if every id is a block.
+        fence_slots: Words of the fence array; 0 hands over without fences. With all of them in use nothing is handed over.
+        fence_seed: First generation; pass a random number below 2**53, so that a restarted engine repeats none.
+        nonce_seed: Secret that the nonces of grants are derived from; pass random text, so that nobody can guess one.
         uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
         peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address.
         peer_hosts: Host names that a ticket may name besides addresses in `peer_networks`.
@@ -115,6 +127,7 @@ class SchedulerConfig:
         dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
         generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
         trace_length: Transitions that are remembered per request and machine.
+        reserved_id_prefixes: Request ids that begin with one of these cannot be notified and are refused at arrival.
         limits: Upper bounds for tickets.
     """
 
@@ -128,8 +141,10 @@ class SchedulerConfig:
     state_backoff_tokens: int | None = None
     lease_s: float = 30.0
     heartbeat_s: float | None = None
+    null_block: int | None = None
     fence_slots: int = 0
     fence_seed: int = 1
+    nonce_seed: str = ""
     uses_host_buffer: bool = False
     peer_networks: tuple[str, ...] = ()
     peer_hosts: tuple[str, ...] = ()
@@ -140,6 +155,7 @@ class SchedulerConfig:
     dialect: int | None = None
     generation: int | None = None
     trace_length: int = 16
+    reserved_id_prefixes: tuple[str, ...] = ()
     limits: TicketLimits = field(default_factory=TicketLimits)
 
     def __post_init__(self) -> None:
@@ -170,7 +186,7 @@ class SchedulerConfig:
             ),
             (
                 not 1 <= self.fence_seed <= MAX_GENERATION,
-                f"fence_seed is {self.fence_seed}, must be 1 to 2**63 - 1",
+                f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1",
             ),
             (
                 self.load_failure_policy not in {"recompute", "fail"},
@@ -179,6 +195,10 @@ class SchedulerConfig:
             (
                 self.bidirectional and self.uses_host_buffer,
                 "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
+            ),
+            (
+                not 0 <= (self.generation or 0) <= MAX_GENERATION,
+                f"generation is {self.generation}, must be 0 to 2**53 - 1 or None",
             ),
             (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
         )

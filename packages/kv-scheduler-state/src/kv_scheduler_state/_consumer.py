@@ -1,47 +1,58 @@
-"""The consumer half of a request in the scheduler process: from a valid ticket until its read has ended."""
+"""The consumer record of a request in the scheduler process: from a valid ticket until its read has ended."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state._arguments import covered_blocks, refuse_excess
-from kv_scheduler_state._heartbeats import HeartbeatBook, HeartbeatPeer
+from kv_scheduler_state._errors import InvalidEvent, quote
+from kv_scheduler_state._handovers import HandOver, HandOvers
+from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import ReadOrder
-from kv_scheduler_state._records import new_tuple
+from kv_scheduler_state._plan import ReadOrder, new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._blocks import BlockClipper, Blocks
+    from kv_scheduler_state._blocks import BlockList, BlockRules
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._ticket import HandoffTicket
 
-__all__ = ["ConsumerDesk", "ConsumerHalf"]
+__all__ = ["ConsumerRecord", "Consumers"]
 
 
 @final
-class ConsumerHalf:
-    """What is remembered of a request whose prompt a peer has computed."""
+class ConsumerRecord:
+    """A request whose prompt a peer has computed."""
 
-    __slots__ = ("least_tokens", "loadable_tokens", "peer", "since_s", "state", "ticket", "trace")
+    __slots__ = (
+        "computed_tokens",
+        "hand_over",
+        "least_tokens",
+        "loadable_tokens",
+        "peer",
+        "since_s",
+        "state",
+        "ticket",
+        "trace",
+    )
 
-    def __init__(
-        self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, least_tokens: int, now_s: float
-    ) -> None:
+    def __init__(self, arrival: Transition, ticket: HandoffTicket, hand_over: HandOver, now_s: float) -> None:
         self.state = arrival.target
         self.since_s = now_s
         self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
         self.ticket = ticket
-        self.loadable_tokens = loadable_tokens
-        self.least_tokens = least_tokens
-        self.peer: HeartbeatPeer | None = None
+        self.hand_over = hand_over
+        self.loadable_tokens = 0
+        self.least_tokens = 1
+        # Local prefix hit of the latest look-up, which is the one that an allocation follows.
+        self.computed_tokens: int | None = None
+        self.peer: PeerLeases | None = None
 
 
 @final
-class ConsumerDesk:
-    """Applies events to consumer halves and puts the resulting orders into the outbox.
+class Consumers:
+    """Applies events to consumer records and puts the resulting orders into the outbox.
 
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
@@ -49,61 +60,73 @@ class ConsumerDesk:
     __slots__ = (
         "_arrival",
         "_backoff_tokens",
-        "_clipper",
         "_config",
-        "_no_blocks",
+        "_has_state",
+        "_has_windows",
+        "_on_finish",
+        "_on_hit",
         "_outbox",
+        "_rules",
         "_trace_length",
         "failure_event",
+        "hand_overs",
         "heartbeats",
         "on_done",
         "on_failure",
-        "on_finish",
-        "on_hit",
         "on_load",
         "table",
     )
 
-    def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
         self.table = table
         self.on_load = table.on("load")
-        self.on_hit = table.on("hit")
         self.on_done = table.on("done")
-        self.on_finish = table.on("finish")
-        # By which event the failure policy calls a failed read.
+        # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
         self.on_failure = table.on(self.failure_event)
+        self._on_hit = {is_shared: table.on("hit-shared" if is_shared else "hit") for is_shared in (False, True)}
+        self._on_finish = {
+            is_shared: table.on("finish-shared" if is_shared else "finish") for is_shared in (False, True)
+        }
         self._arrival = table.on("arrive").get(NEW)
-        self.heartbeats = HeartbeatBook(config.heartbeat_period_s)
+        self._has_state = config.has_state
+        self._has_windows = any(group.kind == "window" for group in config.groups)
+        self.heartbeats = Heartbeats(config.heartbeat_period_s)
+        self.hand_overs = HandOvers()
         self._config = config
-        self._clipper = clipper
+        self._rules = rules
         self._outbox = outbox
         self._trace_length = config.trace_length
         self._backoff_tokens = config.backoff_tokens
-        self._no_blocks: Blocks = tuple([() for _ in config.groups])
 
-    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerHalf:
+    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read."""
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
+        record = ConsumerRecord(arrival, ticket, self.hand_overs.join(ticket), now_s)
         is_readback = ticket.kind == "readback"
-        least_tokens = self._config.recompute_threshold_tokens if is_readback else 1
-        half = ConsumerHalf(arrival, ticket, self._loadable_tokens(ticket, prompt_tokens), least_tokens, now_s)
+        record.loadable_tokens = self._loadable_tokens(ticket, prompt_tokens)
+        if is_readback:
+            record.least_tokens = self._config.recompute_threshold_tokens
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
-            half.peer = self.heartbeats.start(ticket, now_s)
-        return half
+            record.peer = self.heartbeats.start(ticket, now_s)
+        return record
 
-    def external_tokens(self, half: ConsumerHalf, computed_tokens: int) -> int:
-        """Return the tokens to read beyond a local prefix of `computed_tokens`; changes nothing."""
-        if half.state != "queued":
+    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
+        """Return the tokens to read beyond a local prefix of `computed_tokens`, None while another request reads them."""
+        if record.state != "queued":
             return 0
-        tokens = half.loadable_tokens - computed_tokens
-        return tokens if tokens > 0 and tokens >= half.least_tokens else 0
+        record.computed_tokens = computed_tokens
+        hand_over = record.hand_over
+        tokens = record.loadable_tokens - computed_tokens
+        if tokens <= 0 or tokens < record.least_tokens or hand_over.is_spent:
+            return 0
+        return None if hand_over.reading else tokens
 
     def allocate(
         self,
         request_id: str,
-        half: ConsumerHalf,
+        record: ConsumerRecord,
         block_ids: Sequence[Sequence[int]],
         new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
@@ -116,96 +139,155 @@ class ConsumerDesk:
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
         if not external_tokens:
-            self.give_up(request_id, half, now_s)
+            self.give_up(request_id, record, now_s)
             return
-        if external_tokens > half.loadable_tokens:
-            refuse_excess(request_id, external_tokens, half.loadable_tokens)
-        row = self.on_load.get(half.state) or self.table.refuse(request_id, half.state, "load")
-        local_blocks = self._clipper.clip(new_block_ids)
-        computed_blocks = covered_blocks(block_ids, new_block_ids)
-        read = _read_order(request_id, half.ticket, local_blocks, external_tokens, computed_blocks)
-        self.settle(request_id, half, row, now_s)
+        if external_tokens > record.loadable_tokens:
+            raise InvalidEvent(
+                f"request {quote(request_id)} expects {external_tokens} external tokens, its peer has "
+                f"{record.loadable_tokens} for it",
+                request_id=request_id,
+            )
+        row = self.on_load.get(record.state) or self.table.refuse(request_id, record.state, "load")
+        # Example: 48 tokens can be loaded, 16 are a prefix hit, 32 are expected: the read covers tokens 16 to 48.
+        computed = record.computed_tokens
+        start = record.loadable_tokens - external_tokens if computed is None else computed
+        tokens = min(start + external_tokens, record.loadable_tokens)
+        local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
+        self.settle(request_id, record, row, now_s)
+        self.hand_overs.read(record.hand_over)
         if "order-read" in row.effects:
-            self._order(request_id, read)
+            self._outbox.read(_read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True))
 
-    def give_up(self, request_id: str, half: ConsumerHalf, now_s: float) -> None:
-        """Read nothing for a request that has a ticket, and tell the peer.
+    def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+        """Read nothing for a request that has a ticket, and tell the peer unless another request needs the hand-over.
 
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        row = self.on_hit.get(half.state) or self.table.refuse(request_id, half.state, "hit")
-        self.settle(request_id, half, row, now_s)
+        state = record.state
+        is_waiting = state == "queued"
+        rows = self._on_hit[is_waiting and record.hand_over.is_wanted_by_others]
+        self.settle(request_id, record, rows.get(state) or self.table.refuse(request_id, state, "hit"), now_s)
+        if is_waiting:
+            self.hand_overs.leave(record.hand_over)
 
-    def finish(self, request_id: str, half: ConsumerHalf, now_s: float) -> None:
+    def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """End the request.
 
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        row = self.on_finish.get(half.state) or self.table.refuse(request_id, half.state, "finish")
-        self.settle(request_id, half, row, now_s)
+        state, hand_over = record.state, record.hand_over
+        is_shared = hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
+        row = self._on_finish[is_shared].get(state) or self.table.refuse(request_id, state, "finish")
+        self.settle(request_id, record, row, now_s)
+        if state == "queued":
+            self.hand_overs.leave(hand_over)
+        elif state == "reading" and not is_shared:
+            hand_over.is_spent = True
 
-    def settle(self, request_id: str, half: ConsumerHalf, row: Transition, now_s: float) -> None:
+    def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
         """Take a step and do what its row demands; only `allocate` knows enough to order a read."""
-        advance(half, row, now_s, self._trace_length)
+        advance(record, row, now_s, self._trace_length)
         for effect in row.effects:
             if effect == "stop-heartbeat":
-                if half.peer is not None:
-                    self.heartbeats.stop(half.peer, half.ticket.peer_request_id)
-                    half.peer = None
+                if record.peer is not None:
+                    self.heartbeats.stop(record.peer, record.ticket)
+                    record.peer = None
             elif effect == "order-notify":
-                self._order(request_id, _read_order(request_id, half.ticket, self._no_blocks, 0, ()))
+                self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
                 self._cancel(request_id)
+            elif effect == "pass-read":
+                self._pass(request_id)
+            elif effect == "end-read":
+                self.hand_overs.read_ended(record.hand_over, is_passed=False)
+            elif effect == "end-passed-read":
+                self.hand_overs.read_ended(record.hand_over, is_passed=True)
+                if record.hand_over.is_abandoned:
+                    self._notify(request_id, record.ticket)
+
+    def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
+        """Order that the peer is told: nobody reads the hand-over."""
+        self._outbox.read(_read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+
+    def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+        """Give up a ticket that was not used yet; order the bad end of a read under way."""
+        if record.state == "queued":
+            self.give_up(request_id, record, now_s)
+        elif record.state == "reading":
+            self._outbox.add(self._outbox.voids, request_id)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int) -> int:
         held = ticket.peer_tokens
         if ticket.kind == "readback":
             # A recurrent state cannot be cut: it fits only a prompt that contains all it has seen.
-            if held is None or (self._config.has_state and held > prompt_tokens):
+            if held is None or (self._has_state and held > prompt_tokens):
                 return 0
-            return min(held, prompt_tokens)
-        loadable = prompt_tokens - self._backoff_tokens
-        if self._config.has_state and held is not None and held > loadable:
-            return 0  # a state of more tokens than are wanted: it cannot be set back, see above
-        # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
-        return max(0, min(loadable, held) if held else loadable)
+            tokens = min(held, prompt_tokens)
+        else:
+            loadable = prompt_tokens - self._backoff_tokens
+            if self._has_state and held is not None and held > loadable:
+                return 0  # a state of more tokens than are wanted: it cannot be set back, see above
+            # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
+            tokens = max(0, min(loadable, held) if held else loadable)
+        return tokens if not self._has_windows or self._covers_windows(ticket, tokens) else 0
 
-    def _order(self, request_id: str, read: ReadOrder) -> None:
-        self._outbox.reads[request_id] = read
-        self._outbox.has_orders = True
+    def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
+        """Return whether the peer's window lists reach back to the first token that the next token looks at.
+
+        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 48, 0 being
+        null: block 6 begins with token 64. A prompt of 80 tokens needs tokens 49 to 79, so it is computed here.
+        """
+        spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
+        return all(
+            group.kind != "window" or _begins(blocks, span) <= max(0, tokens - group.window_tokens + 1)
+            for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
+        )
 
     def _cancel(self, request_id: str) -> None:
         order = self._outbox.reads.get(request_id)
         if order is None:
-            self._outbox.cancels.append(request_id)
-            self._outbox.has_orders = True
+            self._outbox.add(self._outbox.cancels, request_id)
         else:
             # No worker has seen the read: what is left of it is to tell the peer, and to report to the parked engine.
-            self._outbox.reads[request_id] = order._replace(local_block_ids=self._no_blocks)
+            self._outbox.reads[request_id] = order._replace(local_blocks=self._rules.nothing)
+
+    def _pass(self, request_id: str) -> None:
+        if self._outbox.reads.pop(request_id, None) is None:
+            self._outbox.add(self._outbox.cancels, request_id)
+            self._outbox.add(self._outbox.passes, request_id)
+        else:
+            self._outbox.fail(request_id)  # no worker has seen the read, and the peer must not be told
+
+
+def _begins(blocks: BlockList, span: int) -> int:
+    """Return the first token that a real block of the list holds."""
+    nulls = 0
+    for block in blocks.ids:
+        if block != blocks.null:
+            break
+        nulls += 1
+    return blocks.first_token + nulls * span
 
 
 def _read_order(
-    request_id: str,
-    ticket: HandoffTicket,
-    local_blocks: Blocks,
-    external_tokens: int,
-    computed_blocks: tuple[int, ...],
+    request_id: str, ticket: HandoffTicket, local_blocks: tuple[BlockList, ...], tokens: int, *, is_reported: bool
 ) -> ReadOrder:
-    _, peer, peer_request_id, peer_block_ids, _, lease_s, fence, _, _, _ = ticket
+    _, peer, peer_request_id, peer_blocks, _, lease_s, fence, nonce, prompt, _, _, _, _ = ticket
     return new_tuple(
         ReadOrder,
         (
             request_id,
             peer,
             peer_request_id,
-            peer_block_ids,
+            peer_blocks,
             local_blocks,
+            tokens,
             fence,
+            nonce,
             lease_s,
-            external_tokens > 0,
-            external_tokens,
-            computed_blocks,
+            is_reported,
+            prompt or "",
         ),
     )

@@ -1,4 +1,4 @@
-"""What the machines answer to the engine."""
+"""Answers of the machines to the engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FinishReason = Literal["length", "stop", "abort", "error"]
 
 @final
 class Admission(NamedTuple):
-    """What becomes of a request that has just arrived.
+    """Decision on a request that has just arrived.
 
     Attributes:
         role: "producer": its blocks will be handed over. "consumer": its prompt will be read. "none": it is the
             engine's own business; the calls for it are accepted and change nothing. A prefill that also reads a
             readback ticket is a "producer".
-        rejected_code: Why its ticket was refused (it is then computed here); empty otherwise.
-        rejected_message: The same for people.
+        rejected_code: Code of the reason why its ticket was refused (its prompt is then computed here); empty otherwise.
+        rejected_message: The same as a sentence.
         truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
     """
 
@@ -34,15 +34,18 @@ class Admission(NamedTuple):
 
 @final
 class FinishDecision(NamedTuple):
-    """What becomes of a finished request's blocks.
+    """Decision on a finished request's blocks.
 
     Attributes:
         keep_blocks: Whether the engine keeps them until the workers report the request as sent.
         params: `kv_transfer_params` of the response, or None for no hand-over.
+        withheld_code: Code of the reason why a prompt that ended well is not handed over: `withheld` (the caller asked for
+            it), `cache-reset`, `no-blocks`, `no-fence-slot` or `state-too-long`; empty otherwise.
     """
 
     keep_blocks: bool
     params: Mapping[str, object] | None
+    withheld_code: str = ""
 
 
 BYSTANDER: Final = Admission("none")

@@ -1,15 +1,14 @@
 """Every exception of this package.
 
-Outcomes that belong to normal life (a refused ticket at admission, an expired lease, a duplicate notification) are
-values. What is raised here is a caller's mistake, a document that cannot be read, or a ticket parsed outside
-admission.
+Outcomes that belong to normal life (a refused ticket at admission, an expired lease, a duplicate notification) are values.
+Exceptions are for a caller's mistake, or for a bad ticket that is read outside admission.
 """
 # ruff: noqa: N818 -- the exceptions are named after what happened; their base says Error.
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, NoReturn, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,11 +19,11 @@ __all__ = [
     "IllegalTransition",
     "InvalidConfig",
     "InvalidEvent",
-    "PlanDecodeError",
     "SchedulerStateError",
     "TicketError",
     "UnknownRequest",
     "quote",
+    "refuse_count",
 ]
 
 Fault = Literal["local", "peer", "environment"]
@@ -141,9 +140,10 @@ class TicketError(SchedulerStateError):
         super().__init__(message, code=code, fault="peer", context=context)
 
 
-@final
-class PlanDecodeError(SchedulerStateError):
-    """Bytes that are no step plan of a version this package reads (`plan-...`)."""
+def refuse_count(name: str, value: object) -> NoReturn:
+    """Refuse an argument that must be an integer of zero or more. Callers test inline: this is on every hook's hot path.
 
-    def __init__(self, code: str, message: str, **context: object) -> None:
-        super().__init__(message, code=code, context=context)
+    Raises:
+        InvalidEvent: `invalid-event`, always.
+    """
+    raise InvalidEvent(f"{name} is {quote(value)}, must be an integer of zero or more")

@@ -2,7 +2,8 @@
 
 A slot is taken when a prompt is allocated, so that the workers have written the new generation before anybody can
 hold the ticket, and returned when every worker has ended the lease. Returned slots go to the end of the line: a slot
-is reused as late as possible, and never with a generation that it carried before.
+is reused as late as possible, and never with a generation that it carried before. A prompt that starts again keeps its slot
+and gets a new generation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class FencePool:
 
     Args:
         slots: Words of the fence array.
-        seed: First generation, 1 to 2**63 - 1.
+        seed: First generation, 1 to 2**53 - 1.
     """
 
     __slots__ = ("_free", "_next", "slots")
@@ -41,15 +42,25 @@ class FencePool:
 
     def take(self) -> tuple[int, int] | None:
         """Return a free slot with a fresh generation, or None if every slot is in use."""
-        if not self._free:
-            return None
+        return (self._free.popleft(), self._draw()) if self._free else None
+
+    def renew(self, slot: int) -> tuple[int, int]:
+        """Return a slot in use with a fresh generation."""
+        return slot, self._draw()
+
+    def _draw(self) -> int:
         generation = self._next
         self._next = generation + 1 if generation < MAX_GENERATION else 1
-        return self._free.popleft(), generation
+        return generation
 
     def give_back(self, slot: int) -> None:
         """Return a slot whose last generation nobody may trust any more."""
         self._free.append(slot)
+
+    @property
+    def used(self) -> int:
+        """Number of slots in use."""
+        return self.slots - len(self._free)
 
     @property
     def free_slots(self) -> tuple[int, ...]:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state._plan import HeartbeatOrder
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._peer import PeerAddress
-    from kv_scheduler_state._ticket import HandoffTicket
+    from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
-__all__ = ["HeartbeatBook", "HeartbeatPeer"]
+__all__ = ["Heartbeats", "PeerLeases"]
 
 
 @final
-class HeartbeatPeer:
+class PeerLeases:
     """The leases held at one peer engine."""
 
     __slots__ = ("address", "counts", "order")
@@ -29,12 +28,12 @@ class HeartbeatPeer:
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
         # Two local requests may hold the same ticket: the lease is renewed until the last of them is done.
-        self.counts: dict[str, int] = {}
+        self.counts: dict[tuple[str, str], int] = {}
         self.order: HeartbeatOrder | None = None
 
 
 @final
-class HeartbeatBook:
+class Heartbeats:
     """Collects leases by peer engine and orders their renewal.
 
     Args:
@@ -47,31 +46,32 @@ class HeartbeatBook:
         self._period_s = period_s
         # When `take_due` has something to look at.
         self.next_due_s = math.inf
-        self._peers: dict[PeerAddress, HeartbeatPeer] = {}
-        self._due: list[tuple[float, int, HeartbeatPeer]] = []
+        self._peers: dict[PeerAddress, PeerLeases] = {}
+        self._due: list[tuple[float, int, PeerLeases]] = []
         self._sequence = 0
         # How late the last orders were: the most overdue peer's.
         self.last_delay_s = 0.0
 
-    def start(self, ticket: HandoffTicket, now_s: float) -> HeartbeatPeer:
+    def start(self, ticket: HandoffTicket, now_s: float) -> PeerLeases:
         """Renew a ticket's lease from now on, and return the peer to stop it with."""
         address = ticket.peer
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = HeartbeatPeer(address)
+            peer = self._peers[address] = PeerLeases(address)
             self._push(now_s, peer)
-        counts, peer_request_id = peer.counts, ticket.peer_request_id
-        counts[peer_request_id] = counts.get(peer_request_id, 0) + 1
+        counts, reader = peer.counts, (ticket.peer_request_id, ticket.nonce)
+        counts[reader] = counts.get(reader, 0) + 1
         peer.order = None
         return peer
 
-    def stop(self, peer: HeartbeatPeer, peer_request_id: str) -> None:
+    def stop(self, peer: PeerLeases, ticket: HandoffTicket) -> None:
         """Renew the lease no longer for one of its holders."""
-        left = peer.counts[peer_request_id] - 1
+        reader = ticket.peer_request_id, ticket.nonce
+        left = peer.counts[reader] - 1
         if left:
-            peer.counts[peer_request_id] = left
+            peer.counts[reader] = left
         else:
-            del peer.counts[peer_request_id]
+            del peer.counts[reader]
             peer.order = None
 
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
@@ -100,7 +100,7 @@ class HeartbeatBook:
         return {
             (address.engine_id, request_id): count
             for address, peer in self._peers.items()
-            for request_id, count in peer.counts.items()
+            for (request_id, _), count in peer.counts.items()
         }
 
     @property
@@ -108,7 +108,7 @@ class HeartbeatBook:
         """Peer engines that are known at the moment."""
         return len(self._peers)
 
-    def _push(self, due_s: float, peer: HeartbeatPeer) -> None:
+    def _push(self, due_s: float, peer: PeerLeases) -> None:
         self._sequence += 1
         heappush(self._due, (due_s, self._sequence, peer))
         self.next_due_s = self._due[0][0]

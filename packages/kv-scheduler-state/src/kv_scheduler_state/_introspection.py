@@ -1,4 +1,4 @@
-"""Answers to "what is this request waiting for"."""
+"""Descriptions of live requests, and checks of the internal promises between the parts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kv_scheduler_state._machine import GONE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from kv_scheduler_state._consumer import ConsumerDesk, ConsumerHalf
-    from kv_scheduler_state._live import Live
+    from kv_scheduler_state._consumer import ConsumerRecord, Consumers
     from kv_scheduler_state._machine import Table
     from kv_scheduler_state._outbox import Outbox
-    from kv_scheduler_state._producer import ProducerDesk, ProducerHalf
+    from kv_scheduler_state._producer import ProducerRecord, Producers
+    from kv_scheduler_state._request import Request
 
-__all__ = ["count_states", "describe", "violations", "youngest_leases"]
+__all__ = ["count_states", "describe", "violations"]
 
 _WAITS_FOR: Final = {
     ("producer", "waiting"): "the engine, to allocate its prompt",
@@ -32,18 +32,18 @@ _WAITS_FOR: Final = {
 }
 
 
-def count_states(requests: Iterable[Live]) -> dict[str, int]:
-    """Return how many halves of requests are in each state, by role and state; an ordinary request has none."""
+def count_states(requests: Iterable[Request]) -> dict[str, int]:
+    """Return how many records are in each state, by role and state; an ordinary request has none."""
     counts: dict[str, int] = {}
     for live in requests:
-        for role, half in (("consumer", live.consumer), ("producer", live.producer)):
-            if half is not None:
-                name = f"{role}-{half.state}"
+        for role, record in (("consumer", live.consumer), ("producer", live.producer)):
+            if record is not None:
+                name = f"{role}-{record.state}"
                 counts[name] = counts.get(name, 0) + 1
     return counts
 
 
-def describe(request_id: str, live: Live, now_s: float) -> dict[str, object]:
+def describe(request_id: str, live: Request, now_s: float) -> dict[str, object]:
     """Return a live request as plain values."""
     consumer, producer = live.consumer, live.producer
     entry: dict[str, object] = {
@@ -56,7 +56,7 @@ def describe(request_id: str, live: Live, now_s: float) -> dict[str, object]:
     }
     if consumer is not None:
         entry["consumer"] = {
-            **_half("consumer", consumer, now_s),
+            **_record("consumer", consumer, now_s),
             "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
@@ -64,87 +64,76 @@ def describe(request_id: str, live: Live, now_s: float) -> dict[str, object]:
         }
     if producer is not None:
         entry["producer"] = {
-            **_half("producer", producer, now_s),
+            **_record("producer", producer, now_s),
             "fence": producer.fence,
             "saved_blocks": producer.saved_blocks,
         }
-    pending = [half for half in (consumer, producer) if half is not None and half.state != GONE]
-    entry["state"] = "+".join(half.state for half in pending) or "running"
+    pending = [record for record in (consumer, producer) if record is not None and record.state != GONE]
+    entry["state"] = "+".join(record.state for record in pending) or "running"
     name = "consumer" if consumer is not None and consumer.state != GONE else "producer"
     entry["waits_for"] = _WAITS_FOR.get((name, pending[0].state), "") if pending else "the engine, to finish it"
     return entry
 
 
-def _half(machine: str, half: ConsumerHalf | ProducerHalf, now_s: float) -> dict[str, object]:
+def _record(machine: str, record: ConsumerRecord | ProducerRecord, now_s: float) -> dict[str, object]:
     return {
         "machine": machine,
-        "state": half.state,
-        "in_state_s": now_s - half.since_s,
-        "trace": [{"at_s": at_s, "event": event, "state": state} for at_s, event, state in half.trace],
+        "state": record.state,
+        "in_state_s": now_s - record.since_s,
+        "trace": [{"at_s": at_s, "event": event, "state": state} for at_s, event, state in record.trace],
     }
 
 
-def youngest_leases(live: Mapping[str, Live], limit: int) -> tuple[str, ...]:
-    """Return up to `limit` requests with a lease, youngest first. Costs a scan."""
-    leased = [
-        (entry.producer.since_s, order, request_id)
-        for order, (request_id, entry) in enumerate(live.items())
-        if entry.producer is not None and entry.producer.state == "leased"
-    ]
-    leased.sort(reverse=True)
-    return tuple([request_id for _, _, request_id in leased[: max(0, limit)]])
-
-
 def violations(
-    live: Mapping[str, Live], consumers: ConsumerDesk, producers: ProducerDesk, outbox: Outbox
+    live: Mapping[str, Request], consumers: Consumers, producers: Producers, outbox: Outbox
 ) -> Iterator[str]:
     """Yield every broken promise between the parts, in words."""
-    yield from _half_violations(live, consumers.table, producers.table)
+    yield from _record_violations(live, consumers.table, producers.table)
     yield from _fence_violations(live, producers)
     yield from _heartbeat_violations(live, consumers)
     yield from _outbox_violations(live, outbox)
 
 
-def _half_violations(live: Mapping[str, Live], consumer_table: Table, producer_table: Table) -> Iterator[str]:
+def _record_violations(live: Mapping[str, Request], consumer_table: Table, producer_table: Table) -> Iterator[str]:
     for request_id, entry in live.items():
-        for table, half in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
-            if half is not None and half.state not in table.states:
-                yield f"{request_id}: {table.name} state '{half.state}' is in no table"
-        pending = [half for half in (entry.consumer, entry.producer) if half is not None and half.state != GONE]
+        for table, record in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
+            if record is not None and record.state not in table.states:
+                yield f"{request_id}: {table.name} state '{record.state}' is in no table"
+        pending = [record for record in (entry.consumer, entry.producer) if record is not None and record.state != GONE]
         if entry.is_finished and not pending:
             yield f"{request_id}: ended, but still remembered"
-        if not entry.is_finished and any(half.state in {"draining", "leased", "revoked"} for half in pending):
+        if not entry.is_finished and any(record.state in {"draining", "leased", "revoked"} for record in pending):
             yield f"{request_id}: waits for the end of a request that has not finished"
 
 
-def _fence_violations(live: Mapping[str, Live], producers: ProducerDesk) -> Iterator[str]:
+def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iterator[str]:
     used = [entry.producer.fence for entry in live.values() if entry.producer and entry.producer.fence]
     slots = [slot for slot, _ in used] + list(producers.fences.free_slots)
     if sorted(slots) != list(range(producers.fences.slots)):
         yield f"fence slots in use and free are {sorted(slots)}, of {producers.fences.slots}"
 
 
-def _heartbeat_violations(live: Mapping[str, Live], consumers: ConsumerDesk) -> Iterator[str]:
+def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> Iterator[str]:
     wanted: dict[tuple[str, str], int] = {}
     for request_id, entry in live.items():
-        half = entry.consumer
-        if half is None:
+        record = entry.consumer
+        if record is None:
             continue
-        if half.peer is not None:
-            key = (half.ticket.peer.engine_id, half.ticket.peer_request_id)
+        if record.peer is not None:
+            key = (record.ticket.peer.engine_id, record.ticket.peer_request_id)
             wanted[key] = wanted.get(key, 0) + 1
-        should_renew = half.state in {"queued", "reading"} and half.ticket.kind == "handoff"
-        if (half.peer is not None) != should_renew:
-            yield f"{request_id}: consumer in state '{half.state}' is {'' if half.peer else 'not '}renewed"
+        should_renew = record.state in {"queued", "reading"} and record.ticket.kind == "handoff"
+        if (record.peer is not None) != should_renew:
+            yield f"{request_id}: consumer in state '{record.state}' is {'' if record.peer else 'not '}renewed"
     if wanted != consumers.heartbeats.holders():
         yield f"heartbeats go to {consumers.heartbeats.holders()}, the live requests want {wanted}"
 
 
-def _outbox_violations(live: Mapping[str, Live], outbox: Outbox) -> Iterator[str]:
+def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[str]:
     if outbox.holds_orders() != outbox.has_orders:
         yield f"outbox says has_orders={outbox.has_orders}, and is wrong"
     granted, saved = [grant.request_id for grant in outbox.grants], [request_id for request_id, _ in outbox.saves]
-    for request_id in (*outbox.expects, *granted, *saved):
+    for request_id in (*outbox.expects, *outbox.restarts, *outbox.completes, *granted, *saved):
         entry = live.get(request_id)
         if entry is None or entry.producer is None:
             yield f"{request_id}: an order waits for a producer request that is not live"

@@ -1,42 +1,52 @@
 """The producer's leases on one worker.
 
 Theory of operation. The scheduler announces a request before anybody can read it (`expect`), and grants the lease
-when the prompt is done. Readers may be faster than the grant, because it travels with the next step: what they report
-meanwhile is counted and takes effect with the grant. From then on three things can end the lease: all readers
+when the prompt is done. Readers may be faster than the grant, because it travels with the next step: their reports are
+counted meanwhile and take effect with the grant. From then on three things can end the lease: all readers of one consumer
 reported, its deadline passed, or the scheduler took it back. Each end carries the fence word to write *before* the
 blocks are reported free.
+
+A notification that carries a nonce counts only for the grant with that nonce, so a late one cannot touch the next lease of a
+recycled request id. Notifications without one (vLLM's own readers, version 0.1) count for the request id alone.
 
 Deadlines live in a heap, but a renewal does not touch it: it moves the deadline in the entry, and a heap item that
 comes up too early is pushed back. So a renewal is an assignment, an idle look costs one comparison, and the order of
 expiry is the order of deadlines, whatever the order of grants was.
 
-Lease time is observed time (see `_clock`). Expiry happens in `take_ended` alone: a caller who feeds the notifications
-that are waiting before he calls it never ends a lease that was renewed in time.
+Lease time is observed time (see `_clock`): between two looks at the clock it advances by at most a sixth of the shortest
+live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so 3 s are left at the
+least; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Expiry happens in
+`take_ended` alone: call it after the notifications that are waiting.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from contextlib import contextmanager
+import math
+from collections import Counter, OrderedDict
+from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state._fences import ended_generation
-from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, ReaderVerdict
+from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, Readers, ReaderVerdict, Refusal
 from kv_scheduler_state._machine import GONE, NEW, Table, Transition, advance
 from kv_scheduler_state._tables import LEASE_TABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Sequence
 
-    from kv_scheduler_state._plan import StepPlan
+    from kv_scheduler_state._orders import ProducerOrders
 
 __all__ = ["LeaseTable"]
 
 _TRACE_LENGTH: Final = 16
 _HEAP_SLACK: Final = 64
+_MAX_CONSUMERS: Final = 64
+"""Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
+_PAUSE_PART: Final = 1 / 6
+"""Part of a lease that one pause may take off; leases are renewed six times per length and then last two thirds of it."""
 
 
 @final
@@ -47,12 +57,12 @@ class LeaseTable:
 
     Args:
         renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
-        max_pause_s: Most lease time that passes between two looks at the clock; `math.inf` for plain clock time. Look
-            at least this often, or leases last longer than they say.
-        max_readers: Largest believable number of readers of one request.
+        max_pause_s: Longest lease time between two looks at the clock, a sixth of the shortest live lease if that is less;
+            `math.inf` for plain clock time. Look at least this often, or leases last longer than they say.
+        max_readers: Largest believable number of readers of one consumer.
         admits_all_readers: False counts only readers that were admitted with `admit_reader`.
         remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
-        table: The lease machine; another one only makes sense to a proof.
+        table: The lease machine; override only in proofs, which mutate it.
 
     Raises:
         InvalidConfig: `invalid-config`.
@@ -64,6 +74,8 @@ class LeaseTable:
         "_ended",
         "_heap",
         "_leases",
+        "_lengths",
+        "_max_pause_s",
         "_max_readers",
         "_past",
         "_readers",
@@ -90,6 +102,9 @@ class LeaseTable:
             )
         self._renewal_fraction = renewal_fraction
         self._clock = ObservedClock(max_pause_s)
+        self._max_pause_s = max_pause_s
+        # How many live leases there are of each length.
+        self._lengths: Counter[float] = Counter()
         self._max_readers = max_readers
         self._admits_all = admits_all_readers
         self._readers: set[str] = set()
@@ -101,27 +116,31 @@ class LeaseTable:
         self._ended: list[LeaseEnd] = []
         self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
 
-    def apply(self, plan: StepPlan, *, now_s: float) -> None:
-        """Apply the producer's part of a step plan, in the order that is right.
+    def apply(self, plan: ProducerOrders, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+        """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
+
+        Args:
+            plan: The orders.
+            void: Requests among its grants whose KV is lost: their leases end at once.
+            now_s: The caller's monotonic clock.
 
         Raises:
-            IllegalTransition: `illegal-transition`.
-            InvalidEvent: `invalid-event`.
-
-            Either is raised only after everything legal has been applied.
+            InvalidEvent: `invalid-event`, for a time that is none; nothing is applied then.
         """
-        refusals: list[SchedulerStateError] = []
+        self._clock.observe(now_s)
+        refusals: list[Refusal] = []
         for request_id in plan.expects:
-            with _collected(refusals):
-                self.expect(request_id, now_s=now_s)
+            _collect(refusals, request_id, "expect", partial(self.expect, request_id, now_s=now_s))
         for order in plan.grants:
-            with _collected(refusals):
-                self.grant(order.request_id, lease_s=order.lease_s, fence=order.fence, now_s=now_s)
-        for request_id in (*plan.releases, *plan.revokes):
-            with _collected(refusals):
-                self.release(request_id, now_s=now_s)
-        if refusals:
-            raise refusals[0]
+            grant = partial(self.grant, lease_s=order.lease_s, fence=order.fence, nonce=order.nonce, now_s=now_s)
+            _collect(refusals, order.request_id, "grant", partial(grant, order.request_id))
+        for request_id in plan.releases:
+            _collect(refusals, request_id, "release", partial(self.release, request_id, now_s=now_s))
+        for request_id in plan.revokes:
+            _collect(refusals, request_id, "revoke", partial(self.release, request_id, now_s=now_s))
+        for request_id in void:
+            _collect(refusals, request_id, "void", partial(self.release, request_id, now_s=now_s))
+        return tuple(refusals)
 
     def expect(self, request_id: str, *, now_s: float) -> None:
         """Announce a request whose readers may be heard before its grant.
@@ -136,13 +155,16 @@ class LeaseTable:
         self._past.pop(request_id, None)
         self._step(request_id, lease, row, at_s)
 
-    def grant(self, request_id: str, *, lease_s: float, fence: tuple[int, int] | None, now_s: float) -> None:
+    def grant(
+        self, request_id: str, *, lease_s: float, fence: tuple[int, int] | None, nonce: str = "", now_s: float
+    ) -> None:
         """Start a lease now.
 
         Args:
             request_id: The request.
             lease_s: Seconds without a renewal after which it ends.
             fence: (slot, generation) that was written for it, or None.
+            nonce: Nonce in its ticket, which readers send back; empty for none.
             now_s: The caller's monotonic clock.
 
         Raises:
@@ -152,7 +174,9 @@ class LeaseTable:
         if (type(lease_s) is not float and type(lease_s) is not int) or not 0 < lease_s < 1e15:
             raise InvalidEvent(f"lease_s is {quote(lease_s)}, must be a positive, finite number of seconds")
         lease = self._leases.get(request_id)
-        is_complete = lease is not None and bool(lease.readers) and len(lease.readers) >= lease.readers_needed
+        if lease is not None and lease.state == "expected":
+            lease.keep_readers_of(nonce)
+        is_complete = lease is not None and lease.is_read
         state = NEW if lease is None else lease.state
         row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
         at_s = self._clock.observe(now_s)
@@ -160,36 +184,43 @@ class LeaseTable:
             lease = self._leases[request_id] = Lease(at_s)
             self._past.pop(request_id, None)
         lease.fence = fence
+        lease.nonce = nonce
+        lease.lease_s = lease_s
         lease.extension_s = lease_s * self._renewal_fraction
         lease.deadline_s = at_s + lease_s
         self._step(request_id, lease, row, at_s)
 
-    def renew(self, request_id: str, *, now_s: float) -> bool:
-        """Prolong a lease after a heartbeat, never shorten it; False if there is none.
+    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool:
+        """Prolong a lease after a heartbeat, never shorten it; False if there is none, or the nonce is of another grant.
 
         Raises:
             InvalidEvent: `invalid-event`, for a time that is none.
         """
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
-        if lease is None:
+        if lease is None or _is_stale(lease, nonce):
             return False
         self._step(request_id, lease, self._table.find(request_id, lease.state, "renew"), at_s)
         return True
 
-    def read_complete(self, request_id: str, *, reader: str, reader_count: int, now_s: float) -> ReaderVerdict:
-        """Count a reader that is done, each identity once.
+    def read_complete(
+        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
+    ) -> ReaderVerdict:
+        """Count a reader that is done, each identity once per consumer.
 
         Args:
             request_id: The request that was read.
             reader: Identity of the reader, as the transport knows it.
-            reader_count: How many readers the notification says there are.
+            consumer: The engine that the reader belongs to; empty if the notification does not say.
+            reader_count: Readers of that engine, as the notification says.
+            nonce: Nonce of the grant that the notification answers; empty if it has none.
             now_s: The caller's monotonic clock.
 
         Returns:
             "counted"; "complete" for the last one; "duplicate" for a reader (or a whole request) that is done already;
-            "unknown" or "expired" for a request without a lease; "bad-count" for a count that is impossible or not the
-            one that the first reader gave; "bad-reader" and "unadmitted-reader" for an identity that does not count.
+            "unknown" or "expired" for a request without a lease; "stale" for the nonce of another grant; "bad-count" for a
+            count that is impossible or not the one that the consumer's first reader gave; "bad-reader" and
+            "unadmitted-reader" for an identity that does not count; "too-many-consumers".
 
         Raises:
             InvalidEvent: `invalid-event`, for a time that is none. Nothing that a peer sends raises.
@@ -198,26 +229,37 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None:
             return self._verdict_without_lease(request_id)
+        refusal = self._reader_refusal(lease, reader, reader_count, nonce)
+        if refusal is not None:
+            return refusal
+        readers = lease.readers.get((nonce, consumer))
+        if readers is None:
+            if len(lease.readers) >= _MAX_CONSUMERS:
+                return "too-many-consumers"
+            readers = Readers(reader_count)
+        if reader in readers.done and readers.needed == reader_count:
+            return "duplicate"
+        if readers.needed != reader_count or readers.is_complete:
+            return "bad-count"  # complete: all that were announced are done already; the grant is still on its way
+        is_last = len(readers.done) + 1 >= reader_count
+        is_granted = lease.state == "granted"
+        row = self._table.find(request_id, lease.state, "last-reader" if is_last and is_granted else "reader")
+        if "count" in row.effects:
+            readers.done.add(reader)
+            lease.readers[nonce, consumer] = readers
+        self._step(request_id, lease, row, at_s)
+        return "complete" if is_last else "counted"
+
+    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> ReaderVerdict | None:
+        if _is_stale(lease, nonce):
+            return "stale"
         if type(reader) is not str or not reader:
             return "bad-reader"
         if not self._admits_all and reader not in self._readers:
             return "unadmitted-reader"
         if type(reader_count) is not int or not 1 <= reader_count <= self._max_readers:
             return "bad-count"
-        if lease.readers_needed not in {0, reader_count}:
-            return "bad-count"
-        if reader in lease.readers:
-            return "duplicate"
-        if len(lease.readers) >= reader_count:
-            return "bad-count"  # all that were announced are done already; the grant is still on its way
-        is_last = len(lease.readers) + 1 >= reader_count
-        is_granted = lease.state == "granted"
-        row = self._table.find(request_id, lease.state, "last-reader" if is_last and is_granted else "reader")
-        if "count" in row.effects:
-            lease.readers_needed = reader_count
-            lease.readers.add(reader)
-        self._step(request_id, lease, row, at_s)
-        return "complete" if is_last else "counted"
+        return None
 
     def release(self, request_id: str, *, now_s: float) -> None:
         """End a request that is not handed over after all, or a lease that the scheduler takes back.
@@ -285,16 +327,6 @@ class LeaseTable:
         """Count this identity no longer; what it reported stays counted."""
         self._readers.discard(reader)
 
-    def revocable(self, limit: int = 16) -> tuple[str, ...]:
-        """Return up to `limit` granted requests that no reader has finished yet, youngest first. Costs a scan."""
-        unread = [
-            (lease.since_s, order, request_id)
-            for order, (request_id, lease) in enumerate(self._leases.items())
-            if lease.state == "granted" and not lease.readers
-        ]
-        unread.sort(reverse=True)
-        return tuple([request_id for _, _, request_id in unread[: max(0, limit)]])
-
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every lease with its state, age, readers and the time left, oldest first."""
         at_s = self._clock.observe(now_s)
@@ -306,8 +338,9 @@ class LeaseTable:
                     "in_state_s": at_s - lease.since_s,
                     "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
                     "fence": lease.fence,
-                    "readers": sorted(lease.readers),
-                    "readers_needed": lease.readers_needed,
+                    "nonce": lease.nonce,
+                    "readers": list(lease.readers_done),
+                    "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
                     "trace": [{"at_s": at, "event": event, "state": state} for at, event, state in lease.trace],
                 }
                 for request_id, lease in self._leases.items()
@@ -327,7 +360,9 @@ class LeaseTable:
             for request_id, lease in self._leases.items()
             if lease.state not in {"expected", "granted"}
         ]
-        broken += [f"{end.request_id}: ended, but still live" for end in self._ended if end.request_id in self._leases]
+        lengths = Counter([lease.lease_s for lease in self._leases.values() if lease.state == "granted"])
+        if +self._lengths != lengths:
+            broken.append(f"lengths of live leases are {dict(lengths)}, noted are {dict(self._lengths)}")
         return tuple(broken)
 
     def _state(self, request_id: str) -> str:
@@ -341,19 +376,38 @@ class LeaseTable:
         return "duplicate" if reason == "read" else "expired"
 
     def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
+        was_granted = lease.state == "granted"
         advance(lease, row, at_s, _TRACE_LENGTH)
         for effect in row.effects:
             if effect == "extend":
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
             elif effect == "start":
+                self._note_length(lease.lease_s, 1)
                 self._sequence += 1
                 heappush(self._heap, (lease.deadline_s, self._sequence, request_id))
             elif effect in END_REASONS:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:
             del self._leases[request_id]
+            if was_granted:
+                self._note_length(lease.lease_s, -1)
             if len(self._heap) > 2 * len(self._leases) + _HEAP_SLACK:
                 self._drop_stale()
+
+    def _note_length(self, lease_s: float, change: int) -> None:
+        """Count a lease, and bound pauses by the shortest length among live leases."""
+        lengths = self._lengths
+        count = lengths[lease_s] + change
+        if count > 1 or (count == 1 and change < 0):
+            lengths[lease_s] = count
+            return
+        if count:
+            lengths[lease_s] = count
+        else:
+            del lengths[lease_s]
+        if self._max_pause_s < math.inf:
+            shortest_s = min(lengths, default=math.inf)
+            self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
 
     def _drop_stale(self) -> None:
         # Leases that were read leave their heap item behind until it comes up; under load that would be most of the heap.
@@ -371,7 +425,7 @@ class LeaseTable:
                 None if fence is None else (fence[0], ended_generation(fence[1])),
                 reason != "released",
                 effect == "end-revoked",
-                len(lease.readers),
+                len(lease.readers_done),
             )
         )
         if self._remembered:
@@ -380,9 +434,17 @@ class LeaseTable:
                 self._past.popitem(last=False)
 
 
-@contextmanager
-def _collected(refusals: list[SchedulerStateError]) -> Generator[None, None, None]:
+def _is_stale(lease: Lease, nonce: str) -> bool:
+    return bool(nonce) and lease.state == "granted" and nonce != lease.nonce
+
+
+def _collect(
+    refusals: list[Refusal],
+    request_id: str,
+    order: Literal["expect", "grant", "release", "revoke", "void"],
+    apply: Callable[[], None],
+) -> None:
     try:
-        yield
+        apply()
     except SchedulerStateError as error:
-        refusals.append(error)
+        refusals.append(Refusal(request_id, order, error.code, str(error)))

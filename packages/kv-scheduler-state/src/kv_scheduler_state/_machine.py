@@ -111,13 +111,13 @@ class Tracked(Protocol):
     trace: list[TraceEntry]
 
 
-def advance(half: Tracked, row: Transition, now_s: float, trace_length: int) -> None:
+def advance(record: Tracked, row: Transition, now_s: float, trace_length: int) -> None:
     """Move a request to a row's target and remember the step."""
     target = row.target
-    if target != half.state:
-        half.state = target
-        half.since_s = now_s
-    trace = half.trace
+    if target != record.state:
+        record.state = target
+        record.since_s = now_s
+    trace = record.trace
     trace.append((now_s, row.event, target))
     if len(trace) > trace_length:
         del trace[0]

@@ -4,76 +4,108 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
-from kv_scheduler_state._records import new_tuple
+from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan, new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_scheduler_state._blocks import Blocks
+    from kv_scheduler_state._blocks import BlockIds
 
 __all__ = ["Outbox"]
+
+
+_READS: Final = StepPlan._fields.index("reads")
+_FENCES: Final = StepPlan._fields.index("fences")
 
 
 class _Part(Protocol):
     def clear(self) -> None: ...
     def __iter__(self) -> Iterator[object]: ...
+    def __len__(self) -> int: ...
 
 
 @final
 class Outbox:
-    """Collects a step's orders; taking them is the only way to lose them."""
+    """Collects a step's orders until `take` hands them out; an aborted request's orders may be withdrawn before."""
 
     __slots__ = (
-        "_lists",
         "_parts",
         "cancels",
+        "completes",
         "expects",
+        "failures",
         "fences",
         "grants",
         "has_orders",
         "heartbeats",
+        "passes",
         "reads",
         "releases",
+        "restarts",
         "revokes",
         "saves",
+        "voids",
     )
 
     def __init__(self) -> None:
         self.has_orders = False
         self.reads: Final[dict[str, ReadOrder]] = {}
-        self.fences: Final[dict[str, FenceOrder]] = {}
         self.expects: Final[dict[str, None]] = {}
+        self.fences: Final[dict[str, FenceOrder]] = {}
         self.grants: Final[list[GrantOrder]] = []
         self.releases: Final[list[str]] = []
-        self.saves: Final[list[tuple[str, Blocks]]] = []
-        self.heartbeats: Final[list[HeartbeatOrder]] = []
         self.revokes: Final[list[str]] = []
+        self.restarts: Final[dict[str, None]] = {}
+        self.saves: Final[list[tuple[str, BlockIds]]] = []
+        self.completes: Final[dict[str, None]] = {}
+        self.heartbeats: Final[list[HeartbeatOrder]] = []
         self.cancels: Final[list[str]] = []
-        # The parts of a plan after its reads and fences, in its order; and all of them.
-        self._lists: Final[tuple[_Part, ...]] = (
+        self.passes: Final[list[str]] = []
+        self.voids: Final[list[str]] = []
+        self.failures: Final[dict[str, None]] = {}
+        # The parts of a plan in its order. Reads and fences are kept by request and leave as values.
+        self._parts: Final[tuple[_Part, ...]] = (
+            self.reads,
+            self.expects,
+            self.fences,
             self.grants,
             self.releases,
-            self.saves,
-            self.heartbeats,
-            self.expects,
             self.revokes,
+            self.restarts,
+            self.saves,
+            self.completes,
+            self.heartbeats,
             self.cancels,
+            self.passes,
+            self.voids,
+            self.failures,
         )
-        self._parts: Final[tuple[_Part, ...]] = (self.reads, self.fences, *self._lists)
+
+    def read(self, order: ReadOrder) -> None:
+        """Order a read, or replace the one that waits."""
+        self.reads[order.request_id] = order
+        self.has_orders = True
 
     def expect(self, request_id: str, fence: tuple[int, int] | None) -> None:
         """Announce a producer request, with its fence if it has one."""
         self.expects[request_id] = None
+        self._write(request_id, fence)
+
+    def restart(self, request_id: str, fence: tuple[int, int] | None) -> None:
+        """Tell that a producer request is computed from the beginning again, under a new fence."""
+        self.restarts[request_id] = None
+        self._write(request_id, fence)
+
+    def _write(self, request_id: str, fence: tuple[int, int] | None) -> None:
         if fence is not None:
             self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
         self.has_orders = True
 
     def withdraw(self, request_id: str) -> bool:
-        """Drop what waits for a producer request; True if the workers have not heard of it."""
+        """Drop the orders that wait for a producer request; True if the workers have not heard of it."""
         is_unheard = request_id in self.expects
-        self.expects.pop(request_id, None)
-        self.fences.pop(request_id, None)
+        for part in (self.expects, self.fences, self.restarts):
+            part.pop(request_id, None)
         self.drop_saves(request_id)
         return is_unheard
 
@@ -81,24 +113,39 @@ class Outbox:
         """Drop the saves that wait for a request."""
         if self.saves:
             self.saves[:] = [save for save in self.saves if save[0] != request_id]
+        self.completes.pop(request_id, None)
         self.has_orders = self.holds_orders()
+
+    def add(self, part: list[str], request_id: str) -> None:
+        """Add a request to one of the parts that are lists of ids."""
+        part.append(request_id)
+        self.has_orders = True
+
+    def fail(self, request_id: str) -> None:
+        """Order the report of a parked request that nobody reads for."""
+        self.failures[request_id] = None
+        self.has_orders = True
 
     def is_parting(self, request_id: str) -> bool:
         """Whether the next plan still tells of the end of a request; a second one of that id would mix with it."""
-        return request_id in self.reads or request_id in self.releases
+        return request_id in self.reads or request_id in self.releases or request_id in self.failures
 
     def holds_orders(self) -> bool:
-        """Return what `has_orders` remembers, by looking."""
+        """Return whether any part has an order; `has_orders` remembers the same."""
         return any(self._parts)
 
     def take(self) -> StepPlan:
-        """Return everything that waits and start afresh."""
+        """Return all orders that wait and start afresh."""
         if not (self.has_orders or self.heartbeats):
             return EMPTY_PLAN
         self.has_orders = False
-        reads = tuple(self.reads.values()) if self.reads else ()
-        fences = tuple(self.fences.values()) if self.fences else ()
-        plan = new_tuple(StepPlan, (reads, fences, *map(tuple, self._lists)))
-        for part in filter(None, self._parts):
-            part.clear()
-        return plan
+        parts = self._parts
+        orders: list[tuple[object, ...]] = [tuple(part) if part else () for part in parts]
+        if self.reads:
+            orders[_READS] = tuple(self.reads.values())
+        if self.fences:
+            orders[_FENCES] = tuple(self.fences.values())
+        for part in parts:
+            if part:
+                part.clear()
+        return new_tuple(StepPlan, orders)

@@ -1,60 +1,85 @@
-"""The producer half of a request in the scheduler process: from arrival until the workers have ended its lease."""
+"""The producer record of a request in the scheduler process: from arrival until the workers have ended its lease."""
 
 from __future__ import annotations
 
+from hashlib import sha512
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import GrantOrder
-from kv_scheduler_state._records import new_tuple
+from kv_scheduler_state._plan import GrantOrder, new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._blocks import BlockClipper, Blocks
+    from kv_scheduler_state._blocks import BlockIds, BlockRules
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
+    from kv_scheduler_state._prompt import PromptIdentity
 
-__all__ = ["ProducerDesk", "ProducerHalf"]
+__all__ = ["ProducerRecord", "Producers"]
 
 _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
+_RELIEF_S: Final = 5.0
+"""Longest wait for the blocks of a revoked lease before the engine preempts after all."""
 
 
 @final
-class ProducerHalf:
-    """What is remembered of a request whose blocks a peer is to read."""
+class ProducerRecord:
+    """A request whose blocks a peer is to read."""
 
-    __slots__ = ("fence", "is_readback", "is_void", "saved_blocks", "since_s", "state", "trace")
+    __slots__ = (
+        "fence",
+        "is_preemption_due",
+        "is_readback",
+        "is_void",
+        "preemptions",
+        "prompt_tokens",
+        "saved_blocks",
+        "since_s",
+        "state",
+        "trace",
+    )
 
-    def __init__(self, arrival: Transition, *, is_readback: bool, now_s: float) -> None:
+    def __init__(self, arrival: Transition, *, prompt_tokens: int, is_readback: bool, now_s: float) -> None:
         self.state = arrival.target
         self.since_s = now_s
         self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
+        self.prompt_tokens = prompt_tokens
         self.is_readback = is_readback
         self.is_void = False
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
+        # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
+        self.preemptions = 0
+        self.is_preemption_due = False
 
 
 @final
-class ProducerDesk:
-    """Applies events to producer halves and puts the resulting orders into the outbox.
+class Producers:
+    """Applies events to producer records and puts the resulting orders into the outbox.
 
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
     __slots__ = (
         "_arrival",
-        "_clipper",
         "_config",
+        "_grants",
         "_handoff",
+        "_has_state",
+        "_leased",
+        "_nonces",
+        "_on_allocate",
+        "_on_preempt",
         "_outbox",
         "_readback",
+        "_revoked",
+        "_rules",
+        "_spans",
         "_trace_length",
         "fences",
-        "on_allocate",
         "on_drop",
         "on_hand_over",
         "on_revoke",
@@ -62,116 +87,215 @@ class ProducerDesk:
         "table",
     )
 
-    def __init__(self, config: SchedulerConfig, table: Table, clipper: BlockClipper, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
         self.table = table
-        self.on_allocate = table.on("allocate")
-        self.on_hand_over = table.on("hand-over")
-        self.on_drop = table.on("drop")
         self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
+        self.on_hand_over = table.on("hand-over")
+        self.on_drop = table.on("drop")
+        self._on_allocate = table.on("allocate")
+        self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
         self.fences = FencePool(config.fence_slots, config.fence_seed)
         self._config = config
-        self._clipper = clipper
+        self._rules = rules
         self._outbox = outbox
         self._trace_length = config.trace_length
+        self._has_state = config.has_state
+        self._spans = [group.span_tokens for group in config.groups]
+        self._grants = 0
+        self._nonces: list[str] = []
+        # Requests with a lease, oldest grant first, and those whose lease was revoked, with the time.
+        self._leased: dict[str, ProducerRecord] = {}
+        self._revoked: dict[str, float] = {}
         self.set_generation(config.generation)
 
     def set_generation(self, generation: int | None) -> None:
-        """Tell consumers this generation from now on."""
+        """Name this generation in tickets from now on."""
         config = self._config
-        # What every ticket says, and the lease that it announces.
+        # The constant part of every ticket, and the lease that it announces.
         self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
         readback_s = config.readback_lease_s
         self._readback = _params_template(config, readback_s, generation, is_readback=True), readback_s
 
-    def arrive(self, request_id: str, *, is_readback: bool, now_s: float) -> ProducerHalf:
+    def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
-        return ProducerHalf(arrival, is_readback=is_readback, now_s=now_s)
+        return ProducerRecord(arrival, prompt_tokens=prompt_tokens, is_readback=is_readback, now_s=now_s)
 
-    def allocate(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
-        """Announce the request to the workers, once, with a fence if a slot is free."""
-        advance(half, row, now_s, self._trace_length)
+    def allocation_rows(self, request_id: str, record: ProducerRecord, preemptions: int) -> tuple[Transition, ...]:
+        """Return the rows of an allocation; with a preemption that was not told before, that comes first.
+
+        A cache reset preempts outside of a step. The engine then tells of the preemption with the step that has already
+        allocated the request again.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        table, state = self.table, record.state
+        if preemptions > record.preemptions and state in self._on_preempt:
+            preempt = self._on_preempt[state]
+            return preempt, table.find(request_id, preempt.target, "allocate")
+        return (self._on_allocate.get(state) or table.refuse(request_id, state, "allocate"),)
+
+    def allocate(
+        self, request_id: str, record: ProducerRecord, rows: tuple[Transition, ...], preemptions: int, now_s: float
+    ) -> None:
+        """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence."""
+        record.preemptions = preemptions
+        *before, row = rows
+        for preemption in before:
+            self.preempt(request_id, record, preemption, now_s)
+            record.is_preemption_due = True
+        advance(record, row, now_s, self._trace_length)
         if "announce" in row.effects:
-            half.fence = self.fences.take()
-            self._outbox.expect(request_id, half.fence)
+            record.fence = self.fences.take()
+            self._outbox.expect(request_id, record.fence)
+        elif "restart" in row.effects:
+            record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
+            self._outbox.restart(request_id, record.fence)
 
-    def scheduled(self, request_id: str, half: ProducerHalf, row: Transition, blocks: Blocks, now_s: float) -> None:
+    def scheduled(
+        self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
+    ) -> None:
         """Order the host-buffer save of a chunk."""
-        advance(half, row, now_s, self._trace_length)
-        if "save" in row.effects and self._config.uses_host_buffer and any(blocks):
+        advance(record, row, now_s, self._trace_length)
+        if not self._config.uses_host_buffer:
+            return
+        if "save" in row.effects and any(blocks):
             self._outbox.saves.append((request_id, blocks))
             self._outbox.has_orders = True
-            half.saved_blocks += sum(map(len, blocks))
+            record.saved_blocks += sum(map(len, blocks))
+        if "complete" in row.effects:
+            self._outbox.completes[request_id] = None
+            self._outbox.has_orders = True
 
-    def preempt(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
+    def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Forget what was saved of blocks that are gone."""
-        advance(half, row, now_s, self._trace_length)
+        advance(record, row, now_s, self._trace_length)
         if "forget-saves" in row.effects:
             self._outbox.drop_saves(request_id)
-            half.saved_blocks = 0
-        half.is_void = False
+            record.saved_blocks = 0
+        record.is_void = False
 
-    def void(self, request_id: str, half: ProducerHalf, now_s: float) -> None:
+    def void(self, request_id: str, record: ProducerRecord, now_s: float) -> None:
         """Take back the lease, or keep what is computed so far from being handed over."""
-        revoke = self.on_revoke.get(half.state)
+        revoke = self.on_revoke.get(record.state)
         if revoke is not None:
-            self.revoke(request_id, half, revoke, now_s)
-        half.is_void = half.state in {"prefilling", "prefilled"}
+            self.revoke(request_id, record, revoke, now_s)
+        record.is_void = record.state in {"prefilling", "prefilled"}
 
-    def finish(
+    def ending(
         self,
         request_id: str,
-        half: ProducerHalf,
-        row: Transition,
+        record: ProducerRecord,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
-        now_s: float,
-    ) -> dict[str, object] | None:
-        """Grant the lease and return the ticket's params, or withdraw the request and return None."""
-        advance(half, row, now_s, self._trace_length)
-        effects = row.effects
-        if "grant" in effects:
-            template, lease_s = self._readback if half.is_readback else self._handoff
-            self._outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, half.fence)))
-            self._outbox.has_orders = True
-            params = template.copy()
-            params["remote_block_ids"] = list(map(list, self._clipper.clip(block_ids)))
-            params["remote_request_id"] = request_id
-            params["remote_num_tokens"] = computed_tokens
-            if half.fence is not None:
-                params["kv_fence"] = list(half.fence)
-            return params
-        if "withdraw" in effects:
-            self._withdraw(request_id, half)
-        return None
+        *,
+        withhold: bool,
+    ) -> tuple[Transition, str]:
+        """Return the row for a prompt that ended well, and why it is not handed over: a code, empty if it is.
 
-    def revoke(self, request_id: str, half: ProducerHalf, row: Transition, now_s: float) -> None:
+        Raises:
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups.
+        """
+        code = "withheld" if withhold else "cache-reset" if record.is_void else "" if any(block_ids) else "no-blocks"
+        if not code:
+            self._rules.require_groups(block_ids)
+            state = record.state
+            row = self.on_hand_over.get(state) or self.table.refuse(request_id, state, "hand-over")
+            if record.fence is None and self.fences.slots:
+                code = "no-fence-slot"
+            elif self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
+                code = "state-too-long"
+            else:
+                return row, ""
+        return self.table.find(request_id, record.state, "drop"), code
+
+    def _tokens_of(self, record: ProducerRecord, computed_tokens: int) -> int:
+        """Return the tokens that a ticket promises: of a prefill never more than its prompt, whatever came after it."""
+        return computed_tokens if record.is_readback else min(computed_tokens, record.prompt_tokens)
+
+    def finish(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+        """End the request; with a row that does not grant, the workers forget it."""
+        advance(record, row, now_s, self._trace_length)
+        if "withdraw" in row.effects:
+            self._withdraw(request_id, record)
+
+    def hand_over(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        identity: PromptIdentity | None,
+    ) -> dict[str, object]:
+        """Grant the lease and return the ticket's params."""
+        template, lease_s = self._readback if record.is_readback else self._handoff
+        nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
+        self._outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, record.fence, nonce)))
+        self._outbox.has_orders = True
+        self._leased[request_id] = record
+        tokens = self._tokens_of(record, computed_tokens)
+        params = template.copy()
+        params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
+        params["remote_request_id"] = request_id
+        params["remote_num_tokens"] = tokens
+        params["kv_span_tokens"] = self._spans.copy()
+        params["kv_nonce"] = nonce
+        if record.fence is not None:
+            params["kv_fence"] = list(record.fence)
+        if identity is not None:
+            params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+        return params
+
+    def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""
-        advance(half, row, now_s, self._trace_length)
+        advance(record, row, now_s, self._trace_length)
+        self._leased.pop(request_id, None)
+        self._revoked[request_id] = now_s
         if "order-revoke" in row.effects:
-            self._outbox.revokes.append(request_id)
-            self._outbox.has_orders = True
+            self._outbox.add(self._outbox.revokes, request_id)
 
-    def sent(self, half: ProducerHalf, row: Transition, now_s: float) -> None:
+    def relieve(self, now_s: float) -> bool:
+        """Revoke the oldest lease unless blocks are about to be freed already; True while they are."""
+        if self._revoked:
+            return now_s - next(iter(self._revoked.values())) < _RELIEF_S
+        oldest = next(iter(self._leased.items()), None)
+        if oldest is None:
+            return False
+        request_id, record = oldest
+        self.revoke(request_id, record, self.table.find(request_id, record.state, "revoke"), now_s)
+        return True
+
+    def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
-        advance(half, row, now_s, self._trace_length)
+        advance(record, row, now_s, self._trace_length)
+        self._leased.pop(request_id, None)
+        self._revoked.pop(request_id, None)
         if "return-slot" in row.effects:
-            self._return_slot(half)
+            self._return_slot(record)
 
-    def _withdraw(self, request_id: str, half: ProducerHalf) -> None:
+    def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
         if not self._outbox.withdraw(request_id):
-            self._outbox.releases.append(request_id)
-            self._outbox.has_orders = True
+            self._outbox.add(self._outbox.releases, request_id)
         # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
         # slot's next owner are applied after this one's.
-        self._return_slot(half)
+        self._return_slot(record)
 
-    def _return_slot(self, half: ProducerHalf) -> None:
-        if half.fence is not None:
-            self.fences.give_back(half.fence[0])
-            half.fence = None
+    def _return_slot(self, record: ProducerRecord) -> None:
+        if record.fence is not None:
+            self.fences.give_back(record.fence[0])
+            record.fence = None
+
+    def _draw_nonce(self) -> str:
+        """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes eight of them."""
+        config = self._config
+        self._grants += 1
+        digits = sha512(f"{config.nonce_seed}/{config.engine_id}/{self._grants}".encode()).hexdigest()
+        self._nonces = [digits[at : at + 16] for at in range(0, 128, 16)]
+        return self._nonces.pop()
 
 
 def _params_template(
@@ -194,10 +318,12 @@ def _params_template(
         "transfer_mode": "pull",
         "kv_lease_s": lease_s,
     }
-    if generation is not None:
-        params["kv_generation"] = generation
-        if (config.dialect or 0) >= _FIRST_WITH_GENERATION:
-            params["remote_registration_generation"] = generation
-    if config.dialect is not None:
-        params["kv_dialect"] = config.dialect
+    optional: dict[str, int | None] = {
+        "kv_null_block": config.null_block,
+        "kv_generation": generation,
+        "kv_dialect": config.dialect,
+    }
+    params.update((key, value) for key, value in optional.items() if value is not None)
+    if generation is not None and (config.dialect or 0) >= _FIRST_WITH_GENERATION:
+        params["remote_registration_generation"] = generation
     return params

@@ -1,46 +1,48 @@
-"""What the workers report after a step."""
+"""Reports of the workers after a step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._errors import SchedulerStateError, UnknownRequest
-from kv_scheduler_state._live import forget_if_ended
 from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._request import forget_if_ended
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_scheduler_state._clock import ObservedClock
-    from kv_scheduler_state._consumer import ConsumerDesk
-    from kv_scheduler_state._live import Live
+    from kv_scheduler_state._consumer import Consumers
     from kv_scheduler_state._machine import Transition
-    from kv_scheduler_state._producer import ProducerDesk
+    from kv_scheduler_state._producer import Producers
+    from kv_scheduler_state._request import Request
 
-__all__ = ["ReportDesk"]
+__all__ = ["Reports"]
 
 
 @final
-class ReportDesk:
-    """Applies reports one by one; what is not legal is refused alone, into a list."""
+class Reports:
+    """Applies reports one by one; an illegal one is refused alone, into a list."""
 
-    __slots__ = ("_clock", "_consumers", "_live", "_producers")
+    __slots__ = ("_clock", "_consumers", "_producers", "_requests", "unread")
 
     def __init__(
-        self, live: dict[str, Live], clock: ObservedClock, consumers: ConsumerDesk, producers: ProducerDesk
+        self, requests: dict[str, Request], clock: ObservedClock, consumers: Consumers, producers: Producers
     ) -> None:
-        self._live = live
+        self._requests = requests
         self._clock = clock
         self._consumers = consumers
         self._producers = producers
+        # Requests that the engine parked for a read that was refused; the workers report them as failed, once.
+        self.unread: set[str] = set()
 
     def sent(self, request_ids: Sequence[str], refusals: list[SchedulerStateError]) -> None:
         """End producer requests whose lease has ended on every worker."""
         producers, at_s = self._producers, self._clock.observed_s
         for request_id in request_ids:
             try:
-                live = self._live[request_id]
-                producer = live.producer
+                request = self._requests[request_id]
+                producer = request.producer
                 if producer is None:
                     raise UnknownRequest(request_id, "sent")
                 row = producers.on_sent.get(producer.state)
@@ -50,8 +52,21 @@ class ReportDesk:
             except SchedulerStateError as error:
                 refusals.append(error)
             else:
-                producers.sent(producer, row, at_s)
-                forget_if_ended(self._live, request_id, live)
+                producers.sent(request_id, producer, row, at_s)
+                forget_if_ended(self._requests, request_id, request)
+
+    def without_unread(self, request_ids: Sequence[str]) -> Sequence[str]:
+        """Return the ids of real reads; a ticket whose read was refused is given up when its failure comes back."""
+        unread, at_s = self.unread, self._clock.observed_s
+        if not unread:
+            return request_ids
+        known = [request_id for request_id in request_ids if type(request_id) is str and request_id in unread]
+        for request_id in known:
+            unread.discard(request_id)
+            request = self._requests.get(request_id)
+            if request is not None and request.consumer is not None and request.consumer.state == "queued":
+                self._consumers.give_up(request_id, request.consumer, at_s)
+        return [request_id for request_id in request_ids if request_id not in known]
 
     def reads_ended(
         self,
@@ -64,8 +79,8 @@ class ReportDesk:
         consumers, at_s = self._consumers, self._clock.observed_s
         for request_id in request_ids:
             try:
-                live = self._live[request_id]
-                consumer = live.consumer
+                request = self._requests[request_id]
+                consumer = request.consumer
                 if consumer is None:
                     raise UnknownRequest(request_id, event)
                 row = rows.get(consumer.state) or consumers.table.refuse(request_id, consumer.state, event)
@@ -76,4 +91,4 @@ class ReportDesk:
             else:
                 consumers.settle(request_id, consumer, row, at_s)
                 if consumer.state == GONE:
-                    forget_if_ended(self._live, request_id, live)
+                    forget_if_ended(self._requests, request_id, request)

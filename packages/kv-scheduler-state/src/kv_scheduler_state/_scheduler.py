@@ -2,10 +2,10 @@
 
 Theory of operation. The engine calls, per request and in this order: `arrive`; `external_tokens` any number of times;
 `allocate` once or twice; `scheduled` for every chunk of a prefill; `preempt` perhaps; `finish` exactly once. Per step
-it calls `take_step_plan`, and after a step `transfer_results` with what its workers reported. Each call is turned
-into one event per half of the request (see `_tables`); rows for all halves are looked up before any of them is
-applied, so a call either happens or raises with nothing changed: the facade finds the producer's row, then the
-consumer's desk finds its own and acts on it, then the producer's acts.
+it calls `take_step_plan`, and after a step `report` with the reports of its workers. Each call becomes one event per record
+of the request (see `_tables`). The rows of both records are looked up before either is applied, so a call either happens
+or raises with nothing changed: first the producer's row is found, then `Consumers` finds the consumer's row and acts on it,
+then `Producers` acts.
 
 Nothing is ever scanned: a call costs what its own request costs, and a step in which nothing happened costs two
 comparisons and returns one shared empty plan.
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._admission import AdmissionDesk
-from kv_scheduler_state._arguments import refuse_count
-from kv_scheduler_state._blocks import BlockClipper
+from kv_scheduler_state._admission import Admissions
+from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._config import MAX_GENERATION
-from kv_scheduler_state._consumer import ConsumerDesk
+from kv_scheduler_state._consumer import Consumers
 from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
 from kv_scheduler_state._errors import (
     DuplicateRequest,
@@ -28,14 +27,14 @@ from kv_scheduler_state._errors import (
     SchedulerStateError,
     UnknownRequest,
     quote,
+    refuse_count,
 )
-from kv_scheduler_state._introspection import count_states, describe, violations, youngest_leases
-from kv_scheduler_state._live import Live, forget_if_ended, void_all
+from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
-from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
-from kv_scheduler_state._producer import ProducerDesk
-from kv_scheduler_state._records import new_tuple
-from kv_scheduler_state._reports import ReportDesk
+from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan, new_tuple
+from kv_scheduler_state._producer import Producers
+from kv_scheduler_state._reports import Reports
+from kv_scheduler_state._request import Request, forget_if_ended
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._machine import Table
+    from kv_scheduler_state._prompt import PromptIdentity
 
 __all__ = ["SchedulerState"]
 
@@ -51,26 +51,26 @@ _HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": Fal
 
 @final
 class SchedulerState:
-    """Both halves of every request of one engine's scheduler process.
+    """Both records of every request of one engine's scheduler process.
 
     Not thread-safe: all calls come from the engine's scheduler thread.
 
     Args:
         config: The engine.
-        producer_table: The producer machine; another one only makes sense to a proof.
-        consumer_table: The consumer machine; another one only makes sense to a proof.
+        producer_table: The producer machine; override only in proofs, which mutate it.
+        consumer_table: The consumer machine; override only in proofs, which mutate it.
     """
 
     __slots__ = (
         "_admissions",
-        "_clipper",
         "_clock",
         "_config",
         "_consumers",
-        "_live",
         "_outbox",
         "_producers",
         "_reports",
+        "_requests",
+        "_rules",
     )
 
     def __init__(
@@ -82,26 +82,35 @@ class SchedulerState:
     ) -> None:
         self._config = config
         self._clock = ObservedClock()
-        self._clipper = BlockClipper(config.groups)
+        self._rules = BlockRules(config.groups, config.null_block)
         self._outbox = Outbox()
-        self._producers = ProducerDesk(config, producer_table, self._clipper, self._outbox)
-        self._consumers = ConsumerDesk(config, consumer_table, self._clipper, self._outbox)
-        self._live: dict[str, Live] = {}
-        self._admissions = AdmissionDesk(config, self._consumers, self._producers)
-        self._reports = ReportDesk(self._live, self._clock, self._consumers, self._producers)
+        self._producers = Producers(config, producer_table, self._rules, self._outbox)
+        self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
+        self._requests: dict[str, Request] = {}
+        self._admissions = Admissions(config, self._consumers, self._producers)
+        self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
 
     @property
     def config(self) -> SchedulerConfig:
         """The engine that this state belongs to."""
         return self._config
 
-    def arrive(self, request_id: str, params: object, *, prompt_tokens: int, now_s: float) -> Admission:
+    def arrive(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        prompt_tokens: int,
+        identity: PromptIdentity | None = None,
+        now_s: float,
+    ) -> Admission:
         """Admit a request and return its role; a bad ticket is a value here, never an exception.
 
         Args:
             request_id: The engine's id of the request.
             params: Its `kv_transfer_params` as the client sent them; never changed.
             prompt_tokens: Length of its prompt.
+            identity: Computes the digest of its prompt; without one a ticket that is bound to a prompt is refused.
             now_s: The caller's monotonic clock.
 
         Raises:
@@ -112,33 +121,32 @@ class SchedulerState:
             raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
         if type(prompt_tokens) is not int or prompt_tokens < 0:
             refuse_count("prompt_tokens", prompt_tokens)
-        known = self._live.get(request_id)
+        known = self._requests.get(request_id)
         if known is not None:
             raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
         if self._outbox.has_orders and self._outbox.is_parting(request_id):
             raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
+        if request_id in self._reports.unread:
+            raise DuplicateRequest(request_id, "waiting for the report of its failure")
         at_s = self._clock.observe(now_s)
-        live = Live(prompt_tokens, at_s)
-        admission = (
-            BYSTANDER if params is None else self._admissions.admit(request_id, live, params, prompt_tokens, at_s)
-        )
-        self._live[request_id] = live
+        request = Request(prompt_tokens, at_s)
+        admission = BYSTANDER if params is None else self._admissions.admit(request_id, request, params, identity, at_s)
+        self._requests[request_id] = request
         return admission
 
-    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int:
-        """Return the prompt tokens to read from the peer beyond the local prefix hit; changes nothing.
+    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
+        """Return the prompt tokens to read from the peer beyond the local prefix hit; orders nothing.
+
+        None: another request with the same ticket is reading; ask again in a later step.
 
         Raises:
             UnknownRequest: `unknown-request`.
             InvalidEvent: `invalid-event`, for a negative count.
         """
-        try:
-            live = self._live[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequest(request_id, "external-tokens") from None
+        request = self._find(request_id, "external-tokens")
         if type(computed_tokens) is not int or computed_tokens < 0:
             refuse_count("computed_tokens", computed_tokens)
-        consumer = live.consumer
+        consumer = request.consumer
         return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
 
     def allocate(
@@ -148,6 +156,7 @@ class SchedulerState:
         block_ids: Sequence[Sequence[int]],
         new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
+        preemptions: int = 0,
         now_s: float,
     ) -> None:
         """Note that the engine gave blocks to a request, and order its read or notification.
@@ -157,31 +166,48 @@ class SchedulerState:
             block_ids: All its blocks per group, in token order.
             new_block_ids: Those that no prefix hit covers; the read fills them.
             external_tokens: Tokens that the engine expects from the read; above 0 it parks the request.
+            preemptions: How often the engine has taken the request's blocks away so far.
             now_s: The caller's monotonic clock.
 
         Raises:
             UnknownRequest: `unknown-request`.
             IllegalTransition: `illegal-transition`, for instance on a second read.
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
+
+            With external tokens, the request is then among the `failures` of the next plan, for the engine has parked it;
+            unless a read of it is under way, whose end is reported anyway.
         """
         try:
-            live = self._live[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequest(request_id, "allocate") from None
-        consumer, producer = live.consumer, live.producer
-        if consumer is None and producer is None:
-            return
-        if type(external_tokens) is not int or external_tokens < 0:
-            refuse_count("external_tokens", external_tokens)
-        at_s = self._clock.observe(now_s)
-        producers, producer_row = self._producers, None
+            request = self._find(request_id, "allocate")
+            consumer, producer = request.consumer, request.producer
+            if type(external_tokens) is not int or external_tokens < 0:
+                refuse_count("external_tokens", external_tokens)
+            if type(preemptions) is not int or preemptions < 0:
+                refuse_count("preemptions", preemptions)
+            if consumer is None and external_tokens:
+                raise InvalidEvent(
+                    f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
+                )
+            at_s = self._clock.observe(now_s)
+            rows = () if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
+            if consumer is not None:
+                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
+        except SchedulerStateError:
+            if type(external_tokens) is int and external_tokens > 0:
+                self._note_unread(request_id)
+            raise
         if producer is not None:
-            producer_row = producers.on_allocate.get(producer.state)
-            producer_row = producer_row or producers.table.refuse(request_id, producer.state, "allocate")
-        if consumer is not None:
-            self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
-        if producer is not None and producer_row is not None:
-            producers.allocate(request_id, producer, producer_row, at_s)
+            self._producers.allocate(request_id, producer, rows, preemptions, at_s)
+
+    def _note_unread(self, request_id: object) -> None:
+        """Have a parked request reported as failed, unless a read of it is under way and will be reported anyway."""
+        if type(request_id) is not str:
+            return
+        request = self._requests.get(request_id)
+        consumer = None if request is None else request.consumer
+        if consumer is None or consumer.state not in {"reading", "draining"}:
+            self._outbox.fail(request_id)
+            self._reports.unread.add(request_id)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
         """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
@@ -200,7 +226,7 @@ class SchedulerState:
         if producer is None:
             return
         row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
-        blocks = self._clipper.clip(new_block_ids, is_partial=True)
+        blocks = self._rules.chunk(new_block_ids)
         self._producers.scheduled(request_id, producer, row, blocks, self._clock.observed_s)
 
     def preempt(self, request_id: str, *, now_s: float) -> None:
@@ -211,8 +237,11 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`, while a read is running.
             InvalidEvent: `invalid-event`.
         """
-        live = self._find(request_id, "preempt")
-        consumer, producer = live.consumer, live.producer
+        request = self._find(request_id, "preempt")
+        consumer, producer = request.consumer, request.producer
+        if producer is not None and producer.is_preemption_due:
+            producer.is_preemption_due = False  # the allocation has told of it, see `Producers.allocation_rows`
+            return
         consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "preempt")
         producer_row = producer and self._producers.table.find(request_id, producer.state, "preempt")
         at_s = self._clock.observe(now_s)
@@ -228,6 +257,8 @@ class SchedulerState:
         reason: FinishReason,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
+        withhold: bool = False,
+        identity: PromptIdentity | None = None,
         now_s: float,
     ) -> FinishDecision:
         """End a request and decide whether its blocks are handed over.
@@ -236,7 +267,9 @@ class SchedulerState:
             request_id: The request.
             reason: "length" and "stop" hand over; "abort" and "error" do not.
             block_ids: Its blocks per group, in token order.
-            computed_tokens: Tokens whose KV these blocks hold.
+            computed_tokens: Tokens whose KV these blocks hold for good; tokens of a step that still runs do not count.
+            withhold: Whether to keep the ticket back although the request ended well.
+            identity: Computes the digest that binds the ticket to the prompt; without one the ticket is bound to none.
             now_s: The caller's monotonic clock.
 
         Raises:
@@ -244,42 +277,39 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
-        try:
-            live = self._live[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequest(request_id, "finish") from None
+        request = self._find(request_id, "finish")
         hands_over = _HANDS_OVER.get(reason)
         if hands_over is None:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
         if type(computed_tokens) is not int or computed_tokens < 0:
             refuse_count("computed_tokens", computed_tokens)
         at_s = self._clock.observe(now_s)
-        producers, producer, producer_row = self._producers, live.producer, None
-        if producer is not None:
-            if hands_over and any(block_ids) and not producer.is_void:
-                producer_row = producers.on_hand_over.get(producer.state)
-                producer_row = producer_row or producers.table.refuse(request_id, producer.state, "hand-over")
-                self._clipper.require_groups(block_ids)
-            else:
-                producer_row = producers.on_drop.get(producer.state)
-                producer_row = producer_row or producers.table.refuse(request_id, producer.state, "drop")
-        consumer, params = live.consumer, None
-        if consumer is not None:
-            self._consumers.finish(request_id, consumer, at_s)
-        live.is_finished = True
-        if producer is not None and producer_row is not None:
-            params = producers.finish(request_id, producer, producer_row, block_ids, computed_tokens, at_s)
-        if params is None or consumer is not None:
-            forget_if_ended(self._live, request_id, live)
-        return NOT_KEPT if params is None else new_tuple(FinishDecision, (True, params))
+        producers, producer, row, code = self._producers, request.producer, None, ""
+        if producer is not None and hands_over:
+            row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
+        elif producer is not None:
+            row = producers.on_drop.get(producer.state) or producers.table.refuse(request_id, producer.state, "drop")
+        if request.consumer is not None:
+            self._consumers.finish(request_id, request.consumer, at_s)
+        request.is_finished = True
+        params = None
+        if producer is not None and row is not None:
+            producers.finish(request_id, producer, row, at_s)
+            if "grant" in row.effects:
+                params = producers.hand_over(request_id, producer, block_ids, computed_tokens, identity)
+        forget_if_ended(self._requests, request_id, request)
+        if params is None:
+            return new_tuple(FinishDecision, (False, None, code)) if code else NOT_KEPT
+        return new_tuple(FinishDecision, (True, params, ""))
 
-    def transfer_results(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
-        """Note what the workers reported after a step.
+    def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+        """Note the reports of the workers after a step.
 
         Args:
             sent: Producer requests whose lease has ended on every worker.
-            received: Consumer requests whose read has ended, well or not.
-            failed: Those of them whose read failed; an id here need not be in `received` too.
+            received: Consumer requests whose read has ended on every worker.
+            failed: Consumer requests whose read failed on some worker; they may, but need not be in `received` too. Requests of
+                a plan's `failures` come back here.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -292,6 +322,11 @@ class SchedulerState:
         reports, consumers = self._reports, self._consumers
         if sent:
             reports.sent(sent, refusals)
+        if reports.unread:
+            unread = [*failed, *received]
+            kept = reports.without_unread(list(unread))
+            failed = [request_id for request_id in failed if request_id in kept]
+            received = [request_id for request_id in received if request_id in kept]
         if failed:
             reports.reads_ended(failed, consumers.failure_event, consumers.on_failure, refusals)
             broken = set(failed)
@@ -302,7 +337,7 @@ class SchedulerState:
             raise refusals[0]
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
-        """Return everything that the workers must be told since the last call.
+        """Return all orders since the last call.
 
         Raises:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
@@ -326,14 +361,20 @@ class SchedulerState:
     @property
     def live_count(self) -> int:
         """Requests that have arrived and not ended."""
-        return len(self._live)
+        return len(self._requests)
 
-    def revocable_leases(self, limit: int = 16) -> tuple[str, ...]:
-        """Return up to `limit` requests whose lease could be taken back, youngest first.
+    @property
+    def fence_slots_used(self) -> int:
+        """Fence slots in use; with all of `config.fence_slots` in use nothing is handed over."""
+        return self._producers.fences.used
 
-        The scheduler does not hear of single readers; a worker's lease table knows which of these are unread.
+    def relieve(self, *, now_s: float) -> bool:
+        """Revoke the oldest lease under memory pressure, one at a time; True while blocks are about to be freed.
+
+        Raises:
+            InvalidEvent: `invalid-event`.
         """
-        return youngest_leases(self._live, limit)
+        return self._producers.relieve(self._clock.observe(now_s))
 
     def revoke(self, request_id: str, *, now_s: float) -> None:
         """End a lease early; the blocks are free once the workers report the request as sent.
@@ -350,36 +391,40 @@ class SchedulerState:
         self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
 
     def set_generation(self, generation: int | None) -> None:
-        """Tell consumers this generation of the engine's memory registration from now on; None keeps silent.
+        """Name this generation of the engine's memory registration in tickets from now on; None names none.
 
         Raises:
             InvalidEvent: `invalid-event`, for a number that no consumer would accept.
         """
         if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
-            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**63 - 1 or None")
+            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
         self._producers.set_generation(generation)
 
-    def reset(self, *, now_s: float) -> tuple[str, ...]:
-        """Void all KV that was computed or promised before now; return the requests whose read is under way. Costs a scan.
+    def reset(self, *, now_s: float) -> None:
+        """Void all KV that was computed or promised before now. Costs a scan.
 
-        Leases are revoked. What is being computed is handed over only if it is preempted and started again. Tickets whose
-        read has not been ordered are given up: their producers are told, and the prompts are computed here. Reads under way
-        are the caller's to end; their pages hold KV from before.
+        Leases are revoked. A prompt that is being computed is handed over only if it is preempted and started again. Tickets
+        whose read has not been ordered are given up: their producers are told, and the prompts are computed here. Reads
+        under way are in the next plan's `voids`: they must end badly, for their pages hold KV from before.
 
         Raises:
             InvalidEvent: `invalid-event`.
         """
         at_s = self._clock.observe(now_s)
-        return void_all(self._live, self._consumers, self._producers, at_s)
+        for request_id, request in self._requests.items():
+            if request.producer is not None:
+                self._producers.void(request_id, request.producer, at_s)
+            if request.consumer is not None:
+                self._consumers.void(request_id, request.consumer, at_s)
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
-        """Return every live request with its age, its states, its traces and what it waits for, oldest first."""
+        """Return every live request with its age, its states, its traces and the event that it waits for, oldest first."""
         at_s = self._clock.observe(now_s)
-        return tuple([describe(request_id, live, at_s) for request_id, live in self._live.items()])
+        return tuple([describe(request_id, request, at_s) for request_id, request in self._requests.items()])
 
     def state_counts(self) -> dict[str, int]:
         """Return how many live requests are in each state, such as `producer-leased`. Costs a scan."""
-        return count_states(self._live.values())
+        return count_states(self._requests.values())
 
     def explain(self, request_id: str, *, now_s: float) -> dict[str, object]:
         """Return one live request as `snapshot` does.
@@ -387,15 +432,15 @@ class SchedulerState:
         Raises:
             UnknownRequest: `unknown-request`.
         """
-        live = self._find(request_id, "explain")
-        return describe(request_id, live, self._clock.observe(now_s))
+        request = self._find(request_id, "explain")
+        return describe(request_id, request, self._clock.observe(now_s))
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""
-        return tuple(violations(self._live, self._consumers, self._producers, self._outbox))
+        return tuple(violations(self._requests, self._consumers, self._producers, self._outbox))
 
-    def _find(self, request_id: str, event: str) -> Live:
+    def _find(self, request_id: str, event: str) -> Request:
         try:
-            return self._live[request_id]
+            return self._requests[request_id]
         except (KeyError, TypeError):
             raise UnknownRequest(request_id, event) from None

@@ -1,9 +1,9 @@
 """The three machines of a hand-off.
 
-Theory of operation. One request has up to two halves in a scheduler process: a *producer* half, if its blocks are to
-be read by a peer, and a *consumer* half, if its prompt is to be read from one. A first-turn prefill has only the
-former, a decode only the latter; with readback a request has both. The third machine, the *lease*, runs once per
-worker of the producer and decides when a reader may no longer count on the blocks.
+Theory of operation. A request has up to two records in a scheduler process: a *producer* record if a peer is to read its
+blocks, and a *consumer* record if its prompt is to be read from a peer. A first-turn prefill has only the former, a decode
+only the latter; with readback a request has both. The third machine, the *lease*, runs once per worker of the producer and
+decides until when a reader may count on the blocks.
 
 The engine's own rules shape the tables. A request that was parked for a read must be reported by the workers once,
 even if it was aborted meanwhile, because the engine keeps its blocks until then: hence `draining`. A request that
@@ -29,7 +29,7 @@ PRODUCER_TABLE: Final = Table(
         _T("waiting", "drop", GONE, (), "Aborted or failed before the workers heard of it."),
         _T("prefilling", "allocate", "prefilling", (), "Engines may allocate a second time."),
         _T("prefilling", "chunk", "prefilling", ("save",), "A part of the prompt runs in this step."),
-        _T("prefilling", "last-chunk", "prefilled", ("save",), "The rest of the prompt runs in this step."),
+        _T("prefilling", "last-chunk", "prefilled", ("save", "complete"), "The rest of the prompt runs in this step."),
         _T("prefilling", "preempt", "preempted", ("forget-saves",), "Its blocks were taken; nothing of them counts."),
         _T("prefilling", "hand-over", "leased", ("grant",), "Finished by length or stop: the lease starts."),
         _T("prefilling", "drop", GONE, ("withdraw",), "Aborted or failed: the workers forget it."),
@@ -38,7 +38,7 @@ PRODUCER_TABLE: Final = Table(
         _T("prefilled", "preempt", "preempted", ("forget-saves",), "Its blocks were taken; nothing of them counts."),
         _T("prefilled", "hand-over", "leased", ("grant",), "Finished by length or stop: the lease starts."),
         _T("prefilled", "drop", GONE, ("withdraw",), "Aborted or failed: the workers forget it."),
-        _T("preempted", "allocate", "prefilling", (), "It starts again under the same id and fence."),
+        _T("preempted", "allocate", "prefilling", ("restart",), "It starts again, under the same id and a new fence."),
         _T("preempted", "drop", GONE, ("withdraw",), "Aborted while waiting to start again."),
         _T("leased", "revoke", "revoked", ("order-revoke",), "Memory is short: the workers end the lease early."),
         _T("leased", "sent", GONE, ("return-slot",), "Every worker's lease ended; the engine frees the blocks."),
@@ -55,11 +55,37 @@ CONSUMER_TABLE: Final = Table(
             "queued", "hit", "local", ("order-notify", "stop-heartbeat"), "Nothing is left to read: only tell the peer."
         ),
         _T(
+            "queued",
+            "hit-shared",
+            "local",
+            ("stop-heartbeat",),
+            "Another request has read or will read the same ticket.",
+        ),
+        _T(
             "queued", "finish", GONE, ("order-notify", "stop-heartbeat"), "Ended before allocation: only tell the peer."
         ),
-        _T("reading", "done", "local", ("stop-heartbeat",), "The data is here and its fence was verified."),
-        _T("reading", "broken", "local", ("stop-heartbeat",), "The read failed; the prompt is computed here."),
-        _T("reading", "broken-for-good", "failed", ("stop-heartbeat",), "The read failed and the policy is to fail."),
+        _T(
+            "queued",
+            "finish-shared",
+            GONE,
+            ("stop-heartbeat",),
+            "Another request has read or will read the same ticket.",
+        ),
+        _T("reading", "done", "local", ("end-read", "stop-heartbeat"), "The data is here and its fence was verified."),
+        _T(
+            "reading",
+            "broken",
+            "local",
+            ("end-read", "stop-heartbeat"),
+            "The read failed; the prompt is computed here.",
+        ),
+        _T(
+            "reading",
+            "broken-for-good",
+            "failed",
+            ("end-read", "stop-heartbeat"),
+            "The read failed and the policy is to fail.",
+        ),
         _T(
             "reading",
             "finish",
@@ -67,9 +93,16 @@ CONSUMER_TABLE: Final = Table(
             ("cancel-read", "stop-heartbeat"),
             "The blocks stay until the read is quiet.",
         ),
-        _T("draining", "done", GONE, (), "The engine frees the blocks."),
-        _T("draining", "broken", GONE, (), "The engine frees the blocks."),
-        _T("draining", "broken-for-good", GONE, (), "The engine frees the blocks."),
+        _T(
+            "reading",
+            "finish-shared",
+            "draining",
+            ("pass-read", "stop-heartbeat"),
+            "Another request holds the same ticket: it reads once this read is quiet.",
+        ),
+        _T("draining", "done", GONE, ("end-read",), "The engine frees the blocks; the peer's lease has ended."),
+        _T("draining", "broken", GONE, ("end-passed-read",), "The engine frees the blocks."),
+        _T("draining", "broken-for-good", GONE, ("end-passed-read",), "The engine frees the blocks."),
         _T("local", "hit", "local", (), "The engine allocates the rest after the read, or after a preemption."),
         _T("local", "preempt", "local", (), "It is computed again from the local prefix."),
         _T("local", "finish", GONE, (), "The request ends like any other."),

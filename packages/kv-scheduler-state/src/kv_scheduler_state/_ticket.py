@@ -1,9 +1,8 @@
 """The ticket of a hand-off: `kv_transfer_params`, validated.
 
 The router carries this object from one engine to the other, and any client can write it. It is read once, at
-admission, into a frozen value; whatever is wrong with it has a code and turns into a local prefill, never into an
-exception in an engine hook. Names on the wire are vLLM's; those that begin with `kv_` are this project's and are
-ignored by others.
+admission, into a frozen value; a fault in it has a code and turns into a local prefill, never into an exception in an
+engine hook. Names on the wire are vLLM's; those that begin with `kv_` are this project's and are ignored by others.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_scheduler_state._blocks import Blocks
-    from kv_scheduler_state._peer import PeerAddress
+    from kv_scheduler_state._blocks import BlockList
 
-__all__ = ["KNOWN_KEYS", "NO_EXTRA", "HandoffTicket", "TicketKind", "prefill_request_params"]
+__all__ = ["KNOWN_KEYS", "NO_EXTRA", "HandoffTicket", "PeerAddress", "TicketKind", "prefill_request_params"]
 
 TicketKind = Literal["handoff", "readback"]
 
@@ -41,11 +39,42 @@ KNOWN_KEYS: Final = frozenset(
         "kv_fence",
         "kv_generation",
         "kv_dialect",
+        "kv_prompt",
+        "kv_nonce",
+        "kv_first_tokens",
+        "kv_span_tokens",
+        "kv_null_block",
     )
 )
 """Every key that this package understands; all others are kept in `HandoffTicket.extra`."""
 
 NO_EXTRA: Final[Mapping[str, object]] = MappingProxyType({})
+
+
+@final
+class PeerAddress(NamedTuple):
+    """The engine that wrote a ticket; the same in all its tickets.
+
+    Attributes:
+        engine_id: Its name (`remote_engine_id`).
+        host: Address of its side channel (`remote_host`).
+        port: Port of its side channel (`remote_port`).
+        tp: Its tensor-parallel size (`tp_size`, 1 if absent).
+        pp: Its pipeline-parallel size (`pp_size`, 1 if absent).
+        dcp: Its decode-context-parallel size (`dcp_size`, 1 if absent).
+        generation: Generation of its memory registration (`kv_generation`, or vLLM's own counter of that kind,
+            `remote_registration_generation`), or None.
+        dialect: Connector version that it speaks (`kv_dialect`), or None.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    generation: int | None = None
+    dialect: int | None = None
 
 
 @final
@@ -57,10 +86,13 @@ class HandoffTicket(NamedTuple):
             next turn's prefill (`do_remote_decode` with blocks).
         peer: Engine that holds the blocks.
         peer_request_id: The request's id there (`remote_request_id`).
-        peer_block_ids: Blocks per KV-cache group, in token order (`remote_block_ids`).
+        peer_blocks: Blocks per KV-cache group (`remote_block_ids`, `kv_first_tokens`, `kv_null_block`).
         peer_tokens: Tokens that the blocks hold (`remote_num_tokens`), or None if the peer did not say.
         lease_s: Length of the lease (`kv_lease_s`), or None.
         fence: (slot, generation) of the fence word (`kv_fence`), or None.
+        nonce: Nonce of the grant (`kv_nonce`); empty if the peer gave none.
+        prompt: Digest of the prompt (`kv_prompt`), None if the peer gave none, empty if it could not identify the prompt.
+        span_tokens: Tokens per block and group (`kv_span_tokens`); empty if the peer did not say.
         expiry_clock_s: vLLM's `remote_blocks_expiry_time`, a reading of the *peer's* clock; kept, never compared here.
         transfer_mode: "pull", or None if the peer did not say.
         extra: Keys that this package does not know, untouched.
@@ -69,10 +101,13 @@ class HandoffTicket(NamedTuple):
     kind: TicketKind
     peer: PeerAddress
     peer_request_id: str
-    peer_block_ids: Blocks
+    peer_blocks: tuple[BlockList, ...]
     peer_tokens: int | None = None
     lease_s: float | None = None
     fence: tuple[int, int] | None = None
+    nonce: str = ""
+    prompt: str | None = None
+    span_tokens: tuple[int, ...] = ()
     expiry_clock_s: float | None = None
     transfer_mode: Literal["pull"] | None = None
     extra: Mapping[str, object] = NO_EXTRA
@@ -83,7 +118,7 @@ class HandoffTicket(NamedTuple):
             **self.extra,
             "do_remote_prefill": self.kind == "handoff",
             "do_remote_decode": self.kind == "readback",
-            "remote_block_ids": [list(group) for group in self.peer_block_ids],
+            "remote_block_ids": [list(blocks.ids) for blocks in self.peer_blocks],
             "remote_engine_id": self.peer.engine_id,
             "remote_request_id": self.peer_request_id,
             "remote_host": self.peer.host,
@@ -91,16 +126,20 @@ class HandoffTicket(NamedTuple):
             "tp_size": self.peer.tp,
             "dcp_size": self.peer.dcp,
             "pp_size": self.peer.pp,
+            "kv_first_tokens": [blocks.first_token for blocks in self.peer_blocks],
         }
         optional: dict[str, object] = {
             "remote_num_tokens": self.peer_tokens,
             "remote_blocks_expiry_time": self.expiry_clock_s,
             "transfer_mode": self.transfer_mode,
-            "remote_registration_generation": self.peer.registration_generation,
             "kv_lease_s": self.lease_s,
             "kv_fence": None if self.fence is None else list(self.fence),
             "kv_generation": self.peer.generation,
             "kv_dialect": self.peer.dialect,
+            "kv_prompt": self.prompt,
+            "kv_nonce": self.nonce or None,
+            "kv_span_tokens": list(self.span_tokens) or None,
+            "kv_null_block": next((blocks.null for blocks in self.peer_blocks), None),
         }
         params.update((key, value) for key, value in optional.items() if value is not None)
         return params

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
 
-from kv_scheduler_state._config import MAX_GENERATION, TicketLimits
+from kv_scheduler_state._config import MAX_PEER_GENERATION
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy
-from kv_scheduler_state._peer import PeerAddress
-from kv_scheduler_state._records import new_tuple
-from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, TicketKind
+from kv_scheduler_state._peer_blocks import PeerBlocks
+from kv_scheduler_state._plan import new_tuple
+from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, PeerAddress, TicketKind
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._blocks import Blocks
+    from kv_scheduler_state._blocks import BlockIds
+    from kv_scheduler_state._config import SchedulerConfig
 
 __all__ = ["Fields", "ParamsKind", "TicketReader"]
 
 ParamsKind = Literal["none", "prefill", "handoff", "readback"]
 Fields = Mapping[object, object]
-"""Params that are a mapping of a bearable size; nothing more is known of them."""
+"""Params that are a mapping of a permitted size; nothing else has been checked."""
 
 _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
@@ -42,31 +44,28 @@ _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
 
 
+_DIGEST: Final = re.compile(r"(?:[0-9a-f]{64})?\Z")
+_NONCE: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}\Z")
+
+
 @final
 class TicketReader:
     """Reads tickets under one engine's rules.
 
     Args:
-        groups: KV-cache groups of the local model, which a ticket must match.
-        limits: Upper bounds for what a ticket may contain.
-        hosts: Where a ticket may point.
-        reads_back: Whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
+        config: The engine: its groups, its null block, its limits, the hosts that it may connect to, the ids that it cannot
+            notify, and whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
     """
 
-    __slots__ = ("_groups", "_hosts", "_limits", "_peers", "_reads_back")
+    __slots__ = ("_groups", "_hosts", "_limits", "_peer_blocks", "_peers", "_reads_back", "_reserved")
 
-    def __init__(
-        self,
-        *,
-        groups: int,
-        limits: TicketLimits | None = None,
-        hosts: HostPolicy | None = None,
-        reads_back: bool = False,
-    ) -> None:
-        self._groups = groups
-        self._limits = limits or TicketLimits()
-        self._hosts = hosts or HostPolicy()
-        self._reads_back = reads_back
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._groups = len(config.groups)
+        self._limits = config.limits
+        self._hosts = HostPolicy(config.peer_networks, config.peer_hosts)
+        self._peer_blocks = PeerBlocks(config.groups, config.null_block)
+        self._reads_back = config.bidirectional
+        self._reserved = config.reserved_id_prefixes
         self._peers: dict[tuple[object, ...], PeerAddress] = {}
 
     def classify(self, params: object) -> ParamsKind:
@@ -82,11 +81,12 @@ class TicketReader:
 
         Args:
             params: The object as the client sent it; never changed.
-            kind: What `classify` said.
+            kind: The answer of `classify`.
 
         Raises:
             TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-missing`, `ticket-type`, `ticket-range`,
-                `ticket-text`, `ticket-host`, `ticket-blocks`, `ticket-groups`, `ticket-empty` or `ticket-mode`.
+                `ticket-text`, `ticket-id-reserved`, `ticket-host`, `ticket-blocks`, `ticket-first-token`, `ticket-groups`,
+                `ticket-empty` or `ticket-mode`.
         """
         return self.ticket_of(self.fields_of(params), kind)
 
@@ -134,21 +134,37 @@ class TicketReader:
         """
         lease_s, expiry_s = fields.get("kv_lease_s"), fields.get("remote_blocks_expiry_time")
         fence, limits = fields.get("kv_fence"), self._limits
+        peer = self._peer(fields)
+        ids = self._blocks(fields.get("remote_block_ids"))
         return new_tuple(
             HandoffTicket,
             (
                 kind,
-                self._peer(fields),
-                self._text(fields, "remote_request_id"),
-                self._blocks(fields.get("remote_block_ids")),
+                peer,
+                self._request_id(fields),
+                self._peer_blocks.lists(fields, ids, peer.dcp),
                 _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
+                "" if fields.get("kv_nonce") is None else _matching(fields, "kv_nonce", _NONCE),
+                None if fields.get("kv_prompt") is None else _matching(fields, "kv_prompt", _DIGEST),
+                () if fields.get("kv_span_tokens") is None else self._peer_blocks.spans(fields),
                 None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
                 None if fields.get("transfer_mode") is None else "pull",
                 NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
             ),
         )
+
+    def _request_id(self, fields: Fields) -> str:
+        request_id = self._text(fields, "remote_request_id")
+        if request_id.startswith(self._reserved):
+            raise TicketError(
+                "ticket-id-reserved",
+                f"remote_request_id {quote(request_id)} begins like a notification of another kind; its engine could never be "
+                "told that the read is done",
+                field="remote_request_id",
+            )
+        return request_id
 
     def _peer(self, fields: Fields) -> PeerAddress:
         # One engine writes the same into all its tickets, so its address is checked once. The types belong to the key
@@ -180,6 +196,8 @@ class TicketReader:
         if port is None:
             _refuse_type("remote_port", None, "an integer")
         most = self._limits.max_parallel
+        own = _integer(fields, "kv_generation", 0, MAX_PEER_GENERATION)
+        generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)
         return PeerAddress(
             self._text(fields, "remote_engine_id"),
             host,
@@ -187,8 +205,7 @@ class TicketReader:
             _integer(fields, "tp_size", 1, most) or 1,
             _integer(fields, "pp_size", 1, most) or 1,
             _integer(fields, "dcp_size", 1, most) or 1,
-            _integer(fields, "kv_generation", 0, MAX_GENERATION),
-            _integer(fields, "remote_registration_generation", 0, MAX_GENERATION),
+            generation if own is None else own,
             _integer(fields, "kv_dialect", 0, 1 << 16),
         )
 
@@ -205,7 +222,7 @@ class TicketReader:
             )
         return value
 
-    def _blocks(self, value: object) -> Blocks:
+    def _blocks(self, value: object) -> BlockIds:
         if not isinstance(value, _LISTS):
             _refuse_type("remote_block_ids", value, "a list of lists of block ids")
         groups = cast("list[list[int]]", value)  # as far as is known; each part is checked below
@@ -249,7 +266,7 @@ class TicketReader:
             type(slot) is not int
             or type(generation) is not int
             or not 0 <= slot <= self._limits.max_fence_slot
-            or not 1 <= generation <= MAX_GENERATION
+            or not 1 <= generation <= MAX_PEER_GENERATION
         ):
             raise TicketError(
                 "ticket-range",
@@ -280,6 +297,15 @@ def _are_block_ids(group: list[int], most: int) -> bool:
     except (TypeError, OverflowError):
         return False
     return most >= _MAX_UINT32 or not group or max(group) <= most
+
+
+def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str:
+    value = fields.get(name)
+    if type(value) is not str:
+        _refuse_type(name, value, "a string")
+    if not pattern.match(value):
+        raise TicketError("ticket-text", f"{name} is {quote(value)}, which no engine of this kind writes", field=name)
+    return value
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:

@@ -13,7 +13,7 @@ from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal
 from kv_topology._staged import CostModel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Axis",

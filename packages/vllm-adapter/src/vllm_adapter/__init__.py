@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm_adapter.host.connector import KVTransferConnector as KVTransferConnector
     from vllm_adapter.host.connector import NixlConnector as NixlConnector
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["KVTransferConnector", "NixlConnector", "__version__"]
 

@@ -54,7 +54,11 @@ class Settings:
         30.0, "Seconds that a producer keeps a finished prompt's blocks without a heartbeat.", least=1, most=86400
     )
     engine_ttl: float = _key(
-        3600.0, "Seconds after which an unused peer engine is forgotten (never while a read runs).", least=1, most=1e7
+        3600.0,
+        "Seconds after which an unused peer engine is forgotten (never while a read runs); 0 for never. A dead one is let go "
+        "within seconds whatever this says.",
+        least=0,
+        most=1e7,
     )
     kv_recompute_threshold: int = _key(
         64, "Fewer external tokens than this are recomputed on a later turn's prefill.", least=0, most=1e9
@@ -68,11 +72,21 @@ class Settings:
     read_timeout_s: float = _key(
         60.0, "Seconds after which a read in progress is given up and its pages quarantined.", least=0.1, most=3600
     )
+    read_retries: int = _key(
+        1,
+        "How often a read whose peer was lost is made again, after the peer was met anew, within read_timeout_s and the "
+        "lease; then kv_load_failure_policy decides.",
+        least=0,
+        most=1,
+    )
     fence_slots: int = _key(
         4096, "Words of the fence array: hand-offs that can be fenced at once.", least=0, most=1 << 20
     )
     max_inflight_bytes: int = _key(
-        0, "Bytes of reads in flight per rank before further ones wait; 0 for no limit.", least=0, most=1 << 50
+        4 << 30,
+        "Bytes of reads in flight per rank before further ones wait; 0 for no limit. A single larger read goes alone.",
+        least=0,
+        most=1 << 50,
     )
     receive_conversion: str = _key(
         "auto",
@@ -211,7 +225,7 @@ def _as_words(value: object) -> tuple[str, ...] | None:
 def _check_networks(networks: tuple[str, ...]) -> None:
     for text in networks:
         try:
-            ipaddress.ip_network(text, strict=False)
+            ipaddress.ip_network(text)
         except ValueError as error:
             raise ConfigurationError(
                 f"kv_connector_extra_config: 'remote_hosts' holds {text!r}, which is no network: {error}",

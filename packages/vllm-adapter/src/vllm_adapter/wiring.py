@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
-from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
-from kv_scheduler_state import GroupConfig, LeaseTable, SchedulerConfig, SchedulerState
+from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
+from kv_nixl_agent.port import PortFactory, open_nixl
+from kv_scheduler_state import (
+    AnnouncedFences,
+    GroupConfig,
+    LeaseTable,
+    SchedulerConfig,
+    SchedulerState,
+    prompt_digest,
+)
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +34,11 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
 
-__all__ = ["SchedulerParts", "WorkerParts"]
+__all__ = ["SchedulerParts", "WorkerParts", "prompt_digest"]
 
-_SEED_BITS = 62
+_SEED_BITS = 52
+_NULL_BLOCK = 0
+"""Block id that stands for "no block here". Source: vLLM's block pool takes its first block for that."""
 _CORES_TO_SPARE = 8
 _PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
 """Speed of putting pages in order, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
@@ -53,12 +64,14 @@ class SchedulerParts:
             tp=facts.tp,
             pp=facts.pp,
             dcp=facts.dcp,
-            groups=tuple(_group_config(group) for group in facts.groups),
+            groups=tuple(_group_config(group, facts.dcp) for group in facts.groups),
+            null_block=_NULL_BLOCK,
             state_backoff_tokens=facts.backoff_tokens,
             lease_s=settings.kv_lease_duration,
             heartbeat_s=settings.heartbeat_s,
             fence_slots=settings.fence_slots,
             fence_seed=secrets.randbits(_SEED_BITS) + 1,
+            nonce_seed=secrets.token_hex(16),
             uses_host_buffer=self.uses_host_buffer,
             peer_networks=settings.remote_hosts,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
@@ -67,6 +80,7 @@ class SchedulerParts:
             readback_lease_s=settings.decoder_kv_blocks_ttl,
             dialect=facts.connector_version,
             generation=facts.generation,
+            reserved_id_prefixes=_reserved_prefixes(),
         )
         return SchedulerState(config)
 
@@ -108,6 +122,14 @@ class WorkerParts:
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
         return LeaseTable()
+
+    def make_announced_fences(self) -> ports.AnnouncedFences:
+        """Return an empty record of announced fence words."""
+        return AnnouncedFences()
+
+    def make_recorder(self) -> Recorder:
+        """Return this rank's recorder."""
+        return Recorder(ucx_tls=self.ucx_tls, is_lead=(self.facts.pp_rank, self.facts.tp_rank) == (0, 0))
 
     def make_transfer_thread(
         self,
@@ -167,7 +189,8 @@ class WorkerParts:
             facts,
             caches,
             agent_metadata=agent.agent_metadata(),
-            fence=agent.fence,
+            # An engine that hands out no fence words announces none, so that its tickets are not refused for want of one.
+            fence=agent.fence if self.settings.fence_slots else None,
             geometry=pack_document(document),
             generation=generation,
         )
@@ -187,12 +210,17 @@ def _use_all_cores() -> None:
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def _group_config(group: CacheGroup) -> GroupConfig:
+def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
     if group.kind == "state":
         return GroupConfig("state", group.block_tokens, scratch_blocks=group.scratch_blocks)
     if group.kind == "sliding-window":
-        return GroupConfig("window", group.block_tokens, window_tokens=group.window_tokens)
-    return GroupConfig("full", group.block_tokens)
+        return GroupConfig("window", group.block_tokens, window_tokens=group.window_tokens, dcp=dcp)
+    return GroupConfig("full", group.block_tokens, dcp=dcp)
+
+
+def _reserved_prefixes() -> tuple[str, ...]:
+    """Return how ids begin that no notification can name."""
+    return tuple(Codec().reserved_prefixes)
 
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def _check_hand_over(state: SchedulerState) -> dict[str, object]:
     demand(decision.keep_blocks and decision.params is not None, "a finished prefill is handed over")
     grants = state.take_step_plan(now_s=1.0).grants
     demand([grant.request_id for grant in grants] == ["p1"], "a hand-over comes with a lease")
-    state.transfer_results(sent=["p1"], received=[], failed=[])
+    state.report(sent=["p1"], received=[], failed=[])
     demand(not state.snapshot(now_s=2.0), "a sent request is forgotten")
     return dict(decision.params or {})
 
@@ -55,13 +55,13 @@ def _start_read(state: SchedulerState, params: dict[str, object]) -> None:
     state.allocate("d1", block_ids=[[1, 2]], new_block_ids=[[2]], external_tokens=16, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
     demand([order.is_reported for order in plan.reads] == [True], "a parked request gets one reported order")
-    beaten = [request_id for beat in plan.heartbeats for request_id in beat.peer_request_ids]
+    beaten = [request_id for beat in plan.heartbeats for request_id, _ in beat.readers]
     demand(beaten == ["p1"], "a reading request renews its lease")
 
 
 def _check_read(state: SchedulerState, params: dict[str, object]) -> None:
     _start_read(state, params)
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     demand(not state.take_step_plan(now_s=100.0).heartbeats, "a read that is done renews nothing")
     state.finish("d1", reason="stop", block_ids=[[1, 2]], computed_tokens=33, now_s=100.0)
     demand(not state.snapshot(now_s=100.0), "a finished request is forgotten")
@@ -73,7 +73,7 @@ def _check_full_hit(state: SchedulerState, params: dict[str, object]) -> None:
     state.allocate("d1", block_ids=[[1, 2]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
     orders = state.take_step_plan(now_s=0.0).reads
     demand([order.is_reported for order in orders] == [False], "a full hit gets one order that nobody waits for")
-    demand(not any(any(order.local_block_ids) for order in orders), "a full hit reads nothing")
+    demand(all(order.is_notify_only for order in orders), "a full hit reads nothing")
 
 
 def _check_abort_while_reading(state: SchedulerState, params: dict[str, object]) -> None:
@@ -81,7 +81,7 @@ def _check_abort_while_reading(state: SchedulerState, params: dict[str, object])
     decision = state.finish("d1", reason="abort", block_ids=[[1, 2]], computed_tokens=0, now_s=0.0)
     demand(not decision.keep_blocks, "an aborted read is nobody's producer")
     demand(bool(state.snapshot(now_s=0.0)), "an aborted read is remembered until it is quiet")
-    state.transfer_results(sent=[], received=["d1"], failed=[])
+    state.report(sent=[], received=["d1"], failed=[])
     demand(not state.snapshot(now_s=0.0), "a quiet read is forgotten")
 
 
@@ -102,15 +102,15 @@ def check_lease_table(make: Callable[[], LeaseTable]) -> None:
         ModelViolation: with the promise that is broken.
     """
     table = make()
-    for request_id, lease_s in (("long", 2.0), ("short", 1.0)):
+    for request_id, lease_s in (("long", 20.0), ("short", 10.0)):
         table.grant(request_id, lease_s=lease_s, fence=(0, 7), now_s=0.0)
-    demand(table.next_deadline_s == 1.0, "the next deadline is the earliest one")
-    ended = table.take_ended(now_s=1.0)
+    demand(table.next_deadline_s == 10.0, "the next deadline is the earliest one")
+    ended = [end for now_s in range(11) for end in table.take_ended(now_s=float(now_s))]
     demand([(end.request_id, end.reason) for end in ended] == [("short", "expired")], "leases end by deadline")
     demand(all(end.fence is not None and end.fence[1] != 7 for end in ended), "an end changes the fence word")
-    demand(table.renew("long", now_s=1.0) and not table.renew("short", now_s=1.0), "only a live lease is renewed")
-    verdicts = [table.read_complete("long", reader=name, reader_count=2, now_s=1.0) for name in ("a", "a", "b")]
+    demand(table.renew("long", now_s=10.0) and not table.renew("short", now_s=10.0), "only a live lease is renewed")
+    verdicts = [table.read_complete("long", reader=name, reader_count=2, now_s=10.0) for name in ("a", "a", "b")]
     demand(verdicts == ["counted", "duplicate", "complete"], f"readers count once each, not {verdicts}")
-    demand([end.reason for end in table.take_ended(now_s=1.0)] == ["read"], "a lease that all have read ends")
-    demand(table.read_complete("short", reader="a", reader_count=1, now_s=1.0) != "counted", "an end is final")
+    demand([end.reason for end in table.take_ended(now_s=10.0)] == ["read"], "a lease that all have read ends")
+    demand(table.read_complete("short", reader="a", reader_count=1, now_s=10.0) != "counted", "an end is final")
     demand(table.live_count() == 0 and not table.take_ended(now_s=99.0), "nothing is left, and nothing ends twice")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state._decisions import FinishReason
     from kv_scheduler_state._plan import StepPlan
+    from kv_scheduler_state._request import Request
 
 __all__ = ["DecodeSide", "GenerousPeer", "Peer"]
 
@@ -89,13 +90,29 @@ class GenerousPeer:
 class _Answer:
     """What the engine, and the eye, know of one request."""
 
-    __slots__ = ("beaten_s", "in_flight", "is_notified", "orders", "preemptions", "ranks", "status")
+    __slots__ = (
+        "beaten_s",
+        "in_flight",
+        "is_notified",
+        "is_over",
+        "is_passed",
+        "may_tell",
+        "orders",
+        "preemptions",
+        "ranks",
+        "status",
+    )
 
     def __init__(self, readers: int) -> None:
         self.status = "absent"
         self.preemptions = 0
         self.orders = 0
         self.is_notified = False
+        # Its read has used the ticket up, or will pass it on when it is quiet.
+        self.is_over = False
+        self.is_passed = False
+        # Nobody else wanted the hand-over when this request gave it up.
+        self.may_tell = True
         self.ranks = ["idle"] * readers
         self.in_flight: frozenset[int] = frozenset()
         self.beaten_s: float | None = None
@@ -119,7 +136,14 @@ class DecodeSide:
     """One decode engine whose ranks read `requests` requests from one peer."""
 
     def __init__(
-        self, tables: Tables, peer: Peer, *, requests: int, fails_requests: bool = False, adversity: int = 1
+        self,
+        tables: Tables,
+        peer: Peer,
+        *,
+        requests: int,
+        fails_requests: bool = False,
+        is_shared: bool = False,
+        adversity: int = 1,
     ) -> None:
         self.state = SchedulerState(
             SchedulerConfig(
@@ -138,6 +162,8 @@ class DecodeSide:
         self.peer = peer
         self.answers = {f"d{index}": _Answer(len(peer.readers)) for index in range(requests)}
         self.fails_requests = fails_requests
+        # All requests hold one ticket, like the children of a request with n > 1.
+        self.is_shared = is_shared
         self.adversity = adversity
 
     # ---- what can happen
@@ -160,10 +186,10 @@ class DecodeSide:
     def _names(self, request_id: str, answer: _Answer) -> list[str]:
         status = answer.status
         names: list[str] = []
-        if status == "absent" and self.peer.ticket(_peer_id(request_id)) is not None:
+        if status == "absent" and self.peer.ticket(self._peer_id(request_id)) is not None:
             names = ["d-arrive"]
         elif status == "waiting":
-            names = ["d-load", "d-hit", "d-abort"]
+            names = ["d-load", "d-hit", "d-abort"] if self._can_load(request_id) else ["d-hit", "d-abort"]
         elif status == "running":
             names = ["d-allocate", "d-finish"]
             if answer.preemptions < self.adversity:
@@ -177,6 +203,19 @@ class DecodeSide:
         if answer.is_notified and self.adversity and not answer.in_flight:
             names.append("d-repeat")
         return names
+
+    def _can_load(self, request_id: str) -> bool:
+        """Ask whether a waiting request may be read now, and check the answer."""
+        tokens = self.state.external_tokens(request_id, computed_tokens=0)
+        others = [answer for name, answer in self.answers.items() if name != request_id] if self.is_shared else []
+        is_read = any(answer.status in {"parked", "aborting"} for answer in others)
+        is_spent = any(answer.is_over for answer in others)
+        wanted = 0 if is_spent else None if is_read else 32
+        demand(tokens == wanted, f"{request_id}: {tokens} tokens to load instead of {wanted}")
+        return bool(tokens)
+
+    def _peer_id(self, request_id: str) -> str:
+        return "p0" if self.is_shared else "p" + request_id[1:]
 
     def _is_heartbeat_due(self, now_s: float) -> bool:
         return any(
@@ -203,9 +242,13 @@ class DecodeSide:
     def _request_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
         blocks = [[7, 8]]
         if name == "d-arrive":
-            ticket = self.peer.ticket(_peer_id(request_id))
+            ticket = self.peer.ticket(self._peer_id(request_id))
             admission = self.state.arrive(request_id, ticket, prompt_tokens=32, now_s=now_s)
             demand(admission.role == "consumer", f"{request_id}: its ticket became {admission}")
+            held = [other for other in self.answers.values() if other.status in {"waiting", "parked", "aborting"}]
+            if self.is_shared and not held:
+                for other in self.answers.values():
+                    other.is_over = False  # nobody held the ticket any more, so its end is forgotten
             answer.status = "waiting"
         elif name == "d-load":
             demand(self.state.external_tokens(request_id, computed_tokens=0) == 32, f"{request_id}: nothing to load")
@@ -215,34 +258,52 @@ class DecodeSide:
             if name == "d-allocate":
                 tokens = self.state.external_tokens(request_id, computed_tokens=0)
                 demand(tokens == 0, f"{request_id}: {tokens} tokens to load although the ticket is used up")
+            if name == "d-hit":
+                answer.may_tell = self._may_tell(request_id)
             self.state.allocate(request_id, block_ids=blocks, new_block_ids=[[]], external_tokens=0, now_s=now_s)
             answer.status = "running"
         elif name == "d-preempt":
             self.state.preempt(request_id, now_s=now_s)
             answer.preemptions += 1
         else:
-            decision = self.state.finish(
-                request_id, reason=_REASONS[name], block_ids=blocks, computed_tokens=32, now_s=now_s
-            )
-            demand(not decision.keep_blocks, f"{request_id}: a decode keeps its blocks")
-            answer.status = "aborting" if answer.status == "parked" else "gone"
+            self._end(name, request_id, answer, now_s)
+
+    def _end(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+        decision = self.state.finish(
+            request_id, reason=_REASONS[name], block_ids=[[7, 8]], computed_tokens=32, now_s=now_s
+        )
+        demand(not decision.keep_blocks, f"{request_id}: a decode keeps its blocks")
+        if answer.status == "waiting":
+            answer.may_tell = self._may_tell(request_id)
+        if answer.status != "parked":
+            answer.status = "gone"
+            return
+        waits = [name for name, other in self.answers.items() if name != request_id and other.status == "waiting"]
+        answer.is_passed = self.is_shared and bool(waits)
+        answer.is_over = not answer.is_passed
+        answer.status = "aborting"
 
     def _workers_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
         if name == "d-repeat":
-            self.peer.notify(_peer_id(request_id), self.peer.readers[0], now_s)
+            self.peer.notify(self._peer_id(request_id), self.peer.readers[0], now_s)
             return
         failed = [request_id] if "bad" in answer.ranks else []
-        self.state.transfer_results(sent=[], received=[request_id], failed=failed)
+        self.state.report(sent=[], received=[request_id], failed=failed)
         answer.ranks = ["idle"] * len(answer.ranks)
+        answer.is_over = answer.is_over or not (failed and answer.is_passed)
         if answer.status == "aborting":
             answer.status = "gone"
-        elif failed and self.fails_requests:
-            answer.status = "failing"
+            answer.is_passed = False
+            answer.may_tell = self._may_tell(request_id)
         else:
-            answer.status = "running"
+            answer.status = "failing" if failed and self.fails_requests else "running"
+            told = self.state.explain(request_id, now_s=now_s)["state"]
+            demand(
+                told == {"failing": "failed", "running": "local"}[answer.status], f"{request_id}: {told} after its read"
+            )
 
     def _rank_step(self, name: str, request_id: str, answer: _Answer, rank: int, now_s: float) -> None:
-        peer_id = _peer_id(request_id)
+        peer_id = self._peer_id(request_id)
         if name == "d-deliver":
             answer.in_flight -= {rank}
             self.peer.notify(peer_id, self.peer.readers[rank], now_s)
@@ -263,13 +324,15 @@ class DecodeSide:
         for order in plan.reads:
             answer = self.answers[order.request_id]
             answer.orders += 1
-            demand(answer.orders == 1, f"{order.request_id}: ordered {answer.orders} times")
             waits = answer.status in {"parked", "aborting"}
+            most = 2 if self.is_shared and order.is_notify_only and not waits else 1  # its read was passed on to nobody
+            demand(answer.orders <= most, f"{order.request_id}: ordered {answer.orders} times")
             demand(
                 order.is_reported == waits, f"{order.request_id}: reported={order.is_reported} while {answer.status}"
             )
             if order.is_notify_only:
                 demand(answer.status != "parked", f"{order.request_id}: parked for nothing")
+                demand(answer.may_tell, f"{order.request_id}: its peer is told that nobody reads, and others want to")
                 self._send(answer, set(range(len(answer.ranks))))
                 answer.ranks = ["ok" if waits else "idle"] * len(answer.ranks)
             else:
@@ -278,17 +341,33 @@ class DecodeSide:
         for request_id in plan.cancels:
             answer = self.answers[request_id]
             demand(answer.status in {"aborting", "gone"}, f"{request_id}: cancelled while {answer.status}")
+            if answer.status == "aborting":
+                is_told = request_id not in plan.passes
+                demand(
+                    is_told != answer.is_passed,
+                    f"{request_id}: its peer is told: {is_told}, others wait: {answer.is_passed}",
+                )
             answer.ranks = ["bad" if doing == "reading" else doing for doing in answer.ranks]
         for answer in self.answers.values():
             if answer.status == "aborting":
                 demand("reading" not in answer.ranks, "an aborted read goes on")
-        self._beat({request_id for beat in plan.heartbeats for request_id in beat.peer_request_ids}, now_s)
+        for request_id in plan.failures:
+            answer = self.answers[request_id]
+            demand(answer.status == "aborting", f"{request_id}: fails while {answer.status}")
+            answer.ranks = ["bad"] * len(answer.ranks)
+        self._beat({request_id for beat in plan.heartbeats for request_id, _ in beat.readers}, now_s)
+
+    def _may_tell(self, request_id: str) -> bool:
+        """Return whether nobody else needs the hand-over that this request gives up now."""
+        others = [answer for name, answer in self.answers.items() if name != request_id] if self.is_shared else []
+        return not any(answer.status in {"waiting", "parked"} or answer.is_passed for answer in others)
 
     def _beat(self, beaten: set[str], now_s: float) -> None:
+        wanted = {self._peer_id(name) for name, answer in self.answers.items() if answer.status in _WANTS_LEASE}
+        demand(beaten <= wanted, f"renewed without a reader: {beaten - wanted}")
         for request_id, answer in self.answers.items():
-            if _peer_id(request_id) in beaten:
-                demand(answer.status in _WANTS_LEASE, f"{request_id}: renewed while {answer.status}")
-                self.peer.renew(_peer_id(request_id), now_s)
+            if self._peer_id(request_id) in beaten and answer.status in _WANTS_LEASE:
+                self.peer.renew(self._peer_id(request_id), now_s)
                 answer.beaten_s = now_s
             elif answer.status in _WANTS_LEASE:
                 is_due = answer.beaten_s is None or now_s - answer.beaten_s >= HEARTBEAT_S
@@ -315,14 +394,29 @@ class DecodeSide:
     def is_settled(self) -> bool:
         """Whether nothing is left of any request, and every peer was told exactly once."""
         ended = [answer for answer in self.answers.values() if answer.status != "absent"]
-        return not (self.state.live_count or self.state.has_work()) and all(answer.orders == 1 for answer in ended)
+        is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
+        return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))  # noqa: SLF001
+
+    def _is_peer_told(self, ended: list[_Answer]) -> bool:
+        """Whether some holder of the shared ticket has told the peer, or let a read end."""
+        return not ended or any(answer.is_over or answer.is_notified for answer in ended)
 
     def probe(self, now_s: float) -> None:
         """Demand that everything unlawful is refused now."""
         for request_id, answer in self.answers.items():
+            is_failing = request_id in self.state._outbox.failures  # noqa: SLF001
             for name, call in self._calls(request_id, now_s).items():
                 if name not in _LAWFUL[answer.status]:
                     demand_refusal(f"{request_id}: {name} while {answer.status}", call)
+            if not is_failing:
+                self._forget_failure(request_id)
+
+    def _forget_failure(self, request_id: str) -> None:
+        """Take back the failure that a refused load orders, since this engine never parked the request."""
+        outbox = self.state._outbox  # noqa: SLF001 -- a probe must leave no trace
+        self.state._reports.unread.discard(request_id)  # noqa: SLF001
+        outbox.failures.pop(request_id, None)
+        outbox.has_orders = outbox.holds_orders()
 
     def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
         state, blocks = self.state, [[7, 8]]
@@ -330,21 +424,22 @@ class DecodeSide:
         return {
             "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
             "external": partial(state.external_tokens, request_id, computed_tokens=0),
-            "load": partial(allocate, external_tokens=32),
             "hit": partial(allocate, external_tokens=0),
             "preempt": partial(state.preempt, request_id, now_s=now_s),
             "finish": partial(
                 state.finish, request_id, reason="abort", block_ids=blocks, computed_tokens=1, now_s=now_s
             ),
-            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
-            "failed": partial(state.transfer_results, sent=[], received=[], failed=[request_id]),
-            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
+            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
+            "failed": partial(state.report, sent=[], received=[], failed=[request_id]),
+            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
+            # Last, because a refused one is reported as failed: the engine has parked the request.
+            "load": partial(allocate, external_tokens=32),
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that tells this request's future, with times relative to now and, perhaps, ranks unnamed."""
         answer = self.answers[request_id]
-        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
         order = outbox.reads.get(request_id)
         ranks = [(doing, rank in answer.in_flight) for rank, doing in enumerate(answer.ranks)]
@@ -358,13 +453,19 @@ class DecodeSide:
             live and live.consumer and live.consumer.state,
             order and (order.is_notify_only, order.is_reported),
             request_id in outbox.cancels,
+            request_id in outbox.passes,
+            request_id in outbox.failures,
+            (answer.is_over, answer.is_passed, answer.may_tell),
+            self._hand_over_key(live),
         )
+
+    def _hand_over_key(self, live: Request | None) -> tuple[object, ...] | None:
+        if not self.is_shared or live is None or live.consumer is None:
+            return None
+        hand_over = live.consumer.hand_over
+        return hand_over.waiting, hand_over.reading, hand_over.is_spent
 
     def shared_key(self, now_s: float) -> tuple[object, ...]:
         """Return what no single request owns: when the peer's next heartbeat is due."""
         book = self.state._consumers.heartbeats  # noqa: SLF001 -- as above
         return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))  # noqa: SLF001
-
-
-def _peer_id(request_id: str) -> str:
-    return "p" + request_id[1:]

@@ -17,11 +17,11 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, cast, final
 
-from kv_scheduler_state._blocks import BlockClipper
+from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
-from kv_scheduler_state._peer import PeerAddress
+from kv_scheduler_state._ticket import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
 from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
 from kv_scheduler_state.testing._model import ModelViolation, Step
@@ -38,7 +38,7 @@ __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "pre
 _HEAL_STEPS: Final = 400
 _MAX_TICKS: Final = 12
 _CONSTANT_TYPES: Final = frozenset(
-    (Table, Transition, SchedulerConfig, BlockClipper, TicketReader, MappingProxyType, PeerAddress)
+    (Table, Transition, SchedulerConfig, BlockRules, TicketReader, MappingProxyType, PeerAddress)
 )
 
 
@@ -198,11 +198,16 @@ def prefill_world(
 
 
 def decode_world(
-    tables: Tables | None = None, *, requests: int, readers: int = 2, fails_requests: bool = False
+    tables: Tables | None = None,
+    *,
+    requests: int,
+    readers: int = 2,
+    fails_requests: bool = False,
+    is_shared: bool = False,
 ) -> World:
-    """Return a decode engine whose peer always serves."""
+    """Return a decode engine whose peer always serves; its requests may share one ticket."""
     peer = GenerousPeer(readers)
-    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests)
+    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
     return World(None, side)
 
 

@@ -9,6 +9,7 @@ without asking the code under test.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_scheduler_state._lease import Lease
+    from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["PrefillSide"]
 
@@ -57,7 +59,7 @@ class PrefillSide:
             consumer_table=tables.consumer,
         )
         self.tables = [
-            LeaseTable(admits_all_readers=False, max_pause_s=1e9, table=tables.lease) for _ in range(workers)
+            LeaseTable(admits_all_readers=False, max_pause_s=math.inf, table=tables.lease) for _ in range(workers)
         ]
         self.words = [[0] * requests for _ in range(workers)]
         self.readers = tuple(f"reader-{rank}" for rank in range(readers))
@@ -136,7 +138,7 @@ class PrefillSide:
         elif name == "p-allocate":
             self.state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
             prompt.status, prompt.chunks, prompt.saved = "running", 0, frozenset()
-            prompt.is_stepped = False
+            prompt.is_stepped, prompt.is_start_due = False, True
         elif name in {"p-chunk", "p-last", "p-decode"}:
             self._chunk_step(name, request_id, prompt)
         elif name == "p-again":
@@ -146,6 +148,7 @@ class PrefillSide:
             self.state.preempt(request_id, now_s=now_s)
             prompt.status = "preempted"
             prompt.preemptions += 1
+            prompt.completes_due = False
         elif name == "p-revoke":
             self.state.revoke(request_id, now_s=now_s)
             prompt.is_revoked = True
@@ -166,6 +169,7 @@ class PrefillSide:
         new = blocks[prompt.chunks :] if name == "p-last" else blocks[:1]
         self.state.scheduled(request_id, new_block_ids=[new], is_prompt_complete=name == "p-last")
         prompt.chunks = 2 if name == "p-last" else 1
+        prompt.completes_due = name == "p-last"
         prompt.is_stepped = False
 
     def _end(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
@@ -188,6 +192,7 @@ class PrefillSide:
 
     def _step(self, now_s: float) -> None:
         plan = self.state.take_step_plan(now_s=now_s)
+        self._check_starts(plan)
         for request_id, blocks in plan.saves:
             prompt = self.prompts[request_id]
             demand(prompt.status == "running", f"{request_id}: saved while {prompt.status}")
@@ -196,7 +201,8 @@ class PrefillSide:
         for words, table in zip(self.words, self.tables, strict=True):
             for order in plan.fences:
                 words[order.slot] = order.generation
-            table.apply(plan._replace(expects=()) if self.is_plain else plan, now_s=now_s)
+            refusals = table.apply(plan._replace(expects=()) if self.is_plain else plan, now_s=now_s)
+            demand(not refusals, f"the workers refuse {refusals}")
         for grant in plan.grants:
             prompt = self.prompts[grant.request_id]
             demand(prompt.status == "kept", f"{grant.request_id}: granted while {prompt.status}")
@@ -207,6 +213,20 @@ class PrefillSide:
         for prompt in self.prompts.values():
             prompt.is_stepped = True
             prompt.is_revocation_told = prompt.is_revoked
+
+    def _check_starts(self, plan: StepPlan) -> None:
+        """Demand a new fence word for every start of a prompt, and word of every prompt that is complete."""
+        written = {order.request_id: order.generation for order in plan.fences}
+        for request_id, prompt in self.prompts.items():
+            if prompt.status == "running" and prompt.is_start_due:
+                word = written.get(request_id)
+                demand(word is not None and word not in prompt.words, f"{request_id}: starts under the word {word}")
+                prompt.words = (*prompt.words, word or 0)
+            is_told = request_id in plan.completes
+            demand(
+                is_told == (prompt.completes_due and prompt.status == "running"), f"{request_id}: complete: {is_told}"
+            )
+            prompt.is_start_due = prompt.completes_due = False
 
     def _poll(self, now_s: float) -> None:
         for worker, table in enumerate(self.tables):
@@ -236,7 +256,7 @@ class PrefillSide:
         for request_id, prompt in self.prompts.items():
             if len(prompt.reported) == len(self.tables) and prompt.status != "freed":
                 demand(prompt.status == "kept", f"{request_id}: reported as sent while {prompt.status}")
-                self.state.transfer_results(sent=[request_id], received=[], failed=[])
+                self.state.report(sent=[request_id], received=[], failed=[])
                 demand(not self.is_fence_intact(request_id), f"{request_id}: freed, and its fence still says it is not")
                 prompt.status = "freed"
 
@@ -349,19 +369,19 @@ class PrefillSide:
             "finish": partial(finish, request_id, reason="length"),
             "abort": partial(finish, request_id, reason="abort"),
             "revoke": partial(state.revoke, request_id, now_s=now_s),
-            "sent": partial(state.transfer_results, sent=[request_id], received=[], failed=[]),
-            "received": partial(state.transfer_results, sent=[], received=[request_id], failed=[]),
+            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
+            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
         prompt = self.prompts[request_id]
-        live = self.state._live.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
         leases = [table._leases.get(request_id) for table in self.tables]  # noqa: SLF001
         readers = [
             [
-                (reader in told, lease is not None and reader in lease.readers)
+                (reader in told, lease is not None and reader in lease.readers_done)
                 for told, lease in zip(prompt.delivered, leases, strict=True)
             ]
             for reader in self.readers
@@ -377,6 +397,7 @@ class PrefillSide:
             readers if is_named else sorted(readers),
             tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
             tuple(sorted(prompt.reported)),
+            (prompt.is_start_due, prompt.completes_due, request_id in outbox.restarts, request_id in outbox.completes),
             (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
             live and live.producer and live.producer.state,
             [_lease_key(lease, now_s) for lease in leases],
@@ -397,4 +418,4 @@ def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
     if lease is None:
         return None
     left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
-    return lease.state, left_s, len(lease.readers), lease.readers_needed
+    return lease.state, left_s, len(lease.readers_done), lease.is_read

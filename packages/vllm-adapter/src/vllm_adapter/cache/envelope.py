@@ -21,7 +21,7 @@ def metadata_fields(
     caches: Sequence[LayerCache],
     *,
     agent_metadata: bytes,
-    fence: tuple[int, int, int],
+    fence: tuple[int, int, int] | None,
     geometry: bytes,
     generation: int,
 ) -> Mapping[str, object]:

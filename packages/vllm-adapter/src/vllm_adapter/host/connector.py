@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import load_settings
 from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
-from vllm_adapter.host.testing_switches import is_host_buffer_forced, page_corrupter
+from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -16,8 +16,10 @@ from vllm_adapter.host.vllm import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    check_readback,
     engine_facts,
     extra_config,
+    has_content_ids,
     init_logger,
     is_tracing,
     layer_caches,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
+    from vllm_adapter.scheduler.side import Ending
+    from vllm_adapter.steps import RankRegistration
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -63,18 +67,20 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for note in notes:
             _logger.info(note)
         is_worker = role == KVConnectorRole.WORKER
+        check_readback(vllm_config, is_bidirectional=settings.bidirectional_kv_xfer)
+        self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
-        self._corrupt = page_corrupter() if is_worker else None
-        self._has_mirror = wants_host_buffer(vllm_config) or is_host_buffer_forced()
+        self._has_mirror = wants_host_buffer(vllm_config)
         self._mirror: TorchMirror | None = None
+        self._registration: RankRegistration | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
             spans = _span_writer(vllm_config, facts, (facts.pp_rank, facts.tp_rank))
             trace = spans.read_ended if spans is not None else None
             parts = WorkerParts(facts, settings)
-            self._worker = WorkerSide(facts, parts, read_ended=self._corrupt, trace=trace)
+            self._worker = WorkerSide(facts, parts, trace=trace)
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
@@ -141,58 +147,80 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Admit a request."""
-        self._scheduler_side.on_new_request(request)
+        self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens that a peer holds beyond the local prefix hit; free of side effects."""
-        return self._scheduler_side.external_tokens(request, num_computed_tokens)
+        """Return the tokens that a peer holds beyond the local prefix hit, None to be asked again; free of side effects."""
+        return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return all transferable groups: a hand-over carries the request's own blocks."""
         return self._scheduler_side.group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note a request's blocks."""
-        self._scheduler_side.after_allocation(request, blocks, num_external_tokens)
+        """Note a request's blocks; of requests that take part in no hand-over they are not even listed."""
+        side = self._scheduler_side
+        if num_external_tokens or side.follows(request.request_id):
+            side.allocated(
+                request.request_id,
+                blocks.get_block_ids(),
+                blocks.get_unhashed_block_ids_all_groups(),
+                external_tokens=num_external_tokens,
+                preemptions=request.num_preemptions,
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
-        return self._scheduler_side.build_step(scheduler_output)
+        side = self._scheduler_side
+        preempted = scheduler_output.preempted_req_ids or ()
+        return StepMetadata(side.build_step(preempted, scheduled_tokens(scheduler_output, side.group_ids)))
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks are about to come free; the scheduler waits for them instead of preempting a request."""
+        return self._scheduler_side.has_pending_block_frees()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Decide what becomes of a finished request's blocks (one cache group)."""
-        return self._scheduler_side.request_finished(request, (block_ids,))
+        """Decide whether a finished request's blocks stay for a peer (one cache group)."""
+        return self._scheduler_side.finished(self._ending(request), (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Decide what becomes of a finished request's blocks."""
-        return self._scheduler_side.request_finished(request, block_ids)
+        """Decide whether a finished request's blocks stay for a peer."""
+        return self._scheduler_side.finished(self._ending(request), block_ids)
+
+    def _ending(self, request: Request) -> Ending:
+        return ending_of(request, has_content_ids=self._has_content_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers report."""
-        self._scheduler_side.update_output(connector_output)
+        """Take in the workers' reports."""
+        report = connector_output.kv_connector_worker_meta
+        self._scheduler_side.update_output(
+            sent=connector_output.finished_sending or (),
+            received=connector_output.finished_recving or (),
+            failed=getattr(connector_output, "failed_recving", None) or (),
+            registrations=report.ranks if isinstance(report, RegistrationReport) else None,
+        )
 
     def reset_cache(self) -> bool:
-        """Void what was computed or promised before now: other weights, or memory that is about to be discarded."""
+        """Void all KV from before now: other weights, or memory that is about to be discarded."""
         return self._scheduler_side.reset_cache()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Serve the ranks' metadata (one pipeline stage)."""
-        self._scheduler_side.serve({(0, tp_rank): value for tp_rank, value in metadata.items()})
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp_rank): value for tp_rank, value in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Serve the ranks' metadata, by (pipeline stage, tensor-parallel rank)."""
-        self._scheduler_side.serve(metadata)
+        envelopes = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
+        self._scheduler_side.serve(envelopes)
 
     # ---------------------------------------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and get ready for peers."""
-        if self._corrupt is not None:
-            self._corrupt.attach(kv_caches)
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
@@ -221,14 +249,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the transfer thread."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._worker_side.start_step(
-                metadata.plan,
-                metadata.orphans,
-                metadata.links,
-                restarted=metadata.restarted,
-                void_reads=metadata.void_reads,
-                question=metadata.question,
-            )
+            self._worker_side.apply(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request's forward only runs once all its layers are there."""
@@ -243,21 +264,21 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: readers take the pages as they are."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step computed to the mirror (host-buffer mode); else readers take the pages as they are."""
+        """Copy the blocks that this step computed to the mirror (host-buffer mode); else readers take the pages as they are."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._worker_side.save(metadata.plan, metadata.complete)
+            self._worker_side.save(metadata.orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return what ended since the last step."""
-        results = self._worker_side.take_results()
-        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+        """Return the hand-overs that ended since the last step."""
+        report = self._worker_side.take_report()
+        self._registration = report.registration
+        return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
     def build_connector_worker_meta(self) -> RegistrationReport | None:
-        """Return what this rank has registered, if the scheduler must know."""
-        side = self._worker_side
-        said = side.take_report()
-        return RegistrationReport({side.rank: said}) if said is not None else None
+        """Return this rank's registration, if the scheduler must know."""
+        registration, self._registration = self._registration, None
+        return RegistrationReport({self._worker_side.rank: registration}) if registration is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics."""

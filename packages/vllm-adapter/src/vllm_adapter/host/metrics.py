@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine
+from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine, init_logger
 from vllm_adapter.observe.recorder import FAILURE_KEYS, PATH_KEY, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PromMetrics", "TransferStats"]
 
+_logger = init_logger("vllm.vllm_adapter")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _LATENESS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0)
 """A lease of 30 s ends at a lag of 15 s."""
@@ -88,6 +90,18 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "num_fence_rejections": ("vllm:kv_transfer_num_fence_rejections", "Reads voided because the lease had ended."),
     "num_quarantined_reads": ("vllm:kv_transfer_num_quarantined_reads", "Reads whose pages had to be quarantined."),
     "num_stalled_reads": ("vllm:kv_transfer_num_stalled_reads", "Reads on the wire of which no part ended for 5 s."),
+    "num_retried_reads": (
+        "vllm:kv_transfer_num_retried_reads",
+        "Reads made once more after their peer was lost and met anew.",
+    ),
+    "num_dropped_engines": (
+        "vllm:kv_transfer_num_dropped_engines",
+        "Peer engines that were dropped because of a failed read or silence.",
+    ),
+    "num_callback_errors": (
+        "vllm:kv_transfer_num_callback_errors",
+        "Unexpected exceptions on the transfer thread; each failed its own order only.",
+    ),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
     "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),
     "num_unsent_heartbeats": (
@@ -101,7 +115,21 @@ _BY_CODE: dict[str, tuple[str, str]] = {
     "read_failure_codes": ("vllm:kv_transfer_num_failed_reads", "Requests whose KV was not taken over, by reason."),
     "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
 }
-_QUARANTINED = ("vllm:kv_transfer_quarantined_bytes", "Bytes of pages that a failed read might still write into.")
+_LEVELS: dict[str, tuple[str, str]] = {
+    "quarantined_bytes": (
+        "vllm:kv_transfer_quarantined_bytes",
+        "Bytes of pages that a failed read might still write into.",
+    ),
+    "stuck_threads": (
+        "vllm:kv_transfer_stuck_threads",
+        "Ranks whose transfer thread is stuck in one turn.",
+    ),
+    "fence_slots_used": (
+        "vllm:kv_transfer_fence_slots_used",
+        "Fence slots in use; with all of fence_slots in use nothing is handed over.",
+    ),
+}
+"""Key of the data (changes of a level) -> (Prometheus name, help)."""
 _PATHS = (
     "vllm:kv_transfer_read_bytes",
     "Bytes read, by NIXL backend, memory (peer's->ours) and, for UCX, the transports that it may choose from.",
@@ -182,10 +210,14 @@ class PromMetrics(KVConnectorPromMetrics):
             key: self._counter_cls(name=name, documentation=doc, labelnames=[*labelnames, "code"])
             for key, (name, doc) in _BY_CODE.items()
         }
-        name, doc = _QUARANTINED
-        # Changes are added up wherever they arrive, so the processes of one server add up, too.
-        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames, multiprocess_mode="sum")
-        self._quarantined: dict[int, Gauge] = create_metric_per_engine(gauge, per_engine_labelvalues)
+        # Changes are added up wherever they arrive, so the processes of one server add up, too. Gauges are only ever set:
+        # the wrapper that vLLM uses under Ray has nothing else.
+        self._totals: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+        self._levels: dict[str, dict[int, Gauge]] = {}
+        for key, (name, doc) in _LEVELS.items():
+            gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labelnames, multiprocess_mode="sum")
+            self._levels[key] = create_metric_per_engine(gauge, per_engine_labelvalues)
+        self._has_failed = False
         name, doc = _PATHS
         self._paths: Counter = self._counter_cls(
             name=name, documentation=doc, labelnames=[*labelnames, "backend", "memory", "ucx_tls"]
@@ -196,7 +228,15 @@ class PromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval's observations."""
+        """Record one interval's observations; never raises, because the host's output loop calls it."""
+        try:
+            self._observe(transfer_stats_data, engine_idx)
+        except Exception:
+            if not self._has_failed:
+                _logger.exception("the connector's metrics are incomplete: an observation could not be recorded")
+            self._has_failed = True
+
+    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         for key, histogram in self._histograms.items():
             for value in transfer_stats_data.get(key, ()):
                 histogram[engine_idx].observe(value)
@@ -213,11 +253,18 @@ class PromMetrics(KVConnectorPromMetrics):
                 by_code.labels(*labels, code).inc()
         for *path, size in transfer_stats_data.get(PATH_KEY, ()):
             self._paths.labels(*labels, *path).inc(size)
-        for change in transfer_stats_data.get("quarantined_bytes", ()):
-            self._quarantined[engine_idx].inc(change)
-        for changes in transfer_stats_data.get("live_requests", ()):
-            for state, change in changes.items():
-                self._live.labels(*labels, state).inc(change)
+        for key, gauges in self._levels.items():
+            changes = transfer_stats_data.get(key, ())
+            if changes:
+                gauges[engine_idx].set(self._total(key, engine_idx, "", sum(changes)))
+        for by_state in transfer_stats_data.get("live_requests", ()):
+            for state, change in by_state.items():
+                self._live.labels(*labels, state).set(self._total("live_requests", engine_idx, state, change))
+
+    def _total(self, key: str, engine_idx: int, state: str, change: float) -> float:
+        """Return a level after a change, e.g. 4096 bytes in quarantine, then a change of -1024: 3072."""
+        self._totals[key, engine_idx, state] += change
+        return self._totals[key, engine_idx, state]
 
 
 def _percentile_90(values: list[float]) -> float:

@@ -60,16 +60,17 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_host",
+    "check_readback",
     "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
     "engine_facts",
     "extra_config",
+    "has_content_ids",
     "init_logger",
     "is_tracing",
     "layer_caches",
     "load_failure_policy",
-    "select_groups",
     "wants_host_buffer",
 ]
 
@@ -134,6 +135,40 @@ def load_failure_policy(config: VllmConfig) -> str:
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
 
+def check_readback(config: VllmConfig, *, is_bidirectional: bool) -> None:
+    """Refuse an engine that hands blocks back for the next turn while its host may still write into freed blocks.
+
+    Source: vLLM defers the frees of blocks that a running step writes to only under the role `kv_both`.
+
+    Raises:
+        UnsupportedHost: `readback-needs-kv-both`.
+    """
+    transfer = config.kv_transfer_config
+    if is_bidirectional and transfer is not None and transfer.kv_role != "kv_both":
+        raise UnsupportedHost(
+            f"bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{transfer.kv_role}': only then does vLLM keep "
+            "a step that still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+            code="readback-needs-kv-both",
+            context={"kv_role": transfer.kv_role},
+        )
+
+
+def has_content_ids(config: VllmConfig) -> bool:
+    """Return whether the host identifies images by their content; warn where it does not.
+
+    Source: vLLM gives images ids of their request when neither its processor cache nor its prefix cache needs content ids.
+    """
+    media: Any = getattr(config.model_config, "multimodal_config", None)
+    if media is None or media.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
+        return True
+    _logger.warning_once(
+        "vllm-adapter: with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by "
+        "their content. No ticket can then be bound to a prompt with images: such prompts are computed on each engine "
+        "(ticket-media-unidentified). Set mm_processor_cache_gb above 0 or enable_prefix_caching on all engines."
+    )
+    return False
+
+
 def is_tracing(config: VllmConfig) -> bool:
     """Tell whether the engine exports OpenTelemetry spans."""
     return config.observability_config.otlp_traces_endpoint is not None
@@ -181,7 +216,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         total_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_count=cache.num_blocks,
-        generation=_generation(transfer.engine_id, config.instance_id),
+        generation=_generation(transfer.engine_id, _shared_instance_id(config) if is_worker else config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
         kernel_order=_kernel_order(config, cache, backend),
         attention_backend=backend,
@@ -263,12 +298,6 @@ def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
     }
 
 
-def select_groups(facts: EngineFacts, block_ids: object) -> tuple[list[int], ...]:
-    """Keep the transferable groups of the scheduler's per-group block ids."""
-    groups: Any = block_ids
-    return tuple(list(groups[group_id]) for group_id in facts.group_ids)
-
-
 def end_reason(request: Request) -> Literal["length", "stop", "abort", "error"]:
     """Translate the status of a finished request."""
     status = request.status
@@ -296,9 +325,28 @@ def drop_prompt_tail(request: Request, tokens: int) -> bool:
 
 
 def _generation(engine_id: str, instance_id: str) -> int:
-    """Return a number that all processes of one engine agree on and that a restarted engine does not repeat."""
+    """Return a number that all processes of one engine agree on and that a restarted engine does not repeat.
+
+    It is below 2**53, because routers may keep the numbers of a ticket as doubles.
+    """
     digest = hashlib.sha256(f"{engine_id}/{instance_id}".encode()).digest()
-    return int.from_bytes(digest[:7], "big") + 1
+    return int.from_bytes(digest[:6], "big") + 1
+
+
+def _shared_instance_id(config: VllmConfig) -> str:
+    """Return the instance id of the engine's first rank, which is that of the scheduler; all workers call this at once.
+
+    Every node of an engine makes an id of its own. Source: vLLM broadcasts its engine id from the same ranks, right before
+    it makes the workers' connectors.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():  # a single process that drives the connector by itself
+        return config.instance_id
+    shared: Any = get_tp_group().broadcast_object(config.instance_id, src=0)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        shared = get_pp_group().broadcast_object(shared, src=0)
+    return str(shared)
 
 
 def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:

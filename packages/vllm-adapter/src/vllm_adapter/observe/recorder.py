@@ -1,14 +1,22 @@
-"""What a worker observes between two steps: lists of numbers by key, as vLLM carries them from process to process."""
+"""One recorder per process: observations for the metrics, and the operator's log lines.
+
+Observations are lists of numbers by key, as vLLM carries them from process to process; a counter is a list of ones. Every
+room that has something to count, to observe or to log gets this recorder and nothing else.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from vllm_adapter.ports import TransferResult
 
-__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "StatsBuffer", "empty_observations"]
+__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "Recorder", "empty_observations"]
 
 SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
 """Series of every read that was done (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
@@ -30,16 +38,20 @@ _OTHER_KEYS = (
     "num_fence_rejections",
     "num_quarantined_reads",
     "num_stalled_reads",
+    "num_retried_reads",
+    "num_dropped_engines",
     "num_refused_notifications",
     "num_lease_renewals",
     "num_unsent_heartbeats",
+    "num_callback_errors",
 )
 CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes")
 """Reasons by code, one per request."""
-CHANGE_KEYS = ("quarantined_bytes", "live_requests")
-"""How much a level has changed: bytes, and requests by state (mappings). Changes of ranks and intervals add up."""
+CHANGE_KEYS = ("quarantined_bytes", "stuck_threads", "fence_slots_used", "live_requests")
+"""Changes of levels: numbers, and requests by state (mappings). Changes of several ranks and intervals add up."""
 PATH_KEY = "bytes_by_path"
 """Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""
+_MOST_TRACEBACKS = 100
 
 
 def empty_observations() -> dict[str, list[Any]]:
@@ -48,20 +60,29 @@ def empty_observations() -> dict[str, list[Any]]:
 
 
 @final
-class StatsBuffer:
-    """Collects observations on the transfer thread; the engine thread takes them once per step.
+class Recorder:
+    """Collects observations on any thread, for the engine thread to take once per step; writes log lines.
 
     Args:
         ucx_tls: UCX's choice of transports as configured; a label of bytes that the UCX backend moved.
+        is_lead: Whether this is the rank that warns on behalf of all ranks of its engine. The others write the same lines
+            as information, so that an event that all ranks see is one warning and not eight.
     """
 
-    def __init__(self, *, ucx_tls: str = "") -> None:
+    def __init__(self, *, ucx_tls: str = "", is_lead: bool = True) -> None:
         self._ucx_tls = ucx_tls
+        self._warning_level = logging.WARNING if is_lead else logging.INFO
+        # A child of the host's logger, so that its format and level apply.
+        self._logger = logging.getLogger("vllm.vllm_adapter")
         self._lock = threading.Lock()
         self._data = empty_observations()
+        self._levels: dict[str, float] = {}
+        self._seen_errors: set[tuple[str, str]] = set()
+
+    # ---------------------------------------------------------------------------------------------- observations
 
     def transfer(self, result: TransferResult) -> None:
-        """Note a read that was done."""
+        """Record a read that was done."""
         with self._lock:
             data = self._data
             data["transfer_duration"].append(result.wire_s)
@@ -82,9 +103,20 @@ class StatsBuffer:
             self._data[key].extend([1] * times)
 
     def observe(self, key: str, value: object) -> None:
-        """Note one value of a series, a code, or the change of a level."""
+        """Record one value of a series, or a code."""
         with self._lock:
             self._data[key].append(value)
+
+    def level(self, key: str, value: float) -> None:
+        """Record the present value of a level, if it has changed.
+
+        Example: the levels 0, 4096, 4096, 1024 of `quarantined_bytes` become the changes +4096 and -3072.
+        """
+        with self._lock:
+            change = value - self._levels.get(key, 0)
+            if change:
+                self._levels[key] = value
+                self._data[key].append(change)
 
     def take(self) -> dict[str, list[Any]] | None:
         """Return what was collected since the last call, None for nothing."""
@@ -93,3 +125,35 @@ class StatsBuffer:
                 return None
             taken, self._data = self._data, empty_observations()
             return taken
+
+    # ---------------------------------------------------------------------------------------------- log lines
+
+    def info(self, message: str) -> None:
+        """Log an event of normal life."""
+        self._logger.info("%s", message)
+
+    def warn(self, message: str) -> None:
+        """Log an event that an operator should look at; once per engine, see `is_lead`."""
+        self._logger.log(self._warning_level, "%s", message)
+
+    def error(self, message: str) -> None:
+        """Log a failure."""
+        self._logger.error("%s", message)
+
+    @contextmanager
+    def guarded(self, action: str) -> Generator[None]:
+        """Turn an exception inside the block into a count and, the first time, a log line with its traceback."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self.trouble(action, error)
+
+    def trouble(self, action: str, error: Exception) -> None:
+        """Count an unexpected exception; log it with its traceback unless one like it was logged before."""
+        self.count("num_callback_errors")
+        kind = (action, type(error).__name__)
+        with self._lock:
+            is_known = kind in self._seen_errors or len(self._seen_errors) >= _MOST_TRACEBACKS
+            self._seen_errors.add(kind)
+        if not is_known:
+            self._logger.error("%s failed unexpectedly; the other orders go on", action, exc_info=error)

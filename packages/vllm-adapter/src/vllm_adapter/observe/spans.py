@@ -25,8 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from vllm_adapter.observe.trace_links import TraceLink
-    from vllm_adapter.worker.transfer.reads import ReadEnd
+    from vllm_adapter.steps import ReadEnd, TraceLink
 
 __all__ = ["SpanWriter"]
 
@@ -58,9 +57,9 @@ class SpanWriter:
             attributes={
                 **self._attributes,
                 "gen_ai.request.id": order.request_id,
-                "kv_transfer.peer_engine_id": order.peer_engine_id,
+                "kv_transfer.peer_engine_id": order.peer.engine_id,
                 "kv_transfer.peer_request_id": order.peer_request_id,
-                "kv_transfer.peer": f"{order.peer_host}:{order.peer_port}",
+                "kv_transfer.peer": f"{order.peer.host}:{order.peer.port}",
                 "kv_transfer.bytes": times.bytes_moved,
                 **({"kv_transfer.code": end.code} if end.code else {}),
             },

@@ -1,42 +1,30 @@
-"""Which trace a request belongs to, kept in the scheduler's process and sent along with the order to read it.
+"""Trace links of live requests, kept in the scheduler's process and sent along with the order to read.
 
-Without tracing the host gives requests no trace headers, nothing is kept and nothing is sent.
+Without tracing the host gives requests no trace headers; then nothing is kept and nothing is sent.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
+
+from vllm_adapter.steps import TraceLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from vllm_adapter.ports import StepPlan
 
-__all__ = ["TraceLink", "TraceLinks"]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceLink:
-    """Where a request's spans belong.
-
-    Attributes:
-        headers: The trace headers that the request came with (W3C `traceparent`, `tracestate`).
-        arrived_ns: When it arrived, Unix time in nanoseconds.
-    """
-
-    headers: Mapping[str, str]
-    arrived_ns: int
+__all__ = ["TraceLinks"]
 
 
 @final
 class TraceLinks:
-    """The links of live requests.
+    """Links of live requests and of leases.
 
     Args:
-        lease_ended: Told (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are given back;
-            None if nobody wants to know.
+        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are given
+            back; None without tracing.
     """
 
     def __init__(self, lease_ended: Callable[[TraceLink, str, int], None] | None = None) -> None:
@@ -66,7 +54,7 @@ class TraceLinks:
             self._leased[request_id] = (link, time.time_ns())
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Tell the ends of leases."""
+        """Report the leases that have ended."""
         for request_id in request_ids:
             leased = self._leased.pop(request_id, None)
             if leased is not None and self._lease_ended is not None:

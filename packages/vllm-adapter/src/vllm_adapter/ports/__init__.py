@@ -10,7 +10,14 @@ carries `code`, `fault`, `is_retry_safe` and `context`.
 
 from __future__ import annotations
 
-from vllm_adapter.ports.agent import QuarantineEntry, StallEntry, TransferResult, TransferThread
+from vllm_adapter.ports.agent import (
+    PeerSpec,
+    QuarantineEntry,
+    StallEntry,
+    ThreadHealth,
+    TransferResult,
+    TransferThread,
+)
 from vllm_adapter.ports.handshake import (
     HandshakeClient,
     HandshakeListener,
@@ -83,6 +90,7 @@ __all__ = [
     "PeerMetadata",
     "PeerPlan",
     "PeerSizes",
+    "PeerSpec",
     "Planner",
     "PromptIdentity",
     "QuarantineEntry",
@@ -96,6 +104,7 @@ __all__ = [
     "StagedRegion",
     "StallEntry",
     "StepPlan",
+    "ThreadHealth",
     "TransferResult",
     "TransferThread",
     "WireCodec",

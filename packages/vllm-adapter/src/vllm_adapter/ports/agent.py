@@ -1,19 +1,44 @@
-"""What the adapter needs from kv-nixl-agent: registration and transfers."""
+"""Registration and transfers: the part of kv-nixl-agent that the adapter uses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.ports.values import Indices, MemoryKind, Rows
 
-__all__ = ["QuarantineEntry", "StallEntry", "TransferResult", "TransferThread"]
+__all__ = ["PeerSpec", "QuarantineEntry", "StallEntry", "ThreadHealth", "TransferResult", "TransferThread"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """Description of one peer rank, for `add_peer` and `replace_peer`.
+
+    Attributes:
+        key: Name of the peer in orders, results and statistics.
+        agent_metadata: The peer's `agent_metadata()`.
+        local_rows: uint64 (n, 5) over registered local memory.
+        peer_rows: uint64 (m, 5) over the peer's registered memory. A peer that is only notified has no rows on either side.
+        memory_kind: Memory kind of the peer's rows.
+        local_kind: Memory kind of the local rows; None if it equals `memory_kind`.
+        fence: (address, device, word count) of the peer's fence array; None for a peer without.
+    """
+
+    key: str
+    agent_metadata: bytes
+    local_rows: Rows
+    peer_rows: Rows
+    memory_kind: MemoryKind = "DRAM"
+    local_kind: MemoryKind | None = None
+    fence: tuple[int, int, int] | None = None
 
 
 class TransferResult(Protocol):
-    """End of one posted read."""
+    """End of one posted read or probe."""
 
     @property
     def transfer_id(self) -> str: ...
@@ -67,6 +92,40 @@ class StallEntry(Protocol):
     def bytes_left(self) -> int: ...
 
 
+class ThreadHealth(Protocol):
+    """State of the transfer thread at one moment."""
+
+    @property
+    def state(self) -> Literal["new", "running", "stuck", "dead", "closed"]:
+        """`stuck`: one turn of the loop takes longer than `stuck_after_s`."""
+        ...
+
+    @property
+    def calls_waiting(self) -> int:
+        """Calls and orders handed over and not yet run."""
+        ...
+
+    @property
+    def callback_errors(self) -> int:
+        """Callbacks and calls that raised so far. A new error shows as a higher count: log it once."""
+        ...
+
+    @property
+    def loop_errors(self) -> int:
+        """Turns of the loop that raised so far."""
+        ...
+
+    @property
+    def last_error(self) -> str:
+        """Type and message of the latest error of either kind; empty if there was none."""
+        ...
+
+    @property
+    def last_traceback(self) -> str:
+        """Traceback of that error as text; empty if there was none."""
+        ...
+
+
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""
 
@@ -78,37 +137,38 @@ class TransferThread(Protocol):
 
     def start(self) -> None: ...
     def quarantine(self) -> Sequence[QuarantineEntry]:
-        """What is quarantined, perhaps a moment ago; any thread."""
+        """Quarantined transfers, as of about 0.1 s ago; any thread."""
         ...
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Transfers that do not get on, perhaps a moment ago; any thread."""
+        """Transfers without progress, as of about 0.1 s ago; any thread."""
         ...
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Run `function` on the owner thread soon; wakes it; never blocks; any thread."""
+        """Run `function` on the owner thread soon; wakes it; never blocks; any thread.
+
+        A notification that arrived after this call is delivered after `function` has run.
+        """
         ...
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
-        """Run `function` on the owner thread about every `period_s` while it lives."""
+        """Run `function` on the owner thread about every `period_s` while it lives.
+
+        Calls and notifications that were waiting when the timer fell due run before it.
+        """
         ...
 
     def write_fence(self, slot: int, generation: int) -> None:
-        """Write a word of this rank's fence array; one store, any thread."""
+        """Write a word of this rank's fence array; one store, any thread. Refused once the thread is closed."""
         ...
 
     # owner
-    def add_peer(
-        self,
-        peer: str,
-        agent_metadata: bytes,
-        *,
-        local_rows: Rows,
-        peer_rows: Rows,
-        memory_kind: MemoryKind,
-        fence: tuple[int, int, int] | None,
-    ) -> None:
-        """Know a peer rank's agent under the key `peer`, with its prepared lists, and wire it up."""
+    def add_peer(self, spec: PeerSpec) -> None:
+        """Register a peer rank, prepare its lists, and connect to it in the background."""
+        ...
+
+    def replace_peer(self, spec: PeerSpec) -> None:
+        """Register a peer rank whose key may be in use; transfers of the former one fail with `peer-removed`."""
         ...
 
     def remove_peer(self, peer: str) -> None: ...
@@ -124,13 +184,27 @@ class TransferThread(Protocol):
         deadline_s: float,
         fence: tuple[int, int] | None,
     ) -> None:
-        """Queue a read; `fence` is (slot, generation) to verify after it. The end comes through `on_result`."""
+        """Queue a read; `fence` is (slot, generation) to verify after it. The end comes through `on_result`.
+
+        Without indices nothing is read; the fence is verified and the notification sent all the same.
+        """
+        ...
+
+    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
+        """Read one word of a peer, whatever it holds, to see if the peer answers. The end comes through `on_result`.
+
+        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer.
+        """
         ...
 
     def cancel(self, transfer_id: str) -> None: ...
     def send_notification(self, peer: str, payload: bytes) -> bool: ...
 
     def statistics(self) -> Mapping[str, float]: ...
+    def health(self) -> ThreadHealth:
+        """State of the owner thread and its latest error; any thread."""
+        ...
+
     @property
     def is_alive(self) -> bool: ...
     def close(self) -> None:

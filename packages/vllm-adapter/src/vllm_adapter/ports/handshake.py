@@ -38,8 +38,6 @@ class PeerMetadata(Protocol):
     @property
     def ssm_sizes(self) -> Sequence[int]: ...
     @property
-    def attn_backend_name(self) -> str: ...
-    @property
     def physical_blocks_per_logical_kv_block(self) -> int: ...
     @property
     def region_names(self) -> Sequence[str] | None: ...
@@ -52,8 +50,13 @@ class PeerMetadata(Protocol):
 
     # Extension keys that only our own peers send; None or empty from vLLM's connector.
     @property
+    def capabilities(self) -> Sequence[str]:
+        """Names that the peer announces, such as ``nonce``; empty from vLLM's connector and from our own 0.1."""
+        ...
+
+    @property
     def generation(self) -> int | None:
-        """Bumped whenever the peer's registration changes."""
+        """Number of the peer's registration, below 2**53; changes with every registration."""
         ...
 
     @property
@@ -109,7 +112,9 @@ class HandshakeClient(Protocol):
     ) -> None:
         """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
 
-        A peer of another registration generation than `generation` is refused; None accepts any.
+        A peer of another registration generation than `generation` is refused; None accepts any. A closed port ends the
+        handshake at once (``connection-refused``). While a failure of the same question is remembered the request ends at
+        once with ``recently-failed``, and the client asks the peer again in the background.
         """
         ...
 
@@ -129,7 +134,6 @@ class HandshakeListener(Protocol):
         """Serve these envelopes by (pp rank, tp rank) from now on."""
         ...
 
-    def statistics(self) -> Mapping[str, int]: ...
     def close(self) -> None: ...
 
 
@@ -141,8 +145,18 @@ class NotificationView(Protocol):
     @property
     def request_ids(self) -> Sequence[str]: ...
     @property
+    def nonces(self) -> Sequence[str]:
+        """The grant's nonce for each request id, parallel to `request_ids`; "" in vLLM's own form."""
+        ...
+
+    @property
     def reader_count(self) -> int:
-        """Consumers that will report this request to this producer rank (0 for a heartbeat)."""
+        """Ranks of this consumer that will report this request to this producer rank (0 for a heartbeat)."""
+        ...
+
+    @property
+    def consumer(self) -> str:
+        """Engine id of the consumer that read; "" in vLLM's own form."""
         ...
 
 
@@ -160,9 +174,25 @@ class WireCodec(Protocol):
         """Envelope of one rank for the listener; `metadata` by `PeerMetadata` names."""
         ...
 
-    def compatibility_hash(self, factors: Mapping[str, object]) -> str: ...
-    def read_complete(self, request_id: str, reader_count: int) -> bytes: ...
-    def heartbeats(self, request_ids: Sequence[str]) -> Sequence[bytes]: ...
+    @property
+    def reserved_prefixes(self) -> tuple[str, ...]:
+        """Request ids that begin with one of these cannot be notified."""
+        ...
+
+    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
+        """Notification that a read is complete: vLLM's form without a nonce, our own with one.
+
+        Raises a coded error for a request id, nonce or consumer that no peer could read back.
+        """
+        ...
+
+    def heartbeats(self, readers: Sequence[tuple[str, str]]) -> Sequence[bytes]:
+        """Notifications that renew leases, for (request id, nonce) pairs; nonce "" selects vLLM's form.
+
+        Raises a coded error for an id or a nonce that no peer could read back.
+        """
+        ...
+
     def parse_notification(self, payload: bytes) -> NotificationView:
-        """Never raises."""
+        """Read a notification of either form; never raises."""
         ...

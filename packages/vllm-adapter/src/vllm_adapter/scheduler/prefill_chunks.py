@@ -1,8 +1,11 @@
-"""Which blocks a step computes for the prompts that will be handed over; only host-buffer mode needs to know.
+"""Blocks that a step computes for the prompts that will be handed over; only host-buffer mode needs them.
 
 A chunk touches the blocks of the tokens that it computes: also the block that the chunk before left half full, which is not among
 the blocks that the engine adds in this step. A request's first chunk stands for all tokens before it, too: blocks of a prefix
 hit may have been computed for requests that were not handed over.
+
+Example: blocks of 16 tokens, a prompt of 40, steps of 24 and 16 tokens. The first step touches blocks 0 and 1, the second tokens
+24 to 39, which lie in blocks 1 and 2.
 
 Of a state only the last one matters, once the prompt is complete. The blocks before it are states of earlier boundaries, which
 the host takes away and gives to others while the prompt goes on: a copy of such a block could overwrite what is being read
@@ -24,7 +27,7 @@ __all__ = ["PrefillChunk", "PrefillChunks", "ScheduledTokens"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """What a step computes for one request.
+    """Tokens that a step computes for one request.
 
     Attributes:
         request_id: The request.
@@ -43,7 +46,7 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Blocks per group that hold what the step computed, and whether the prompt is complete with it."""
+    """Blocks per group that hold the tokens of a step, and whether the prompt is complete with it."""
 
     request_id: str
     block_ids: tuple[tuple[int, ...], ...]

@@ -1,44 +1,30 @@
-"""Which registration of this engine's memory its tickets may name, as the scheduler's process knows it.
+"""The registration of this engine's memory that its tickets may name, as the scheduler's process knows it.
 
-Theory of operation. A worker that was asleep has registered its memory anew: other metadata, another generation. It says so with
-the output of its next step. But the host finishes that step's requests, whose tickets we write, before it hands the output over,
-and the host does not tell the scheduler of the sleep at all. What it does tell is that caches are reset, which it does
-whenever it discards the cache's memory. So from a reset on, nobody knows which registration is the current one: no ticket is
-written, every step asks, and the first step whose output has the answer of all ranks ends the doubt. A request that finishes
-meanwhile is answered without a ticket, and its prompt is computed where it is decoded.
+Theory of operation. A worker that was asleep has registered its memory anew: other metadata, another generation. It reports so
+with the output of its next step. But the host finishes that step's requests, whose tickets we write, before it hands the output
+over, and the host does not tell the scheduler of the sleep at all. It does tell of every reset of the caches, which comes
+whenever it discards the cache's memory. So from a reset on the current registration is unknown: no ticket is written, every
+step asks, and the first step whose output has the answer of all ranks ends the doubt. A request that finishes meanwhile is
+answered without a ticket, and its prompt is computed where it is decoded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["RankRegistration", "ServedRegistration"]
+    from vllm_adapter.steps import RankRegistration
+
+__all__ = ["ServedRegistration"]
 
 Rank = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class RankRegistration:
-    """What one rank says of its registration.
-
-    Attributes:
-        generation: Its number; the same on all ranks.
-        envelope: What the side channel serves for the rank; None while nothing is registered.
-        answer: Number of the last question that the rank has heard.
-    """
-
-    generation: int
-    envelope: bytes | None
-    answer: int = 0
-
-
 @final
 class ServedRegistration:
-    """What all ranks said last. Scheduler's thread only.
+    """The latest report of all ranks. Scheduler's thread only.
 
     Args:
         generation: The first registration's.
@@ -67,16 +53,16 @@ class ServedRegistration:
         return 0 if self._is_sure else self._question
 
     def expect(self, ranks: Iterable[Rank]) -> None:
-        """Note whose word is needed: (pp rank, tp rank) of all workers."""
+        """Note the ranks whose report is needed: (pp rank, tp rank) of all workers."""
         self._ranks = frozenset(ranks)
 
     def doubt(self) -> None:
-        """Believe nothing that was said before now."""
+        """Believe no report from before now."""
         self._is_sure = False
         self._question += 1
 
     def heard(self, said: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
-        """Take in what ranks say; return the envelopes to serve from now on (none: not ready), or None for no change."""
+        """Take in reports of ranks; return the envelopes to serve from now on (none: not ready), or None for no change."""
         self._said.update(said)
         ranks = self._ranks or self._said.keys()
         envelopes: dict[Rank, bytes] = {}

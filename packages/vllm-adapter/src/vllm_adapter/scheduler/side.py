@@ -1,46 +1,92 @@
-"""The connector in the scheduler's process: vLLM's hooks in, decisions of the request machines out."""
+"""The connector in the scheduler's process: hooks in, decisions of the request machines out. Plain values on both sides.
+
+Loads without vLLM: `host/connector.py` turns the host's objects into the values that these methods take.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, final
 
-from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
-from vllm_adapter.host.vllm import drop_prompt_tail, end_reason, init_logger, select_groups
-from vllm_adapter.observe.recorder import StatsBuffer
+from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
-from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.trace_links import TraceLink
-    from vllm_adapter.ports import FinishDecision, HandshakeListener
-    from vllm_adapter.scheduler.prefill_chunks import PrefillChunk
+    from vllm_adapter.ports import BlockIds, FinishDecision, HandshakeListener, PromptIdentity
+    from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+    from vllm_adapter.steps import RankRegistration, TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
-__all__ = ["SchedulerSide"]
+__all__ = ["Arrival", "Ending", "SchedulerSide"]
 
-_logger = init_logger("vllm.vllm_adapter")
-_T = TypeVar("_T")
+# A child of the host's logger, so that its format and level apply.
+_logger = logging.getLogger("vllm.vllm_adapter")
 _COUNT_EVERY_S = 1.0
 """Live requests are counted by a scan, so not every step."""
+
+Rank = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has just arrived.
+
+    Attributes:
+        request_id: The request.
+        params: Its `kv_transfer_params`, as the client sent them.
+        prompt_tokens: Length of its prompt.
+        identity: Computes the digest of its prompt.
+        trace_headers: Trace headers that it came with, if any.
+        drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
+    """
+
+    request_id: str
+    params: object
+    prompt_tokens: int
+    identity: PromptIdentity | None = None
+    trace_headers: Mapping[str, str] | None = None
+    drop_tail: Callable[[int], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a request.
+
+    Attributes:
+        request_id: The request.
+        reason: Cause of its end.
+        computed_tokens: Tokens that it has computed, those of steps that still run included.
+        in_flight_tokens: Tokens of steps that still run: nobody knows yet whether they are kept.
+        identity: Computes the digest of its prompt.
+    """
+
+    request_id: str
+    reason: Literal["length", "stop", "abort", "error"]
+    computed_tokens: int
+    in_flight_tokens: int = 0
+    identity: PromptIdentity | None = None
 
 
 @final
 class SchedulerSide:
-    """Drives the request machines from vLLM's scheduler hooks and serves this engine's metadata to peers.
+    """Drives the request machines from the scheduler's hooks and serves this engine's metadata to peers.
 
-    No hook raises: what the machines refuse is logged, and the request goes on without a hand-over. A request that the host
-    has already parked for a read that was then refused is reported as failed by the workers, so that it never hangs.
+    No hook raises: a refusal of the machines is logged, and the request goes on without a hand-over. A request that the host
+    has already parked for a read that was then refused is among the failures of the next plan, so it never hangs.
+
+    Args:
+        facts: This engine.
+        parts: Makes the concrete parts.
+        now_s: The monotonic clock.
+        lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
     """
 
     def __init__(
@@ -59,188 +105,211 @@ class SchedulerSide:
         self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
-        self._allocated: dict[str, Callable[[], bool]] = {}
-        self._restarted: list[str] = []
-        self._void_reads: tuple[str, ...] = ()
-        self._stats = StatsBuffer()
+        self._stats = Recorder()
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
+        self._followed: set[str] = set()
         self._unsaved: set[str] = set()
-        self._orphans: list[str] = []
-        self._reported_orphans: set[str] = set()
 
     @property
     def group_ids(self) -> tuple[int, ...]:
         """Numbers of the transferable groups among all of the scheduler's."""
         return self._facts.group_ids
 
-    def on_new_request(self, request: Request) -> None:
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
-        arrive = partial(
-            self._state.arrive,
-            request.request_id,
-            request.kv_transfer_params,
-            prompt_tokens=request.num_prompt_tokens,
-            now_s=self._now_s(),
-        )
-        admission = _attempt("arrival", request.request_id, arrive)
-        if admission is None:
-            return
-        self._links.arrived(request.request_id, request.trace_headers)
-        if admission.rejected_code:
-            self._stats.observe("ticket_refusal_codes", admission.rejected_code)
-            _logger.warning(
-                "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
-                request.request_id,
-                admission.rejected_code,
-                admission.rejected_message,
+        request_id = arrival.request_id
+        with self._refusals("arrival", request_id):
+            admission = self._state.arrive(
+                request_id,
+                arrival.params,
+                prompt_tokens=arrival.prompt_tokens,
+                identity=arrival.identity,
+                now_s=self._now_s(),
             )
-        if admission.truncate_tokens and not drop_prompt_tail(request, admission.truncate_tokens):
-            _logger.warning("request %s: its prompt could not be shortened for the hand-off", request.request_id)
-        if self._chunks is not None and admission.role == "producer":
-            self._chunks.watch(request.request_id, request.num_prompt_tokens)
+            self._links.arrived(request_id, arrival.trace_headers)
+            if admission.rejected_code:
+                self._stats.observe("ticket_refusal_codes", admission.rejected_code)
+                _logger.warning(
+                    "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
+                    request_id,
+                    admission.rejected_code,
+                    admission.rejected_message,
+                )
+            if admission.role != "none":
+                self._followed.add(request_id)
+            tail = admission.truncate_tokens
+            if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
+                _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)
+                tail = 0
+            if self._chunks is not None and admission.role == "producer":
+                self._chunks.watch(request_id, arrival.prompt_tokens - tail)
 
-    def external_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
-        """Answer `get_num_new_matched_tokens`: tokens to load beyond the local prefix hit, and that they load meanwhile."""
-        ask = partial(self._state.external_tokens, request.request_id, computed_tokens=computed_tokens)
-        tokens = _attempt("prefix lookup", request.request_id, ask) or 0
-        return tokens, tokens > 0
+    def follows(self, request_id: str) -> bool:
+        """Return whether the request takes part in a hand-over; the calls for all others change nothing."""
+        return request_id in self._followed
 
-    def after_allocation(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Note the blocks that the scheduler gave to a request."""
-        note = partial(
-            self._allocate,
-            request.request_id,
-            block_ids=blocks.get_block_ids(),
-            new_block_ids=blocks.get_unhashed_block_ids_all_groups(),
-            external_tokens=external_tokens,
-        )
-        if request.num_preemptions:
-            self._allocated[request.request_id] = note
-            self._restarted.append(request.request_id)
-        if _attempt("allocation", request.request_id, note) is None and external_tokens:
-            self._orphans.append(request.request_id)
+    def external_tokens(self, request_id: str, computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens to load beyond the local prefix hit, and whether they load between steps.
 
-    def _allocate(self, request_id: str, *, block_ids: object, new_block_ids: object, external_tokens: int) -> bool:
-        self._state.allocate(
-            request_id,
-            block_ids=select_groups(self._facts, block_ids),
-            new_block_ids=select_groups(self._facts, new_block_ids),
-            external_tokens=external_tokens,
-            now_s=self._now_s(),
-        )
-        return True
+        None: another request with the same ticket is being read; ask again in a later step.
+        """
+        tokens: int | None = 0
+        if request_id in self._followed:
+            with self._refusals("prefix lookup", request_id):
+                tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
+        return tokens, bool(tokens)
 
-    def build_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Return what this step tells the workers."""
+    def allocated(
+        self,
+        request_id: str,
+        block_ids: BlockIds,
+        new_block_ids: BlockIds,
+        *,
+        external_tokens: int,
+        preemptions: int,
+    ) -> None:
+        """Note the blocks that the scheduler gave to a request.
+
+        Args:
+            request_id: The request.
+            block_ids: All its blocks, per group of the scheduler.
+            new_block_ids: Those that no prefix hit covers, alike.
+            external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
+            preemptions: How often the host has preempted the request so far.
+        """
+        with self._refusals("allocation", request_id):
+            self._state.allocate(
+                request_id,
+                block_ids=self._transferable(block_ids),
+                new_block_ids=self._transferable(new_block_ids),
+                external_tokens=external_tokens,
+                preemptions=preemptions,
+                now_s=self._now_s(),
+            )
+
+    def finished(self, ending: Ending, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Decide whether a finished request's blocks stay for a peer, and what its response says."""
+        request_id = ending.request_id
+        decision: FinishDecision | None = None
+        with self._refusals("end", request_id):
+            decision = self._state.finish(
+                request_id,
+                reason=ending.reason,
+                block_ids=self._transferable(block_ids),
+                # Tokens of a step that still runs may be rejected drafts.
+                computed_tokens=max(0, ending.computed_tokens - ending.in_flight_tokens),
+                withhold=self._must_withhold(ending),
+                identity=ending.identity,
+                now_s=self._now_s(),
+            )
+        self._followed.discard(request_id)
+        self._unsaved.discard(request_id)
+        if self._chunks is not None:
+            self._chunks.forget(request_id)
+        self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
+        if decision is None:
+            return False, None
+        if decision.withheld_code:
+            _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
+        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
+
+    def _must_withhold(self, ending: Ending) -> bool:
+        """Return whether the ticket must be kept back.
+
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
+        step that still runs, and it cannot be set back.
+        """
+        has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
+        return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def build_step(self, preempted: Iterable[str], scheduled: Iterable[ScheduledTokens]) -> StepOrders:
+        """Return the orders of this step for the workers.
+
+        Args:
+            preempted: Requests that were preempted since the last step.
+            scheduled: Tokens that the step computes; only read in host-buffer mode.
+        """
         now_s = self._now_s()
-        for request_id in output.preempted_req_ids or ():
-            _attempt("preemption", request_id, partial(self._state.preempt, request_id, now_s=now_s))
-            if request_id in self._allocated:  # a reset preempts before the step, which has started it again meanwhile
-                _attempt("allocation", request_id, self._allocated[request_id])
-        self._allocated.clear()
-        complete = self._order_saves(output)
-        orphans, self._orphans = tuple(self._orphans), []
-        self._reported_orphans.update(orphans)
+        for request_id in preempted:
+            if request_id in self._followed:
+                with self._refusals("preemption", request_id):
+                    self._state.preempt(request_id, now_s=now_s)
+        if self._chunks is not None:
+            self._order_saves(self._chunks, scheduled)
         plan = self._state.take_step_plan(now_s=now_s)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
-        restarted, self._restarted = tuple(self._restarted), []
-        void_reads, self._void_reads = self._void_reads, ()
-        return StepMetadata(
-            plan,
-            orphans,
-            complete,
-            self._links.of_reads(plan),
-            restarted=restarted,
-            void_reads=void_reads,
-            question=self._served.question,
-        )
+        return StepOrders(plan, self._links.of_reads(plan), self._served.question)
 
-    def _order_saves(self, output: SchedulerOutput) -> tuple[str, ...]:
-        """Order this step's copies to the mirror (host-buffer mode); return the requests whose prompt is then complete."""
-        if self._chunks is None:
-            return ()
-        complete: list[str] = []
-        for step in _scheduled(self._facts, output):
-            chunk = self._chunks.scheduled(step)
+    def _order_saves(self, chunks: PrefillChunks, scheduled: Iterable[ScheduledTokens]) -> None:
+        """Order this step's copies to the mirror (host-buffer mode)."""
+        for step in scheduled:
+            chunk = chunks.scheduled(step)
             if chunk is None:
                 continue
-            note = partial(self._save, chunk)
-            if _attempt("copy to the mirror", step.request_id, note) is None:
-                self._unsaved.add(step.request_id)
-            elif chunk.is_prompt_complete:
-                complete.append(step.request_id)
-        return tuple(complete)
+            # Until the machine has accepted the copy, the prompt must not be handed over.
+            is_new = step.request_id not in self._unsaved
+            self._unsaved.add(step.request_id)
+            with self._refusals("copy to the mirror", step.request_id):
+                self._state.scheduled(
+                    chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
+                )
+                if is_new:
+                    self._unsaved.discard(step.request_id)
 
-    def _save(self, chunk: PrefillChunk) -> bool:
-        self._state.scheduled(
-            chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
-        )
-        return True
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
+        with self._refusals("request for blocks", "(none)"):
+            return self._state.relieve(now_s=self._now_s())
+        return False
 
-    def request_finished(self, request: Request, block_ids: object) -> tuple[bool, dict[str, Any] | None]:
-        """Decide whether a finished request's blocks stay for a peer, and what its response says."""
-        decision = _attempt("end", request.request_id, partial(self._finish, request, block_ids))
-        self._links.finished(request.request_id, keeps_blocks=decision is not None and decision.keep_blocks)
-        if decision is None:
-            return False, None
-        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
+    def update_output(
+        self,
+        *,
+        sent: Iterable[str],
+        received: Iterable[str],
+        failed: Iterable[str],
+        registrations: Mapping[Rank, RankRegistration] | None = None,
+    ) -> None:
+        """Take in the workers' reports of a step."""
+        if registrations is not None:
+            with self._refusals("registration", "(none)"):
+                self._registered(registrations)
+        ended = set(received)
+        sent_ids = sorted(sent)
+        with self._refusals("report of the workers", "(several)"):
+            self._state.report(sent=sent_ids, received=sorted(ended), failed=sorted(ended.intersection(failed)))
+        self._links.sent(sent_ids)
 
-    def _finish(self, request: Request, block_ids: object) -> FinishDecision:
-        is_unsaved = request.request_id in self._unsaved
-        self._unsaved.discard(request.request_id)
-        if self._chunks is not None:
-            self._chunks.forget(request.request_id)
-        return self._state.finish(
-            request.request_id,
-            reason=end_reason(request) if self._served.is_sure and not is_unsaved else "error",
-            block_ids=select_groups(self._facts, block_ids),
-            computed_tokens=request.num_computed_tokens,
-            now_s=self._now_s(),
-        )
-
-    def update_output(self, output: KVConnectorOutput) -> None:
-        """Take in what the workers report."""
-        report = output.kv_connector_worker_meta
-        if isinstance(report, RegistrationReport):
-            _attempt("registration", "(none)", partial(self._registered, report))
-        received = (output.finished_recving or set()) - self._reported_orphans
-        self._reported_orphans -= output.finished_recving or set()
-        failed: set[str] = getattr(output, "failed_recving", None) or set()
-        note = partial(
-            self._state.transfer_results,
-            sent=sorted(output.finished_sending or ()),
-            received=sorted(received),
-            failed=sorted(failed & received),
-        )
-        _attempt("report of the workers", "(several)", note)
-        self._links.sent(output.finished_sending or ())
-
-    def _registered(self, report: RegistrationReport) -> bool:
-        """Tell peers of the registration that the workers have now."""
-        envelopes = self._served.heard(report.ranks)
+    def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
+        """Serve the registration that the workers have now."""
+        envelopes = self._served.heard(registrations)
         if self._served.is_sure:
             self._state.set_generation(self._served.generation)
         if envelopes is not None and self._listener is not None:
             self._listener.replace(envelopes)
             _logger.info("side channel of engine %s serves %d ranks anew", self._facts.engine_id, len(envelopes))
-        return True
+
+    # ---------------------------------------------------------------------------------------------- the engine
 
     def reset_cache(self) -> bool:
         """Void all KV that was computed, promised or ordered before now; True if nothing of it will be handed over or used.
 
-        Until the workers have said which registration they have, no prompt is handed over: the host may be about to sleep.
+        Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        reading = _attempt("reset", "(all)", partial(self._state.reset, now_s=self._now_s()))
-        if reading is None:
-            return False
-        self._void_reads = (*self._void_reads, *reading)
-        return True
+        with self._refusals("reset", "(all)"):
+            self._state.reset(now_s=self._now_s())
+            return True
+        return False
 
     def take_stats(self) -> dict[str, list[Any]] | None:
-        """Return what was observed since the last call by key, None for nothing."""
+        """Return the observations since the last call by key, None for nothing."""
         now_s = self._now_s()
         if now_s - self._counted_s >= _COUNT_EVERY_S:
             self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
@@ -248,21 +317,21 @@ class SchedulerSide:
             changes = {state: counts.get(state, 0) - before.get(state, 0) for state in {*before, *counts}}
             if any(changes.values()):
                 self._stats.observe("live_requests", changes)
+            self._stats.level("fence_slots_used", self._state.fence_slots_used)
         return self._stats.take()
 
-    def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
+    def serve(self, envelopes: Mapping[Rank, bytes]) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""
-        payloads = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
-        self._served.expect(payloads)
+        self._served.expect(envelopes)
         if self._listener is not None:
-            self._listener.replace(payloads)
+            self._listener.replace(envelopes)
             return
         listener = self._make_listener()
-        listener.replace(payloads)
+        listener.replace(envelopes)
         listener.start()
         self._listener = listener
         _logger.info(
-            "side channel of engine %s serves %d ranks on port %d", self._facts.engine_id, len(payloads), listener.port
+            "side channel of engine %s serves %d ranks on port %d", self._facts.engine_id, len(envelopes), listener.port
         )
 
     def close(self) -> None:
@@ -271,27 +340,33 @@ class SchedulerSide:
         if listener is not None:
             listener.close()
 
+    def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:
+        """Return the block ids of the transferable groups."""
+        return tuple([block_ids[group_id] for group_id in self._facts.group_ids])
 
-def _scheduled(facts: EngineFacts, output: SchedulerOutput) -> Iterator[ScheduledTokens]:
-    """Return what a step computes, request by request, with their blocks in the transferable groups."""
-    nothing = tuple[list[int], ...]([] for _ in facts.group_ids)
-    tokens = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        blocks = select_groups(facts, new.block_ids)
-        yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, tokens.get(new.req_id, 0))
-    running = output.scheduled_cached_reqs
-    for request_id, added, computed in zip(
-        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
-    ):
-        blocks = select_groups(facts, added) if added is not None else nothing
-        is_fresh = request_id in running.resumed_req_ids
-        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0))
+    def _refusals(self, event: str, request_id: str) -> _Refusals:
+        """Return a block that turns an exception into one log line."""
+        return _Refusals(event, request_id)
 
 
-def _attempt(hook: str, request_id: str, call: Callable[[], _T]) -> _T | None:
-    """Call, and turn a refusal into one log line and None."""
-    try:
-        return call()
-    except Exception:
-        _logger.exception("request %s: %s was refused; it goes on without a hand-over", request_id, hook)
-        return None
+@final
+class _Refusals:
+    """A `with` block that turns an exception into one log line; its `__exit__` returns a bool, so that type checkers know."""
+
+    __slots__ = ("_event", "_request_id")
+
+    def __init__(self, event: str, request_id: str) -> None:
+        self._event = event
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Log an exception, and let only those through that end the process."""
+        if not isinstance(error, Exception):
+            return False
+        _logger.error(
+            "request %s: %s was refused; it goes on without a hand-over", self._request_id, self._event, exc_info=error
+        )
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from contextlib import suppress
@@ -11,26 +12,29 @@ from typing import TYPE_CHECKING, final
 
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.announced import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.leases import HoldCoordinator, HoldObserver
+from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
 from vllm_adapter.worker.transfer.peers import PeerLimits
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadEnd, ReadLimits, ReadObserver
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_adapter.cache.facts import LayerCache
-    from vllm_adapter.observe.recorder import StatsBuffer
-    from vllm_adapter.ports import HandshakeClient, StepPlan, TransferThread
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import HandshakeClient, StepPlan, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.worker.transfer.records import FinishedRead
 
-__all__ = ["Registration", "open_registration"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """How long the transfer thread may take to end all reads and leases; it has nothing else to do then."""
+_MOST_PROBE_S = 10.0
 _QUIET_S = 2.0
 """How long cancelled reads may take to leave the wire before the agent is closed under them."""
 _POLL_S = 0.005
@@ -38,38 +42,54 @@ _POLL_S = 0.005
 
 @final
 @dataclass(frozen=True, slots=True)
+class RegistrationEvents:
+    """Callbacks of a registration, invoked on its transfer thread; cheap and thread-safe."""
+
+    read_ended: Callable[[FinishedRead], None]
+    """The one end of a read."""
+    sent: Callable[[str], None]
+    """A request whose blocks are free."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Registration:
-    """What works on one registration.
+    """One registration, with the parts that work on it.
 
     Attributes:
         agent: The transfer thread, which holds the memory.
         handshakes: Asks peers for their metadata.
         reads: This rank as a consumer.
-        holds: This rank as a producer.
-        envelope: What the side channel serves for this rank.
+        leases: This rank as a producer.
+        recorder: Takes log lines of what goes wrong.
+        envelope: Bytes that the side channel serves for this rank.
     """
 
     agent: TransferThread
     handshakes: HandshakeClient
     reads: ReadCoordinator
-    holds: HoldCoordinator
+    leases: LeaseKeeper
+    recorder: Recorder
     envelope: bytes
 
-    def perform(self, plan: StepPlan, void_grants: Sequence[str], void_reads: Sequence[str]) -> None:
-        """Perform a step's orders; transfer thread only.
+    def perform(self, plan: StepPlan, void_grants: Sequence[str]) -> None:
+        """Perform a step's orders; transfer thread only. An order that raises fails alone: the others are performed.
 
         Args:
             plan: The orders.
             void_grants: Requests among its grants whose KV is lost.
-            void_reads: Requests whose read is to be given up, ordered in this step or earlier.
         """
-        self.holds.apply(plan, void_grants)
+        guarded = self.recorder.guarded
+        with guarded("the producer's part of a step"):
+            self.leases.apply(plan, void_grants)
         for order in plan.reads:
             self.reads.read(order)
-        for request_id in (*plan.cancels, *void_reads):
-            self.reads.cancel(request_id)
+        for request_id in (*plan.cancels, *plan.voids):
+            with guarded("cancellation of a read"):
+                self.reads.cancel(request_id, is_passed_on=request_id in plan.passes)
         for heartbeat in plan.heartbeats:
-            self.reads.heartbeat(heartbeat)
+            with guarded("heartbeat"):
+                self.reads.heartbeat(heartbeat)
 
     def close(self) -> None:
         """Stop both threads and give the memory back; idempotent."""
@@ -93,7 +113,7 @@ class Registration:
             try:
                 self.reads.end_all(ASLEEP, ASLEEP_MESSAGE)
             finally:
-                self.holds.end_all(has_fences=has_fences)
+                self.leases.end_all(has_fences=has_fences)
                 ended.set()
 
         with suppress(Exception):  # a dead or closed thread takes no orders: see below
@@ -134,74 +154,71 @@ class Registration:
 def open_registration(
     parts: WorkerParts,
     caches: Sequence[LayerCache],
+    recorder: Recorder,
+    events: RegistrationEvents,
     *,
     generation: int,
     can_convert: bool,
-    stats: StatsBuffer,
-    read_ended: Callable[[ReadEnd], None],
-    sent: Callable[[str], None],
 ) -> Registration:
     """Register this rank's memory, start its transfer thread and make its side-channel envelope.
 
     Args:
         parts: Makes the concrete parts.
         caches: This rank's layers, as peers are to read and write them.
+        recorder: Takes observations and log lines.
+        events: Called on the transfer thread with what ends.
         generation: Number of this registration.
         can_convert: Whether pages that are read can be put in order.
-        stats: Takes observations.
-        read_ended: Called on the transfer thread with the one end of every read.
-        sent: Called on the transfer thread with every request whose blocks are free.
     """
     facts, settings = parts.facts, parts.settings
     document = local_document(facts, caches)
-    reads = ReadCoordinator(
-        document,
-        parts.peer_geometry,
-        parts.make_planner(caches[0].memory_kind, can_convert=can_convert),
-        parts.codec,
-        ReadObserver(read_ended, stats.transfer, stats.count, stats.observe, _logger.info),
-        ReadLimits(
-            read_timeout_s=settings.read_timeout_s,
-            lease_s=settings.kv_lease_duration,
-            peers=PeerLimits(
-                handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
-                engine_ttl_s=settings.engine_ttl,
-                dialect=settings.ticket_dialect or facts.connector_version,
-            ),
-            whole_block_tokens=facts.whole_block_tokens,
-        ),
-        now_s=time.monotonic,
-    )
-    holds = HoldCoordinator(
-        parts.make_lease_table(),
-        parts.codec,
-        HoldObserver(sent, stats.count, stats.observe, _logger.info),
-        heartbeat_s=settings.heartbeat_s,
-        now_s=time.monotonic,
-    )
+    kind = caches[0].memory_kind
+    planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
+
+    # The thread calls these three only once it is started, and by then both coordinators exist.
+    def on_result(result: TransferResult) -> None:
+        reads.transfer_ended(result)
+
+    def on_quiet(transfer_id: str) -> None:
+        reads.memory_quiet(transfer_id)
+
+    def on_notification(agent_name: str, payload: bytes) -> None:
+        leases.notified(agent_name, payload)
+
     agent = parts.make_transfer_thread(
-        registration_ranges(caches),
-        on_result=reads.transfer_ended,
-        on_quiet=reads.memory_quiet,
-        on_notification=holds.notified,
+        registration_ranges(caches), on_result=on_result, on_quiet=on_quiet, on_notification=on_notification
     )
     handshakes = parts.make_handshake_client()
+    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)
+    reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended)
+    leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
     try:
-        reads.attach(agent, handshakes)
-        holds.attach(agent)
         agent.start()
-        agent.call_every(_TICK_S, holds.tick)
+        agent.call_every(_TICK_S, leases.tick)
         agent.call_every(_LOOK_AFTER_S, reads.look_after)
         envelope = parts.encode_envelope(caches, document, agent, generation=generation)
     except BaseException:
         handshakes.close()
         agent.close()
         raise
-    _logger.info(
-        "engine %s rank %d: %d layers registered for hand-over, fence of %d words",
-        facts.engine_id,
-        facts.tp_rank,
-        len(caches),
-        agent.fence[2],
+    recorder.info(
+        f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
+        f"fence of {agent.fence[2]} words"
     )
-    return Registration(agent, handshakes, reads, holds, envelope)
+    return Registration(agent, handshakes, reads, leases, recorder, envelope)
+
+
+def read_limits(parts: WorkerParts) -> ReadLimits:
+    """Return the limits of reads and peers that the configuration sets."""
+    settings = parts.settings
+    return ReadLimits(
+        read_timeout_s=settings.read_timeout_s,
+        lease_s=settings.kv_lease_duration,
+        retries=settings.read_retries,
+        peers=PeerLimits(
+            handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
+            engine_ttl_s=settings.engine_ttl or math.inf,
+            dialect=settings.ticket_dialect or parts.facts.connector_version,
+            probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
+        ),
+    )

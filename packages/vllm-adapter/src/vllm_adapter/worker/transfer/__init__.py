@@ -1,3 +1,3 @@
-"""The parts that run on the transfer thread only: reads, peers, leases."""
+"""Reads, peers and leases of one registration: everything that runs on the transfer thread."""
 
 __all__: list[str] = []

@@ -1,264 +1,208 @@
-"""Peer engines as one worker knows them: met, planned against, used, dropped. Transfer thread only.
+"""Peer engines as one worker knows them: met, planned against, used, probed, dropped. Transfer thread only.
 
-A ticket is a client's word, so engines are told apart by all of it: name, address, sizes and generation. A lying ticket can
-fail its own request, it cannot lend its engine to an honest one.
+A ticket is a client's word, so engines are told apart by all of its address: name, place, sizes and generation. A lying
+ticket can fail its own request; it cannot lend its engine to an honest one.
 
-One engine is known through a record that is wiring (its handshake runs), ready (planned, prepared, wired up), or draining
-(something is wrong with it: its reads in flight may end, new orders wait, then it is forgotten and met anew). An order that
-reaches a wiring or draining engine waits in that record and nowhere else, so no other engine's reads wait with it.
+A read that reaches an engine which is not ready waits in that engine's record and nowhere else, so no other engine's reads
+wait with it. No read waits longer than a handshake may take. An engine that cannot be met is forgotten at once: the client of
+the side channel remembers the failure, answers the next request for that engine immediately, and asks the engine again in
+the background.
+
+An engine that is not read from is probed: every `probe_s` one word of it is read. Two probes without an answer, or one that
+finds its process gone, and its agents and prepared lists are given back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.ports import PeerSpec
+from vllm_adapter.worker.transfer.parts import code_of
+from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm_adapter.cache.peer_geometry import PeerGeometry
-    from vllm_adapter.ports import (
-        HandshakeClient,
-        HandshakeOutcome,
-        HeartbeatOrder,
-        PeerMetadata,
-        PeerOrder,
-        PeerPlan,
-        Planner,
-        ReadOrder,
-        TransferThread,
-    )
+    from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
+    from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
+    from vllm_adapter.worker.transfer.records import Read
 
-__all__ = ["PeerDirectory", "PeerEngine", "PeerLimits", "PeerObserver", "Rank", "code_of"]
+__all__ = ["PeerDirectory", "PeerEvents", "PeerLimits"]
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
     "cannot be compared and a restart of it is found by a failed read"
 )
-Rank = tuple[int, int]
-Address = tuple[str, str, int, int, int, int, int | None]
+_NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
+_SILENT_PROBES = 2
+_PROBE_DEADLINE_S = 2.0
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """Durations, and the connector version assumed of peers that do not say theirs."""
+    """Durations, and the connector version assumed of peers that do not say theirs.
+
+    Attributes:
+        handshake_s: Longest wait of a read for its engine.
+        engine_ttl_s: Time after which an unused engine is forgotten.
+        probe_s: Time between two probes of an engine that is not read from.
+        dialect: Connector version of peers whose tickets do not say.
+    """
 
     handshake_s: float
     engine_ttl_s: float
     dialect: int
+    probe_s: float = 10.0
 
 
+@final
 @dataclass(frozen=True, slots=True)
-class PeerObserver:
-    """Where the directory reports; all callables are cheap."""
+class PeerEvents:
+    """Callbacks of the directory; neither may raise."""
 
-    ready: Callable[[ReadOrder, PeerEngine], None]
-    """An order's engine is ready for it."""
-    failed: Callable[[ReadOrder, str, str], None]
-    """An order's engine cannot be read from: code and message."""
-    count: Callable[[str], None]
-    observe: Callable[[str, float], None]
-    log: Callable[[str], None]
-
-
-@dataclass(slots=True)
-class PeerEngine:
-    """What is known of one peer engine.
-
-    Attributes:
-        engine_id: Its name.
-        address: All by which tickets tell engines apart: name, host, port, tp, pp and dcp sizes, generation.
-        phase: See the module.
-        waiting: Orders that wait for it.
-        plan: How it is read from; None until it is ready.
-        is_fenced: Whether all ranks that are read from have a fence array.
-        generation: Incarnation of its memory registration, None if it does not say.
-        reads_in_flight: Requests that are being read from it.
-        last_used_s: When an order last named it.
-    """
-
-    engine_id: str
-    address: Address
-    phase: Literal["wiring", "ready", "draining"] = "wiring"
-    waiting: list[ReadOrder] = field(default_factory=list["ReadOrder"])
-    plan: PeerPlan | None = None
-    is_fenced: bool = False
-    generation: int | None = None
-    reads_in_flight: int = 0
-    last_used_s: float = 0.0
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """All ranks that hear from us: those that are read from, then those that are only notified."""
-        return (*self.plan.producer_ranks, *self.plan.notify_only_ranks) if self.plan is not None else ()
-
-    def key(self, rank: Rank) -> str:
-        """Name of one rank on the transfer thread."""
-        _, host, port, tp, pp, dcp, generation = self.address
-        life = "" if generation is None else f"#{generation:x}"
-        return f"{self.engine_id}@{host}:{port}/{tp}.{pp}.{dcp}/{rank[0]}.{rank[1]}{life}"
+    ready: Callable[[Read, PeerEngine], None]
+    """A read's engine is ready for it."""
+    failed: Callable[[Read, str, str], None]
+    """A read's engine cannot be read from: code and message."""
 
 
 @final
 class PeerDirectory:
-    """Meets engines for orders, and hands each order on exactly once: to `ready` or to `failed`."""
+    """Meets engines for reads, and hands each read on exactly once per submission: to `ready` or to `failed`."""
 
-    def __init__(
-        self,
-        geometry: Mapping[str, object],
-        peer_geometry: PeerGeometry,
-        planner: Planner,
-        observer: PeerObserver,
-        limits: PeerLimits,
-        *,
-        now_s: Callable[[], float],
-    ) -> None:
-        self._geometry = geometry
-        self._peer_geometry = peer_geometry
+    def __init__(self, parts: TransferParts, planner: PeerPlanner, limits: PeerLimits, events: PeerEvents) -> None:
+        self._parts = parts
         self._planner = planner
-        self._observer = observer
         self._limits = limits
-        self._now_s = now_s
-        self._engines: dict[Address, PeerEngine] = {}
-        self._threads: tuple[TransferThread, HandshakeClient] | None = None
-
-    def attach(self, agent: TransferThread, handshakes: HandshakeClient) -> None:
-        """Connect the two threads that this directory stands between; before the first order."""
-        self._threads = (agent, handshakes)
-
-    @property
-    def _agent(self) -> TransferThread:
-        assert self._threads is not None, "attach() comes before the first order"  # noqa: S101
-        return self._threads[0]
+        self._events = events
+        self._engines: dict[PeerAddress, PeerEngine] = {}
+        self._probes: dict[str, PeerEngine] = {}
+        self._probe_count = 0
+        self._waiting_since_s: dict[Read, float] = {}
 
     def __len__(self) -> int:
         return len(self._engines)
 
-    # ---------------------------------------------------------------------------------------------- orders
+    # ---------------------------------------------------------------------------------------------- reads
 
-    def submit(self, order: ReadOrder) -> None:
-        """Pass an order on to `ready`, now or when its engine is."""
-        engine = self._find(order)
+    def submit(self, read: Read) -> None:
+        """Pass a read on to `ready`, now or when its engine is."""
+        engine = self._find(read.order.peer)
+        if engine is not None and engine.phase == "ready":
+            engine.last_used_s = self._parts.now_s()
+            self._waiting_since_s.pop(read, None)
+            self._events.ready(read, engine)
+            return
+        self._waiting_since_s.setdefault(read, self._parts.now_s())
         if engine is None:
-            self._meet(order, [order])
-        elif engine.phase == "ready":
-            engine.last_used_s = self._now_s()
-            self._observer.ready(order, engine)
+            self._meet(read.order.peer, [read])
         else:
-            engine.waiting.append(order)
+            engine.waiting.append(read)
 
-    def waiting(self, request_id: str) -> list[ReadOrder]:
-        """Return a request's orders whose engine is not ready yet."""
-        return [o for engine in self._engines.values() for o in engine.waiting if o.request_id == request_id]
+    def waiting(self, request_id: str) -> list[Read]:
+        """Return a request's reads whose engine is not ready yet."""
+        return [r for engine in self._engines.values() for r in engine.waiting if r.order.request_id == request_id]
 
-    def take_waiting(self) -> list[ReadOrder]:
-        """Return all orders that wait for an engine; none of them waits any longer."""
-        taken: list[ReadOrder] = []
-        for engine in self._engines.values():
-            taken += engine.waiting
-            engine.waiting = []
+    def take_waiting(self) -> list[Read]:
+        """Return all reads that wait for an engine; none of them waits any longer."""
+        return [read for engine in self._engines.values() for read in self._take(engine)]
+
+    def _take(self, engine: PeerEngine) -> list[Read]:
+        taken, engine.waiting = engine.waiting, []
+        for read in taken:
+            self._waiting_since_s.pop(read, None)
         return taken
 
     def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
         """Return the engine if it is ready; one that is not known yet is met meanwhile."""
-        engine = self._find(order)
+        engine = self._find(order.peer)
         if engine is None:
-            self._meet(order, [])
+            self._meet(order.peer, [])
             return None
         if engine.phase != "ready":
             return None
-        engine.last_used_s = self._now_s()
+        engine.last_used_s = self._parts.now_s()
         return engine
 
     def notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
         """Send a notification to one rank, counting a failure; nothing is raised, also by an agent that is being closed."""
         try:
-            is_sent = self._agent.send_notification(engine.key(rank), payload)
+            is_sent = self._parts.agent.send_notification(engine.key(rank), payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
-            self._observer.log(f"engine {engine.engine_id} could not be notified: {error}")
+            self._parts.recorder.info(f"engine {engine.engine_id} could not be notified: {error}")
             is_sent = False
         if not is_sent:
-            self._observer.count("num_failed_notifications")
+            self._parts.recorder.count("num_failed_notifications")
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def _find(self, order: PeerOrder) -> PeerEngine | None:
-        """Return the record that an order means: of its generation, or of any where one of the two does not say."""
-        address = _address(order)
-        found = self._engines.get(address)
+    def _find(self, peer: PeerAddress) -> PeerEngine | None:
+        found = self._engines.get(peer)
         if found is not None:
             return found
-        wanted = order.peer_generation
-        for engine in self._engines.values():
-            if engine.address[:-1] == address[:-1] and (wanted is None or engine.generation == wanted):
-                return engine
-        return None
+        return next((engine for engine in self._engines.values() if engine.is_meant_by(peer)), None)
 
-    def _meet(self, order: PeerOrder, waiting: list[ReadOrder]) -> None:
-        assert self._threads is not None, "attach() comes before the first order"  # noqa: S101
-        agent, handshakes = self._threads
-        engine = PeerEngine(order.peer_engine_id, _address(order), waiting=waiting, last_used_s=self._now_s())
-        self._engines[engine.address] = engine
+    def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
+        now_s = self._parts.now_s()
+        engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
+        self._engines[peer] = engine
         try:
-            ranks = self._planner.target_ranks(
-                self._geometry, peer_tp=order.peer_tp, peer_pp=order.peer_pp, peer_dcp=order.peer_dcp
-            )
-            handshakes.request(
-                host=order.peer_host,
-                port=order.peer_port,
-                ranks=ranks,
-                engine_id=engine.engine_id,
-                dialect=order.peer_dialect or self._limits.dialect,
-                generation=order.peer_generation,
-                on_done=lambda outcome: agent.call_soon(lambda: self._handshake_ended(engine, order, outcome)),
+            self._parts.handshakes.request(
+                host=peer.host,
+                port=peer.port,
+                ranks=self._planner.target_ranks(peer),
+                engine_id=peer.engine_id,
+                dialect=peer.dialect or self._limits.dialect,
+                generation=peer.generation,
+                on_done=lambda outcome: self._parts.agent.call_soon(lambda: self._handshake_ended(engine, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
 
-    def _handshake_ended(self, engine: PeerEngine, order: PeerOrder, outcome: HandshakeOutcome) -> None:
+    def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.address) is not engine:
             return
-        self._observer.observe("handshake_duration", outcome.elapsed_s)
+        self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
         if not outcome.is_ok:
-            self._observer.count("num_failed_handshakes")
+            self._parts.recorder.count("num_failed_handshakes")
             self._fail(engine, outcome.code, outcome.message)
             return
         try:
-            self._wire_up(engine, order, outcome.peers)
+            self._wire_up(engine, outcome.peers)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
-            self._observer.count("num_failed_handshakes")
+            self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
             self._fail(engine, code_of(error), f"engine {engine.engine_id} cannot be read from: {error}")
             return
         engine.phase = "ready"
-        waiting, engine.waiting = engine.waiting, []
-        for waiting_order in waiting:
-            self._observer.ready(waiting_order, engine)
+        engine.last_answer_s = self._parts.now_s()
+        for read in self._take(engine):
+            self._events.ready(read, engine)
 
-    def _wire_up(self, engine: PeerEngine, order: PeerOrder, peers: Mapping[Rank, PeerMetadata]) -> None:
+    def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata]) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
-        documents = {
-            rank: self._peer_geometry.document(self._geometry, metadata, rank, order)
-            for rank, metadata in peers.items()
-        }
-        plan = self._planner.plan(self._geometry, documents, peer_tp=order.peer_tp)
+        plan = self._planner.plan(engine.address, metadata)
         self._yield_names(engine)
-        engine.plan = plan
-        engine.generation = next((m.generation for m in peers.values() if m.generation is not None), None)
-        engine.is_fenced = all(peers[rank].fence is not None for rank in plan.producer_ranks)
+        engine.set_ready(plan, metadata)
         for rank in engine.ranks:
-            metadata = peers[rank]
-            self._agent.add_peer(
-                engine.key(rank),
-                metadata.agent_metadata,
-                local_rows=plan.local_rows(rank),
-                peer_rows=plan.peer_rows(rank),
-                memory_kind=self._peer_geometry.memory_kind(metadata),
-                fence=metadata.fence,
+            self._parts.agent.add_peer(
+                PeerSpec(
+                    engine.key(rank),
+                    metadata[rank].agent_metadata,
+                    plan.local_rows(rank),
+                    plan.peer_rows(rank),
+                    memory_kind=self._planner.memory_kind(metadata[rank]),
+                    local_kind=self._planner.local_kind,
+                    fence=metadata[rank].fence,
+                )
             )
-        self._observer.log(
+        fences = "fenced" if engine.is_fenced else _NO_FENCE
+        binding = "" if "prompt-digest" in engine.capabilities else f"; {_NOT_BOUND}"
+        self._parts.recorder.info(
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
-            f"{plan.bytes_per_token:g} bytes a token, {'fenced' if engine.is_fenced else _NO_FENCE}"
+            f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}"
         )
 
     def _yield_names(self, engine: PeerEngine) -> None:
@@ -266,7 +210,7 @@ class PeerDirectory:
         for other in list(self._engines.values()):
             is_alias = other is not engine and other.engine_id == engine.engine_id
             if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
-                self.drop(other, f"it is now known as {engine.key((0, 0))}")
+                self._drain(other, f"it is now known as {engine.key((0, 0))}")
 
     # ---------------------------------------------------------------------------------------------- parting
 
@@ -274,15 +218,20 @@ class PeerDirectory:
         """Forget an engine that could not be met, and fail what waited for it."""
         if self._engines.get(engine.address) is engine:
             del self._engines[engine.address]
-        waiting, engine.waiting = engine.waiting, []
-        for order in waiting:
-            self._observer.failed(order, code, message)
+        for read in self._take(engine):
+            self._events.failed(read, code, message)
 
-    def drop(self, engine: PeerEngine, why: str) -> None:
-        """Stop using an engine's present agents; it is met anew once its reads in flight have ended."""
+    def drop(self, engine: PeerEngine, reason: str) -> None:
+        """Stop using an engine that is in trouble; it is met anew once its reads in flight have ended."""
         if engine.phase != "draining":
-            self._observer.log(f"engine {engine.engine_id} is dropped and will be met anew: {why}")
-            engine.phase = "draining"
+            self._parts.recorder.count("num_dropped_engines")
+            self._parts.recorder.warn(f"engine {engine.engine_id} is dropped and will be met anew: {reason}")
+        self._drain(engine, "")
+
+    def _drain(self, engine: PeerEngine, reason: str) -> None:
+        if reason:
+            self._parts.recorder.info(f"engine {engine.engine_id} is let go: {reason}")
+        engine.phase = "draining"
         self._part_when_idle(engine)
 
     def read_ended(self, engine: PeerEngine) -> None:
@@ -297,41 +246,73 @@ class PeerDirectory:
         self._forget_ranks(engine)
         del self._engines[engine.address]
         waiting, engine.waiting = engine.waiting, []
-        for order in waiting:
-            self.submit(order)
+        for read in waiting:
+            self.submit(read)
 
     def _forget_ranks(self, engine: PeerEngine) -> None:
         for rank in engine.ranks:
-            if self._agent.has_peer(engine.key(rank)):
-                self._agent.remove_peer(engine.key(rank))
+            with self._parts.recorder.guarded("removal of a peer"):
+                if self._parts.agent.has_peer(engine.key(rank)):
+                    self._parts.agent.remove_peer(engine.key(rank))
+
+    # ---------------------------------------------------------------------------------------------- looking after
 
     def look_after(self) -> None:
-        """Give up engines whose handshake never ended, and drop unused ones; never one with reads in flight."""
-        now_s = self._now_s()
+        """End waits that are too long, probe engines that are not read from, and let unused ones go."""
+        now_s = self._parts.now_s()
         for engine in list(self._engines.values()):
-            idle_s = now_s - engine.last_used_s
-            if engine.phase == "wiring" and idle_s > self._limits.handshake_s:
-                message = (
-                    f"the handshake with engine {engine.engine_id} did not end within {self._limits.handshake_s:g} s"
-                )
-                self._fail(engine, "handshake-overdue", message)
-            elif engine.phase == "ready" and not engine.reads_in_flight and idle_s > self._limits.engine_ttl_s:
-                self.drop(engine, f"unused for {self._limits.engine_ttl_s:g} s")
+            if engine.phase == "ready":
+                self._look_after_idle(engine, now_s)
+            elif engine.phase == "wiring" and now_s - engine.last_used_s > self._limits.handshake_s:
+                self._fail(engine, "handshake-overdue", self._overdue(engine))
+            else:
+                self._fail_overdue(engine, now_s)
 
+    def _overdue(self, engine: PeerEngine) -> str:
+        return f"the handshake with engine {engine.engine_id} did not end within {self._limits.handshake_s:g} s"
 
-def code_of(error: Exception) -> str:
-    """Return the code of a coded error, or the name of any other."""
-    code: object = getattr(error, "code", None)
-    return code if isinstance(code, str) else type(error).__name__
+    def _fail_overdue(self, engine: PeerEngine, now_s: float) -> None:
+        """Fail the reads that have waited too long for an engine, e.g. one whose former reads hang in quarantine."""
+        for read in list(engine.waiting):
+            if now_s - self._waiting_since_s.get(read, now_s) > self._limits.handshake_s:
+                engine.waiting.remove(read)
+                del self._waiting_since_s[read]
+                self._events.failed(read, "handshake-overdue", self._overdue(engine))
 
+    def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
+        if engine.reads_in_flight or not engine.ranks:
+            return
+        if now_s - engine.last_used_s > self._limits.engine_ttl_s:
+            self._drain(engine, f"unused for {self._limits.engine_ttl_s:g} s")
+        elif not engine.is_probed and (engine.silent_probes or now_s - engine.last_answer_s > self._limits.probe_s):
+            self._probe(engine)
 
-def _address(order: PeerOrder) -> Address:
-    return (
-        order.peer_engine_id,
-        order.peer_host,
-        order.peer_port,
-        order.peer_tp,
-        order.peer_pp,
-        order.peer_dcp,
-        order.peer_generation,
-    )
+    def _probe(self, engine: PeerEngine) -> None:
+        # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
+        self._probe_count += 1
+        probe_id = f"probe {self._probe_count}"
+        self._probes[probe_id] = engine
+        engine.is_probed = True
+        try:
+            self._parts.agent.probe(probe_id, engine.key(engine.ranks[0]), deadline_s=_PROBE_DEADLINE_S)
+        except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
+            del self._probes[probe_id]
+            engine.is_probed, engine.last_answer_s = False, self._parts.now_s()
+            self._parts.recorder.trouble("probe of an idle engine", error)
+
+    def probe_ended(self, result: TransferResult) -> None:
+        """Take in the end of a probe; results of other transfers are ignored."""
+        engine = self._probes.pop(result.transfer_id, None)
+        if engine is None:
+            return
+        engine.is_probed = False
+        if result.outcome == "done":
+            engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
+            return
+        if result.outcome == "cancelled" or engine.phase != "ready":
+            return
+        engine.silent_probes += 1
+        is_gone = result.code == "peer-disconnected"
+        if is_gone or engine.silent_probes >= _SILENT_PROBES:
+            reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
+            self.drop(engine, f"{reason} ({result.code}: {result.message})")

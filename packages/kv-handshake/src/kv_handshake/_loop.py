@@ -1,0 +1,279 @@
+"""The client loop: many requests at once, on one thread.
+
+Every request has its own connection and its own times, and the thread never waits for a single one of them: host names
+are looked up on other threads, connecting is asynchronous, and one poll covers all connections. So a peer that is
+dead, slow or hostile delays no other request. `Client` and `probe` both run their requests here.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, final
+
+from kv_handshake._errors import HandshakeError
+from kv_handshake._zmq import Connection, Hub
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kv_handshake._keys import ClientSecurity
+    from kv_handshake._log import GatedLog
+    from kv_handshake._outcome import Timing
+    from kv_handshake._task import Task
+
+__all__ = ["Loop"]
+
+_RESOLVERS = 4
+_IDLE_POLL_S = 60.0
+_JOIN_S = 5.0
+_RECOVERY_S = 0.02
+
+_PROBLEMS = {
+    "connection-refused": "no connection",
+    "connection-lost": "the connection ended before a reply",
+    "authentication-refused": "wrong keys, encryption on one side only, or no ZeroMQ: no connection",
+}
+
+
+@final
+class Loop:
+    """Runs tasks from one thread of its own until they end.
+
+    Args:
+        timing: Limits of connections and of queries under way.
+        security: Keys of an encrypted side channel; plain TCP without.
+        seed: Seed of the jitter, for reproducible tests.
+        log: Gets failures of the loop itself.
+    """
+
+    def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
+        self._timing = timing
+        self._log = log
+        self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
+        self._counts = {"attempts": 0, "restarts": 0}
+        self._lock = threading.Lock()
+        self._inbox: deque[Task[Any]] = deque()
+        self._is_closing = False
+        self._waiting: deque[Task[Any]] = deque()
+        self._lookups: dict[Task[Any], Future[list[str]]] = {}
+        self._running: dict[Connection, Task[Any]] = {}
+        self._hub = Hub(security)
+        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="kv-handshake-names")
+        self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Loop(running={len(self._running)}, waiting={len(self._waiting)})"
+
+    def submit(self, task: Task[Any]) -> bool:
+        """Run a task; return False if the loop is closed. Callable from any thread."""
+        with self._lock:
+            if self._is_closing:
+                return False
+            self._inbox.append(task)
+        if threading.current_thread() is not self._thread:
+            self._hub.wake()
+        return True
+
+    def chance(self) -> float:
+        """Return a random number in [0, 1) for jitter."""
+        return self._random.random()
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counts so far: ``attempts`` and ``restarts``."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """End all tasks with ``closed`` and stop the thread; idempotent."""
+        with self._lock:
+            self._is_closing = True
+        self._hub.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+    # Everything below runs on the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - nothing may end the thread: every task gets its end
+                    self._recover(error)
+        finally:
+            with self._lock:
+                self._is_closing = True
+                leftover = list(self._inbox)
+            for task in (*leftover, *self._waiting, *self._lookups, *self._running.values()):
+                problem = "the client was closed while waiting for metadata"
+                task.session.fail(task.transport_error("closed", problem, time.monotonic()))
+                task.on_end(task)
+            self._hub.close()
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            arrived, self._inbox = self._inbox, deque()
+        for task in arrived:
+            error = task.admit(now_s) if task.admit is not None else None
+            if error is None:
+                self._waiting.append(task)
+            else:
+                task.session.fail(error)
+                task.on_end(task)
+        self._start_due(now_s)
+        with self._lock:
+            has_work = bool(self._inbox)
+        readable, changed = self._hub.poll(0 if has_work else self._next_deadline_s() - time.monotonic())
+        for connection in readable:
+            self._read(connection)
+        for connection in changed:
+            self._take_fault(connection)
+        self._check_times(time.monotonic())
+
+    def _recover(self, error: Exception) -> None:
+        """End the running tasks after a failure that was not foreseen, and go on with later ones."""
+        with self._lock:
+            self._counts["restarts"] += 1
+        self._log.warning("restart", f"the client goes on after {error!r}")
+        for connection, task in list(self._running.items()):
+            problem = f"no reply because of {error!r}"
+            task.session.fail(task.transport_error("transport-failed", problem, time.monotonic()))
+            self._hang_up(connection, task)
+        time.sleep(_RECOVERY_S)
+
+    def _start_due(self, now_s: float) -> None:
+        """Begin every attempt whose time has come, as far as there are places."""
+        for task, lookup in list(self._lookups.items()):
+            if lookup.done():
+                del self._lookups[task]
+                self._begin(task, lookup.result())
+        for _ in range(len(self._waiting)):
+            task = self._waiting.popleft()
+            has_place = len(self._running) + len(self._lookups) < self._timing.connections
+            if not has_place or not task.next_attempt_s <= now_s < task.deadline_s:
+                self._waiting.append(task)
+                continue
+            task.begin_attempt(now_s)
+            with self._lock:
+                self._counts["attempts"] += 1
+            endpoint = task.request.endpoint
+            if endpoint.address is not None:
+                self._begin(task, [endpoint.host])
+            else:
+                lookup = self._resolvers.submit(_addresses_of, endpoint.host)
+                self._lookups[task] = lookup
+                lookup.add_done_callback(lambda _: self._hub.wake())
+
+    def _begin(self, task: Task[Any], addresses: list[str]) -> None:
+        """Connect to the first of the addresses."""
+        if not addresses and not task.session.is_over:
+            problem = f"no address for the name {task.request.endpoint.host!r}:"
+            task.session.fail(task.transport_error("name-unresolved", problem, time.monotonic()))
+        task.set_addresses(addresses)
+        self._connect(task)
+
+    def _connect(self, task: Task[Any]) -> None:
+        """Open a connection to the task's next address, and send its first queries ahead."""
+        address = task.next_address()
+        if task.session.is_over or address is None:
+            self._end_attempt(task)
+            return
+        try:
+            connection = self._hub.open(address, task.request.endpoint.port)
+        except HandshakeError as error:
+            task.session.fail(error)
+            self._end_attempt(task)
+            return
+        self._running[connection] = task
+        self._send_ahead(connection, task)
+        self._hang_up_if_over(connection, task)
+
+    def _hang_up_if_over(self, connection: Connection, task: Task[Any]) -> None:
+        if task.session.is_over:
+            self._hang_up(connection, task)
+
+    def _send_ahead(self, connection: Connection, task: Task[Any]) -> None:
+        session = task.session
+        try:
+            while session.queries_left and session.queries_outstanding < self._timing.pipeline:
+                connection.send(session.next_query(now_s=time.perf_counter()))
+        except HandshakeError as error:
+            session.fail(error)
+
+    def _read(self, connection: Connection) -> None:
+        task = self._running[connection]
+        while not task.session.is_over and (frames := connection.receive()) is not None:
+            task.session.receive_message(frames, now_s=time.perf_counter())
+            task.extend_attempt(time.monotonic())
+            self._send_ahead(connection, task)
+        self._hang_up_if_over(connection, task)
+
+    def _take_fault(self, connection: Connection) -> None:
+        if connection not in self._running:
+            return
+        fault = connection.fault()
+        if not fault:
+            return
+        self._read(connection)  # replies that came before the end of the connection still count
+        task = self._running.get(connection)
+        if task is None:
+            return
+        if fault == "connection-refused" and task.change_address():
+            del self._running[connection]
+            self._hub.discard(connection)
+            self._connect(task)
+            return
+        task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
+        self._hang_up(connection, task)
+
+    def _hang_up(self, connection: Connection, task: Task[Any]) -> None:
+        """Tell the caller first, then close the connection."""
+        del self._running[connection]
+        self._end_attempt(task)
+        self._hub.discard(connection)
+
+    def _check_times(self, now_s: float) -> None:
+        for connection, task in list(self._running.items()):
+            task.check_time(now_s)
+            self._hang_up_if_over(connection, task)
+        for task in list(self._lookups):
+            task.check_time(now_s)
+            if task.session.is_over:
+                self._lookups.pop(task).cancel()
+                self._end_attempt(task)
+        for task in [task for task in self._waiting if now_s >= task.deadline_s]:
+            self._waiting.remove(task)
+            task.session.fail(task.transport_error("timed-out", "no place for a connection", now_s))
+            task.on_end(task)
+
+    def _next_deadline_s(self) -> float:
+        times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
+        if len(self._running) + len(self._lookups) < self._timing.connections:
+            times += [task.next_attempt_s for task in self._waiting]
+        else:
+            times += [task.deadline_s for task in self._waiting]
+        return min(times, default=time.monotonic() + _IDLE_POLL_S)
+
+    def _end_attempt(self, task: Task[Any]) -> None:
+        if task.plan_retry(time.monotonic(), self._random.random()):
+            self._waiting.append(task)
+        else:
+            task.on_end(task)
+
+
+def _addresses_of(host: str) -> list[str]:
+    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; none if it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    ordered = sorted(found, key=lambda each: each[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(each[4][0]) for each in ordered))

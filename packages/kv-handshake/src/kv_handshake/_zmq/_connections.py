@@ -1,0 +1,271 @@
+"""Client connections, and a poll over many of them.
+
+A connection is a DEALER that speaks like a REQ (an empty first frame) but may send ahead. It never reconnects by itself:
+replies are matched to queries by position, so a connection that broke must end visibly. A monitor socket per connection
+reports that.
+
+libzmq's events tell the causes of an end apart as far as this (measured with libzmq 4.3.5; the detail is an errno):
+
+    CLOSED                                          refused: nothing listens at the port
+    HANDSHAKE_FAILED_NO_DETAIL, ECONNRESET          refused: reset before it opened, as by a process that is ending
+    HANDSHAKE_FAILED_NO_DETAIL, other               closed in good order during the opening: keys, or no ZeroMQ
+    HANDSHAKE_FAILED_AUTH, HANDSHAKE_FAILED_PROTOCOL   keys, or encryption on one side only
+    DISCONNECTED before HANDSHAKE_SUCCEEDED         the bytes of the server are no ZMTP 3
+    DISCONNECTED after it                           lost
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Any, final
+
+import zmq
+
+from kv_handshake._endpoint import endpoint_of
+from kv_handshake._errors import HandshakeError, TransportError
+from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
+
+if TYPE_CHECKING:
+    from kv_handshake._keys import ClientSecurity
+
+__all__ = ["Connection", "Hub", "WakeupPipe"]
+
+_ONLY_CURRENT_ZMTP = b"kv-handshake"
+"""A ZAP domain for plain client sockets. Without one, libzmq takes a web server for a ZeroMQ of before 2011, reads its
+text as frames, and may deliver one as a reply. With one it hangs up on everything older than ZMTP 3.0. No authenticator
+serves the domain in a client's context, so nothing else changes."""
+
+_OPENING_MS = 30_000
+"""A connection that is not open by then is given up: its peer is silent, or too busy to answer."""
+
+_MAX_FRAMES = 2
+_MAX_SURPLUS_FRAMES = 64
+_LONGEST_POLL_MS = 60_000
+_EVENT = struct.Struct("=HI")  # kind, value
+_MONITORED = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+@final
+class Connection:
+    """One client connection to one listener; belongs to its hub's thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self._is_open = False
+        self._fault = ""
+        self._connected_s = 0.0
+        set_options(
+            self.socket,
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_REPLY_BYTES),
+            (zmq.RCVHWM, HIGH_WATER_MARK),
+            (zmq.SNDHWM, HIGH_WATER_MARK),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.HANDSHAKE_IVL, _OPENING_MS),
+        )
+        if security is None:
+            self.socket.zap_domain = _ONLY_CURRENT_ZMTP
+        else:
+            self.socket.curve_publickey = security.public_key.encode("ascii")
+            self.socket.curve_secretkey = security.secret_key.encode("ascii")
+            self.socket.curve_serverkey = security.server_key.encode("ascii")
+        self.monitor = self.socket.get_monitor_socket(_MONITORED)
+
+    def connect(self, address: str, port: int) -> None:
+        """Start to connect to a literal address.
+
+        Raises:
+            TransportError: ``transport-failed``.
+            ConfigurationError: ``invalid-endpoint``.
+        """
+        endpoint = endpoint_of(address, port)
+        try:
+            self.socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
+            self._connected_s = time.monotonic()
+            self.socket.connect(endpoint.url)
+        except zmq.ZMQError as error:
+            raise TransportError(
+                "transport-failed", f"cannot connect to {address} port {port}: {error.strerror}", errno=error.errno
+            ) from error
+
+    def send(self, query: bytes) -> None:
+        """Queue a query; it leaves as soon as the connection stands.
+
+        A connection that has ended already drops it; `fault` reports why it ended.
+
+        Raises:
+            TransportError: ``transport-failed``.
+        """
+        try:
+            self.socket.send(b"", NOBLOCK_AND_MORE)
+            self.socket.send(query, zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        except zmq.ZMQError as error:
+            raise TransportError("transport-failed", f"cannot send a query: {error.strerror}") from error
+
+    def receive(self) -> list[bytes] | None:
+        """Return the frames of the next reply without the delimiter, at most a few, or None if there is none.
+
+        Of a reply with many frames only the first 64 or so are read: more would keep other peers waiting. Such a reply has
+        too many frames for any session, and its connection must be closed.
+        """
+        try:
+            frames = [self.socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        surplus = 0
+        while self.socket.get(zmq.RCVMORE):
+            part = self.socket.recv()
+            if len(frames) <= _MAX_FRAMES + 1:
+                frames.append(part)
+            elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
+                break
+        return frames[1:] if not frames[0] else frames
+
+    def fault(self) -> str:
+        """Return why the connection ended, as a code, or nothing; takes one event, the hub's poll reports further ones.
+
+        Replies that came before the end stay readable.
+        """
+        if self._fault:
+            return self._fault
+        try:
+            kind, detail = _EVENT.unpack(self.monitor.recv(zmq.NOBLOCK))
+            self.monitor.recv()  # the address, which is known
+        except zmq.Again:
+            return ""
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_open = True
+        else:
+            self._fault = self._cause(kind, detail)
+        return self._fault
+
+    def _cause(self, kind: int, detail: int) -> str:
+        if kind == zmq.EVENT_CLOSED:
+            return "connection-refused"
+        if self._is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
+            return "connection-lost"
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and detail == errno.ECONNRESET:
+            return "connection-refused"
+        return "authentication-refused"
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+@final
+class Hub:
+    """A poll over many connections and a wake-up, for one thread; only `wake` may be called from others."""
+
+    def __init__(self, security: ClientSecurity | None = None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._security = security
+        self._poller = zmq.Poller()
+        self._by_socket: dict[Any, Connection] = {}
+        self._wakeup = WakeupPipe()
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+
+    def open(self, address: str, port: int) -> Connection:
+        """Return a new connection, on its way.
+
+        Raises:
+            TransportError: ``transport-failed``.
+            ConfigurationError: ``invalid-endpoint``.
+        """
+        try:
+            connection = Connection(self._context, self._security)
+        except zmq.ZMQError as error:
+            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
+        try:
+            connection.connect(address, port)
+        except HandshakeError:
+            connection.close()
+            raise
+        for each in (connection.socket, connection.monitor):
+            self._poller.register(each, zmq.POLLIN)
+            self._by_socket[each] = connection
+        return connection
+
+    def discard(self, connection: Connection) -> None:
+        """Forget and close a connection."""
+        for each in (connection.socket, connection.monitor):
+            self._poller.unregister(each)
+            del self._by_socket[each]
+        connection.close()
+
+    def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
+        """Wait until a connection is readable or changes, `wake` is called, or the time is over.
+
+        Returns:
+            The connections with replies to read, and those with an event for `fault` to read.
+        """
+        readable: list[Connection] = []
+        changed: list[Connection] = []
+        for each, _ in self._poller.poll(max(0, min(_LONGEST_POLL_MS, math.ceil(timeout_s * 1000)))):
+            connection = self._by_socket.get(each)
+            if connection is None:
+                self._wakeup.drain()
+            elif each is connection.socket:
+                readable.append(connection)
+            else:
+                changed.append(connection)
+        return readable, changed
+
+    def wake(self) -> None:
+        """Make a blocked `poll` return; from any thread, also after `close`."""
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        """Close all connections and the wake-up."""
+        for connection in set(self._by_socket.values()):
+            connection.close()
+        self._wakeup.close()
+        self._context.destroy(linger=0)
+
+
+@final
+class WakeupPipe:
+    """A descriptor to poll that any thread can make readable."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll for reading."""
+        return self._reader.fileno()
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable again."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+
+    def wake(self) -> None:
+        """Make the descriptor readable; harmless after `close`."""
+        with contextlib.suppress(OSError):
+            self._writer.send(b"!")
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()

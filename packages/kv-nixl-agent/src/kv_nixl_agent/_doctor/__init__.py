@@ -1,0 +1,1 @@
+"""The doctor: findings about this machine, and reads between real processes."""

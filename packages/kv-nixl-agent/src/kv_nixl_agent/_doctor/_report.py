@@ -1,0 +1,87 @@
+"""`kv-nixl doctor`: everything that decides whether transfers work, and how fast, in one report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Final, final
+
+from kv_nixl_agent._doctor._environment import Finding, Severity, check_environment, check_nixl
+from kv_nixl_agent._doctor._remote_test import measure_peer
+from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest, run_selftest
+from kv_nixl_agent._doctor._transports import ReadPath, is_tcp
+from kv_nixl_agent._errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["EXIT_CODES", "Report", "examine"]
+
+EXIT_CODES: Final[Mapping[Severity, int]] = {"ok": 0, "warning": 1, "error": 3}
+"""Exit code by worst severity; 2 is argparse's for wrong usage."""
+
+_SLOW_RATIO: Final = 0.05
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """All findings and measurements."""
+
+    findings: Sequence[Finding]
+    bandwidth: Sequence[Bandwidth]
+    paths: Sequence[ReadPath]
+    peer_bandwidth: Bandwidth | None = field(default=None)
+
+    @property
+    def severity(self) -> Severity:
+        """Worst severity of all findings."""
+        found = {finding.severity for finding in self.findings}
+        return "error" if "error" in found else "warning" if "warning" in found else "ok"
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values for `--json`."""
+        return {"severity": self.severity, "exit_code": EXIT_CODES[self.severity], **asdict(self)}
+
+
+def examine(peer: tuple[str, int] | None = None) -> Report:
+    """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises."""
+    findings = list(check_nixl())
+    findings += check_environment()
+    test = SelfTest(is_ok=False, message="not run, NIXL does not start")
+    if findings[0].severity != "error":
+        test = run_selftest()
+    findings.append(Finding("two-process-read", "ok" if test.is_ok else "error", test.message))
+    if test.is_ok:
+        findings.append(_judge_paths(test.paths))
+        findings.append(_judge_speed(test.bandwidth))
+    peer_bandwidth = None
+    if peer is not None:
+        peer_bandwidth, finding = _try_peer(*peer)
+        findings.append(finding)
+    return Report(findings, test.bandwidth, test.paths, peer_bandwidth)
+
+
+def _judge_paths(paths: Sequence[ReadPath]) -> Finding:
+    if not paths:
+        return Finding("transports", "warning", "UCX printed no protocol table: the transports are not known")
+    shown = "; ".join(f"{path.into} from {path.source} {path.sizes}: {path.method} {path.config}" for path in paths)
+    over_tcp = [path for path in paths if is_tcp(path)]
+    if over_tcp:
+        return Finding("transports", "warning", f"READS GO OVER TCP, even within this host: {shown}")
+    return Finding("transports", "ok", shown)
+
+
+def _judge_speed(bandwidth: Sequence[Bandwidth]) -> Finding:
+    largest = bandwidth[-1]
+    ratio = largest.read_gb_s / largest.memcpy_gb_s
+    text = f"{largest.read_gb_s:.2f} GB/s at {largest.page_bytes >> 10} KiB pages, {ratio:.0%} of memcpy"
+    return Finding("bandwidth", "warning" if ratio < _SLOW_RATIO else "ok", text)
+
+
+def _try_peer(host: str, port: int) -> tuple[Bandwidth | None, Finding]:
+    try:
+        measured = measure_peer(host, port)
+    except (AgentError, OSError, ValueError, RuntimeError) as error:
+        return None, Finding("peer", "error", f"{host}:{port}: {type(error).__name__}: {error}")
+    text = f"{host}:{port}: {measured.read_gb_s:.2f} GB/s at {measured.page_bytes >> 10} KiB pages, content compared"
+    return measured, Finding("peer", "ok", text)

@@ -1,0 +1,148 @@
+"""Reads between two real processes, with the transports that carried them and the bandwidth beside memcpy's.
+
+The work runs in a child process, because UCX's log level is read at start and its tables go to standard output. They are cut
+wherever its buffer is full, so what was measured comes through a pipe of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from kv_nixl_agent._agent import TransferAgent
+from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, ReadPath, read_paths
+from kv_nixl_agent._producer_process import PeerProcess, page_pattern
+from kv_nixl_agent._values import PeerSpec, TransferOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+__all__ = ["Bandwidth", "SelfTest", "measure_pages", "run_selftest"]
+
+PAGE_SIZES: Final = (4096, 16384, 65536, 1 << 20)
+_REGION_BYTES: Final = 16 << 20
+_TIMEOUT_S: Final = 120.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Best of a few reads of random pages."""
+
+    page_bytes: int
+    read_gb_s: float
+    memcpy_gb_s: float
+    fence_us: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Outcome of the two-process self-test."""
+
+    is_ok: bool
+    message: str
+    bandwidth: Sequence[Bandwidth] = ()
+    paths: Sequence[ReadPath] = field(default_factory=tuple[ReadPath, ...])
+
+
+def run_selftest() -> SelfTest:
+    """Run the test in a child and return what it measured; never raises."""
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-c", f"from kv_nixl_agent._doctor._selftest import child; child({theirs})"]
+    environment = {**os.environ, **TRANSPORT_ENVIRONMENT}
+    with os.fdopen(ours) as measured:
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
+                pass_fds=[theirs],
+            )
+        except subprocess.TimeoutExpired:
+            return SelfTest(is_ok=False, message=f"the self-test did not end within {_TIMEOUT_S:.0f} s")
+        finally:
+            os.close(theirs)
+        answer = measured.read()
+    paths = read_paths(done.stdout + "\n" + done.stderr)
+    if answer:
+        rows = [Bandwidth(*row) for row in json.loads(answer)]
+        return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return SelfTest(is_ok=False, message=lines[-1] if lines else f"exit code {done.returncode}", paths=paths)
+
+
+def child(answer: int) -> None:
+    """Be the child: measure every page size against a producer in yet another process; write JSON to a descriptor."""
+    rows: list[tuple[int, float, float, float]] = []
+    for page_bytes in PAGE_SIZES:
+        producer = PeerProcess("doctor-producer", page_bytes=page_bytes, page_count=_REGION_BYTES // page_bytes)
+        try:
+            measured = measure_pages(producer.agent_metadata, producer.rows, producer.fence)
+        finally:
+            producer.close()
+        rows.append((measured.page_bytes, measured.read_gb_s, measured.memcpy_gb_s, measured.fence_us))
+    with os.fdopen(answer, "w") as file:
+        json.dump(rows, file)
+
+
+def measure_pages(
+    metadata: bytes, rows: npt.NDArray[np.uint64], fence: tuple[int, int, int], *, repeats: int = 5
+) -> Bandwidth:
+    """Read all pages of a producer that shows `page_pattern(0, ...)`, compare them, and time it.
+
+    Raises:
+        AgentError: as `TransferAgent`.
+        RuntimeError: when a read fails or brings other bytes.
+    """
+    _, page_bytes, _, _, count = rows[0].tolist()
+    memory = np.zeros((count, page_bytes), dtype=np.uint8)
+    agent = TransferAgent("doctor", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")])
+    try:
+        local = np.array([[memory.ctypes.data, page_bytes, 0, page_bytes, count]], dtype=np.uint64)
+        agent.add_peer(PeerSpec("producer", metadata, local, rows, fence=fence))
+        ids = np.random.default_rng(0).permutation(count).astype(np.int32)
+        spans: list[float] = []
+        fences: list[float] = []
+        for number in range(repeats):
+            result_s, fence_s = _read(agent, TransferOrder(f"t{number}", "producer", ids, ids, fence=(0, 0)))
+            spans.append(result_s)
+            fences.append(fence_s)
+        if not np.array_equal(memory, page_pattern(0, count, page_bytes)):
+            message = f"pages of {page_bytes} bytes arrived with other content"
+            raise RuntimeError(message)
+        copy = np.empty_like(memory)
+        copies: list[float] = []
+        for _ in range(repeats):
+            began_s = time.perf_counter()
+            np.copyto(copy, memory)
+            copies.append(time.perf_counter() - began_s)
+        total = memory.nbytes / 1e9
+        return Bandwidth(page_bytes, total / min(spans), total / min(copies), min(fences) * 1e6)
+    finally:
+        agent.close()
+
+
+def _read(agent: TransferAgent, order: TransferOrder) -> tuple[float, float]:
+    began_s = time.perf_counter()
+    agent.post(order)
+    while True:
+        agent.advance()
+        for result in agent.take_results():
+            if result.outcome != "done":
+                message = f"a read failed: {result.code}: {result.message}"
+                raise RuntimeError(message)
+            return time.perf_counter() - began_s - result.fence_s, result.fence_s

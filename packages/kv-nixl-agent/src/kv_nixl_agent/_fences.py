@@ -1,0 +1,127 @@
+"""The fence array: words that peers read, and scratch words that our own fence reads land in.
+
+Word layout of an agent with 4096 fence words: words 0 to 4095 are exposed to peers, 4096 to 4607 are the 512 scratch words,
+4608 is the landing word of warm-ups and is never read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from ._errors import AgentError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ._values import FenceLocation
+
+__all__ = ["CLOSED_GENERATION", "SCRATCH_WORDS", "FenceArray"]
+
+CLOSED_GENERATION: Final = (1 << 64) - 1
+"""Generation in every fence word of a closed agent; never granted."""
+
+SCRATCH_WORDS: Final = 512
+
+
+@final
+class FenceArray:
+    """64-bit words that a producer bumps and consumers read one-sidedly, with scratch words for our own such reads.
+
+    A word is written with one aligned 8-byte store, so a reader sees the old or the new generation, nothing between. A lock keeps
+    writers on other threads from reviving a word after `void_all`.
+    """
+
+    __slots__ = ("_free", "_is_void", "_lock", "_memory", "_words", "word_count")
+
+    def __init__(self, word_count: int) -> None:
+        self.word_count = word_count
+        """Words that are exposed to peers."""
+        words = word_count + SCRATCH_WORDS + 1
+        raw: npt.NDArray[np.uint64] = np.zeros(words + 8, dtype=np.uint64)
+        shift = (-raw.ctypes.data % 64) // 8
+        self._memory: npt.NDArray[np.uint64] = raw[shift : shift + words]
+        self._words = self._memory.data  # reads one word with less of NumPy's code, which is cold by then
+        self._free = deque(range(word_count, word_count + SCRATCH_WORDS))
+        self._lock = threading.Lock()
+        self._is_void = False
+
+    @property
+    def location(self) -> FenceLocation:
+        """(address, device, word count) for peers."""
+        return (self.address, 0, self.word_count)
+
+    @property
+    def address(self) -> int:
+        """Address of the first word."""
+        return int(self._memory.ctypes.data)
+
+    @property
+    def warm_up_word(self) -> int:
+        """Number of the word that warm-ups land in; its content means nothing."""
+        return self.word_count + SCRATCH_WORDS
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to register, scratch included."""
+        return int(self._memory.nbytes)
+
+    @property
+    def free_scratch_words(self) -> int:
+        """Scratch words that no fence read uses."""
+        return len(self._free)
+
+    def write(self, slot: int, generation: int) -> None:
+        """Store `generation` in `slot`; any thread.
+
+        Raises:
+            AgentError: `bad-fence` if either is out of range, `agent-closed` once all words are void.
+        """
+        if not 0 <= slot < self.word_count or not 0 <= generation < CLOSED_GENERATION:
+            raise AgentError(
+                "bad-fence",
+                f"fence slot {slot} with generation {generation}: slots are 0 to {self.word_count - 1}, "
+                "generations 0 to 2**64-2",
+                slot=slot,
+            )
+        with self._lock:
+            if self._is_void:
+                raise AgentError("agent-closed", f"fence word {slot} is void for good: the agent was closed")
+            self._memory[slot] = generation
+
+    def read(self, slot: int) -> int:
+        """Return the generation in `slot`."""
+        word: int = self._words[slot]
+        return word
+
+    def void_all(self) -> None:
+        """Make every word differ from every generation that was granted, for good."""
+        with self._lock:
+            self._is_void = True
+            self._memory[: self.word_count] = CLOSED_GENERATION
+
+    def take_scratch(self, expected: int, *, is_early: bool = False) -> int | None:
+        """Return a free scratch word, filled with a value other than `expected`; None if all are in use.
+
+        Early requests may use only half of the scratch words. Reads of a stopped peer keep theirs until their deadline, so
+        the other half stays free for healthy peers.
+        """
+        if len(self._free) <= (SCRATCH_WORDS // 2 if is_early else 0):
+            return None
+        word = self._free.popleft()
+        self._memory[word] = expected ^ CLOSED_GENERATION
+        return word
+
+    def give_back(self, word: int, *, is_suspect: bool = False) -> None:
+        """Free a scratch word. A suspect one, whose read ended in an error, is used again after all the others."""
+        if is_suspect:
+            self._free.append(word)
+        else:
+            self._free.appendleft(word)
+
+    def rows(self) -> npt.NDArray[np.uint64]:
+        """Return the whole array as one strided row of 8-byte descriptors."""
+        return np.array([[self.address, 8, 0, 8, len(self._memory)]], dtype=np.uint64)

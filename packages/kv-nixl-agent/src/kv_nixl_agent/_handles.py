@@ -1,0 +1,283 @@
+"""Owner of NIXL's transfer handles: counts them per peer, releases them, and keeps those that nobody waits for.
+
+NIXL's release of an active transfer is best effort. Over TCP, data of a released transfer was seen to land seconds later, even
+after the peer had been removed. So a handle whose transfer has ended early is kept and polled. One policy holds for all of them:
+
+1. A handle is kept until nothing of it can reach the wire any more: NIXL says done or disconnected, or that it was never posted.
+2. While it may write to the *caller's pages*, nothing else ends it, except the caller's word (`declare_quiet`), the removal of
+   its peer where the options promise that this is enough, and the closing of the agent (no worker is left that could write).
+   That is *quarantine*; it is bounded and counted per peer key.
+3. A handle that lands in *one of our own words* (a warm-up, or the fence read of a transfer that has ended) also ends after
+   several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and used again last.
+4. It is released once. A release that NIXL refuses is tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, final
+
+from ._errors import AgentError
+from ._values import QuarantineEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._parts import Part
+    from ._peer import Peer
+    from ._port import Handle, NixlPort
+    from ._statistics import Statistics
+    from ._transfer import Transfer
+
+__all__ = ["Handles", "has_left_the_wire", "was_rejected"]
+
+_QUARANTINE_POLL_S: Final = 1e-3
+_MAX_ERRORS_IN_A_ROW: Final = 8
+_LAST_LOOK_S: Final = 20e-3
+
+_REJECTIONS: Final = frozenset(
+    {
+        "nixl-disconnected",
+        "nixl-invalid-param",
+        "nixl-not-found",
+        "nixl-mismatch",
+        "nixl-not-allowed",
+        "nixl-not-supported",
+        "nixl-not-posted",
+    }
+)
+
+
+def was_rejected(error: AgentError) -> bool:
+    """Return whether an error of `make` or `post` was raised before anything reached the wire."""
+    return error.code in _REJECTIONS
+
+
+def has_left_the_wire(error: AgentError) -> bool:
+    """Return whether a handle whose `check` raised this can write nothing any more."""
+    return error.code in {"nixl-disconnected", "nixl-not-posted"}
+
+
+@final
+class _Watched:
+    """A posted handle that lands in one of our own words. `on_end` gets None for done, or the error that ended it."""
+
+    __slots__ = ("errors", "handle", "on_end", "peer")
+
+    def __init__(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
+        self.peer = peer
+        self.handle = handle
+        self.on_end = on_end
+        self.errors = 0
+
+
+@final
+class Handles:
+    """All handles of one agent between `made` and release.
+
+    Args:
+        port: The NIXL agent.
+        statistics: Counts refused releases.
+        is_quiet_on_removal: See `AgentOptions`.
+        on_idle: Called with a removed peer once its last handle is released.
+        on_quiet: Called with a quarantined transfer once its memory is quiet.
+    """
+
+    def __init__(
+        self,
+        port: NixlPort,
+        statistics: Statistics,
+        *,
+        is_quiet_on_removal: bool,
+        on_idle: Callable[[Peer], None],
+        on_quiet: Callable[[Transfer], None],
+    ) -> None:
+        self._port = port
+        self._statistics = statistics
+        self._is_quiet_on_removal = is_quiet_on_removal
+        self._on_idle = on_idle
+        self._on_quiet = on_quiet
+        self._watched: list[_Watched] = []
+        self._held: dict[str, tuple[Transfer, float]] = {}
+        self._held_by_key: dict[str, int] = {}
+        self._unreleased: list[Handle] = []
+        self._next_poll_s = 0.0
+
+    # -------------------------------------------------------------------------------------------------- making, release
+
+    def made(self, peer: Peer) -> None:
+        """Count a handle that was made for `peer`."""
+        peer.outstanding += 1
+
+    def release(self, peer: Peer, handle: Handle) -> None:
+        """Release a handle that can write nothing any more."""
+        if not self._is_released(handle):
+            self._statistics.count("release_failures")
+            self._unreleased.append(handle)
+        peer.outstanding -= 1
+        if peer.is_removed and not peer.outstanding:
+            self._on_idle(peer)
+
+    def _is_released(self, handle: Handle) -> bool:
+        try:
+            self._port.release(handle)
+        except AgentError:
+            return False
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- keeping
+
+    def watch(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
+        """Keep a handle that lands in one of our own words; call `on_end` when it has ended, then release it."""
+        self._watched.append(_Watched(peer, handle, on_end))
+
+    def hold(self, transfer: Transfer, now_s: float) -> None:
+        """Keep the handles of a transfer's active parts: its pages are in quarantine."""
+        self._held[transfer.order.transfer_id] = (transfer, now_s)
+        key = transfer.peer.key
+        self._held_by_key[key] = self.held_for(key) + 1
+
+    def holds(self, transfer_id: str) -> bool:
+        """Return whether the pages of a transfer are in quarantine."""
+        return transfer_id in self._held
+
+    def held_for(self, key: str) -> int:
+        """Return how many transfers of the peer under `key`, or of a former peer of that key, are in quarantine."""
+        return self._held_by_key.get(key, 0)
+
+    @property
+    def held_count(self) -> int:
+        """Transfers in quarantine."""
+        return len(self._held)
+
+    @property
+    def watched_count(self) -> int:
+        """Watched handles that land in our own words."""
+        return len(self._watched)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether NIXL can still report the end of a handle that is kept."""
+        return bool(self._watched) or any(not transfer.peer.is_lost for transfer, _ in self._held.values())
+
+    def entries(self) -> Sequence[QuarantineEntry]:
+        """Return the transfers in quarantine, oldest first."""
+        return [
+            QuarantineEntry(
+                transfer_id,
+                transfer.peer.key,
+                since_s,
+                sum(part.payload_bytes for part in transfer.active),
+                next((part.last_error for part in transfer.active if part.last_error), ""),
+            )
+            for transfer_id, (transfer, since_s) in self._held.items()
+        ]
+
+    # --------------------------------------------------------------------------------------------------------- polling
+
+    def poll(self, now_s: float, *, at_once: bool = False) -> bool:
+        """Ask for watched handles, and `at_once` or every millisecond for held ones; True if one ended."""
+        moved = self._poll_watched() if self._watched else False
+        if not (self._held or self._unreleased) or (now_s < self._next_poll_s and not at_once):
+            return moved
+        self._next_poll_s = now_s + _QUARANTINE_POLL_S
+        for transfer, _ in list(self._held.values()):
+            moved = self._poll_held(transfer) or moved
+        if self._unreleased:
+            self._unreleased = [handle for handle in self._unreleased if not self._is_released(handle)]
+        return moved
+
+    def last_look(self, peers: Sequence[Peer]) -> None:
+        """Poll what is held of these peers for up to 20 ms, before NIXL forgets their process."""
+        until_s = time.monotonic() + _LAST_LOOK_S
+        left = [transfer for transfer, _ in self._held.values() if transfer.peer in peers]
+        while left:
+            left = [transfer for transfer in left if not self._poll_held(transfer)]
+            if not left or time.monotonic() > until_s:
+                return
+            time.sleep(1e-3)
+
+    def _poll_watched(self) -> bool:
+        moved = False
+        for one in list(self._watched):
+            failure: AgentError | None = None
+            try:
+                if self._port.check(one.handle) != "done":
+                    one.errors = 0
+                    continue
+            except AgentError as error:
+                one.errors += 1
+                if not has_left_the_wire(error) and one.errors < _MAX_ERRORS_IN_A_ROW:
+                    continue
+                failure = error
+            self._watched.remove(one)
+            self._end_watched(one, failure)
+            moved = True
+        return moved
+
+    def _end_watched(self, one: _Watched, failure: AgentError | None) -> None:
+        try:
+            one.on_end(failure)
+        finally:
+            self.release(one.peer, one.handle)
+
+    def _poll_held(self, transfer: Transfer) -> bool:
+        for part in list(transfer.active):
+            if self._has_ended(transfer.peer, part):
+                transfer.active.remove(part)
+                self.release(transfer.peer, part.handle)
+        if transfer.active:
+            return False
+        self._let_go(transfer)
+        return True
+
+    def _has_ended(self, peer: Peer, part: Part) -> bool:
+        if peer.is_lost:
+            part.last_error = "NIXL lost track of it when another process took the name of its peer"
+            return self._is_quiet_on_removal
+        try:
+            if self._port.check(part.handle) == "done":
+                return True
+        except AgentError as error:
+            if error.code == "nixl-disconnected":
+                peer.is_connected = False
+            if has_left_the_wire(error):
+                return True
+            part.last_error = f"{error.code}: {error}"
+        return self._is_quiet_on_removal and peer.is_removed
+
+    # ----------------------------------------------------------------------------------------------------- letting go
+
+    def declare_quiet(self, transfer_id: str) -> bool:
+        """End the quarantine of one transfer on the caller's word; False if it is not held."""
+        held = self._held.get(transfer_id)
+        if held is None:
+            return False
+        self._give_up(held[0])
+        return True
+
+    def close(self) -> None:
+        """Release everything, ended or not: the agent is about to be destroyed."""
+        for transfer, _ in list(self._held.values()):
+            self._give_up(transfer)
+        watched, self._watched = self._watched, []
+        for one in watched:
+            self._end_watched(one, AgentError("agent-closed", "the agent was closed"))
+        self._unreleased = [handle for handle in self._unreleased if not self._is_released(handle)]
+        self._unreleased.clear()
+
+    def _give_up(self, transfer: Transfer) -> None:
+        active, transfer.active = transfer.active, []
+        for part in active:
+            self.release(transfer.peer, part.handle)
+        self._let_go(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        del self._held[transfer.order.transfer_id]
+        key = transfer.peer.key
+        left = self._held_by_key[key] - 1
+        if left:
+            self._held_by_key[key] = left
+        else:
+            del self._held_by_key[key]
+        self._on_quiet(transfer)

@@ -1,0 +1,275 @@
+"""`NixlBinding`: the port over a NIXL agent that `_bindings.py` has made. Normalises its answers and codes its errors."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
+
+from ._errors import AgentError
+from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
+from ._rows import expand_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["NixlAgent", "NixlBinding", "attempt"]
+
+_Result = TypeVar("_Result")
+
+_CODES: Final = MappingProxyType(
+    {
+        "nixlInvalidParamError": "nixl-invalid-param",
+        "nixlNotFoundError": "nixl-not-found",
+        "nixlMismatchError": "nixl-mismatch",
+        "nixlNotPostedError": "nixl-not-posted",
+        "nixlNotAllowedError": "nixl-not-allowed",
+        "nixlNotSupportedError": "nixl-not-supported",
+        "nixlRepostActiveError": "nixl-active",
+        "nixlRemoteDisconnectError": "nixl-disconnected",
+        "nixlCancelledError": "nixl-cancelled",
+        "nixlBackendError": "nixl-backend",
+    }
+)
+
+
+class NixlAgent(Protocol):
+    """The methods of `nixl_agent` that are used; handles are opaque."""
+
+    backends: Mapping[str, int]
+
+    def create_backend(self, backend: str, initParams: Mapping[str, str]) -> None: ...  # noqa: N803 - NIXL's spelling
+    def get_plugin_list(self) -> Sequence[str]: ...
+    def get_plugin_params(self, backend: str) -> Mapping[str, str]: ...
+    def get_plugin_mem_types(self, backend: str) -> Sequence[str]: ...
+    def get_backend_params(self, backend: str) -> Mapping[str, str]: ...
+    def register_memory(self, reg_list: object, mem_type: str) -> object: ...
+    def deregister_memory(self, dereg_list: object) -> None: ...
+    def get_agent_metadata(self) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
+    def remove_remote_agent(self, agent: str) -> None: ...
+    def prep_xfer_dlist(self, agent_name: str, xfer_list: object, mem_type: str) -> object: ...
+    def make_prepped_xfer(
+        self, operation: str, local: object, li: object, remote: object, ri: object, notif_msg: bytes
+    ) -> object: ...
+    def transfer(self, handle: object) -> str: ...
+    def check_xfer_state(self, handle: object) -> str: ...
+    def release_xfer_handle(self, handle: object) -> None: ...
+    def release_dlist_handle(self, handle: object) -> None: ...
+    def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
+    def query_xfer_backend(self, handle: object) -> object: ...
+    def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
+
+
+def attempt(what: str, call: Callable[[], _Result]) -> _Result:
+    """Run a NIXL call and translate whatever it raises.
+
+    NIXL's own frames hold its agent, and an error may outlive it: without their traceback the agent goes when it is closed,
+    not at some later garbage collection.
+    """
+    try:
+        return call()
+    except AgentError:
+        raise
+    except Exception as error:
+        code = _CODES.get(type(error).__name__, "nixl-unknown")
+        error.__traceback__ = None
+        raise AgentError(code, f"{what}: {type(error).__name__}: {error}", call=what) from error
+
+
+def _progress(what: str, state: str) -> Progress:
+    if state == "DONE":
+        return "done"
+    if state == "PROC":
+        return "in-progress"
+    raise AgentError("nixl-backend", f"{what}: state {state}", call=what)
+
+
+@final
+class _Held:
+    """Wraps a NIXL handle, which keeps the C++ agent alive. Empty after release, so stray references keep nothing alive."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: object) -> None:
+        self.inner: object | None = inner
+
+
+@final
+class NixlBinding:
+    """`NixlPort` over a real `nixl_agent`."""
+
+    def __init__(self, agent: NixlAgent, implementation: str) -> None:
+        self._agent: NixlAgent | None = agent
+        self._implementation = implementation
+        self._strided: bool | None = None
+        self._held: set[_Held] = set()
+
+    @property
+    def features(self) -> PortFeatures:
+        """What this agent can do."""
+        agent = self._live()
+        return PortFeatures(
+            implementation=self._implementation,
+            strided_rows=self._strided is not False,
+            telemetry=True,
+            backends=tuple(agent.backends),
+            backend_parameters={name: dict(agent.get_backend_params(name)) for name in agent.backends},
+        )
+
+    def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
+        """Register memory with every backend that takes its kind."""
+        descriptors = attempt("register_memory", lambda: self._live().register_memory(ranges, kind))
+        if descriptors is None:
+            raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
+        return descriptors
+
+    def deregister(self, registration: Handle) -> None:
+        """Undo a registration."""
+        attempt("deregister_memory", lambda: self._live().deregister_memory(registration))
+
+    def agent_metadata(self) -> bytes:
+        """Describe this agent to peers."""
+        return bytes(attempt("get_agent_metadata", lambda: self._live().get_agent_metadata()))
+
+    def add_peer(self, agent_metadata: bytes) -> str:
+        """Load a peer's metadata; NIXL returns bytes although it is annotated str."""
+        name = attempt("add_remote_agent", lambda: self._live().add_remote_agent(agent_metadata))
+        text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if not text:
+            raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
+        return text
+
+    def remove_peer(self, agent_name: str) -> None:
+        """Forget a peer."""
+        attempt("remove_remote_agent", lambda: self._live().remove_remote_agent(agent_name))
+
+    def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
+        """Prepare strided rows; where NIXL is too old for them (before 1.5), one descriptor per line."""
+        owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
+        if self._strided is not False:
+            try:
+                handle = self._live().prep_xfer_dlist(owner, rows, kind)
+            except Exception as error:  # noqa: BLE001 - coded by _reraise
+                # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Probe once.
+                if self._strided or not isinstance(error, (TypeError, AttributeError)):
+                    _reraise("prep_xfer_dlist", error)
+                self._strided = False
+            else:
+                self._strided = True
+                return self._hold(handle)
+        return self._hold(
+            attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
+        )
+
+    def release_prepared(self, prepared: Handle) -> None:
+        """Release a prepared list."""
+        attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(_inner(prepared)))
+        self._let_go(prepared)
+
+    def make(
+        self,
+        operation: Operation,
+        local: Handle,
+        local_indices: npt.NDArray[np.int32],
+        peer: Handle,
+        peer_indices: npt.NDArray[np.int32],
+        notification: bytes,
+    ) -> Handle:
+        """Make a transfer from prepared lists."""
+        return self._hold(
+            attempt(
+                "make_prepped_xfer",
+                lambda: self._live().make_prepped_xfer(
+                    operation.upper(), _inner(local), local_indices, _inner(peer), peer_indices, notification
+                ),
+            )
+        )
+
+    def post(self, transfer: Handle) -> Progress:
+        """Start a transfer."""
+        return _progress("transfer", attempt("transfer", lambda: self._live().transfer(_inner(transfer))))
+
+    def check(self, transfer: Handle) -> Progress:
+        """Ask for a posted transfer."""
+        state = attempt("check_xfer_state", lambda: self._live().check_xfer_state(_inner(transfer)))
+        return _progress("check_xfer_state", state)
+
+    def release(self, transfer: Handle) -> None:
+        """Release a transfer."""
+        attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(_inner(transfer)))
+        self._let_go(transfer)
+
+    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
+        """Return NIXL's account of a finished transfer; a missing one is no failure of the transfer."""
+        try:
+            record = self._live().get_xfer_telemetry(_inner(transfer))
+            return WireTelemetry(
+                post_us=float(record.postDuration),
+                transfer_us=float(record.xferDuration),
+                total_bytes=int(record.totalBytes),
+                descriptor_count=int(record.descCount),
+                backend=_backend_of(self._live(), _inner(transfer)),
+            )
+        except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
+            return None
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Take the notifications that came in."""
+        arrived = attempt("get_new_notifs", lambda: self._live().get_new_notifs())
+        if not arrived:
+            return ()
+        return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        """Send a notification of its own."""
+        attempt("send_notif", lambda: self._live().send_notif(agent_name, payload))
+
+    def close(self) -> None:
+        """Destroy the agent: nothing else holds it, and its destructor closes the backends."""
+        for held in self._held:
+            held.inner = None
+        self._held.clear()
+        self._agent = None
+
+    def _hold(self, inner: object) -> _Held:
+        held = _Held(inner)
+        self._held.add(held)
+        return held
+
+    def _let_go(self, handle: Handle) -> None:
+        held = cast("_Held", handle)
+        held.inner = None
+        self._held.discard(held)
+
+    def _live(self) -> NixlAgent:
+        if self._agent is None:
+            raise AgentError("agent-closed", "the NIXL agent was closed")
+        return self._agent
+
+
+def _inner(handle: Handle) -> object:
+    inner = cast("_Held", handle).inner
+    if inner is None:
+        raise AgentError("nixl-invalid-param", "a handle was used after its release")
+    return inner
+
+
+def _backend_of(agent: NixlAgent, transfer: Handle) -> str:
+    if len(agent.backends) == 1:  # asking costs as much as posting, and nothing else can have carried it
+        return next(iter(agent.backends))
+    try:
+        name = agent.query_xfer_backend(transfer)
+    except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _reraise(what: str, error: Exception) -> None:
+    def call() -> None:
+        raise error
+
+    attempt(what, call)

@@ -1,0 +1,128 @@
+"""The order in which parts are posted, and the deadlines of all transfers in progress."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ._parts import Part
+    from ._peer import Peer
+    from ._transfer import Transfer
+
+__all__ = ["Deadlines", "Schedule"]
+
+_SMALLEST_REBUILD: Final = 64
+
+
+@final
+class Schedule:
+    """Transfers that wait: first come first served per peer, round robin between peers, below a cap on bytes in flight.
+
+    Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
+    """
+
+    def __init__(self, max_inflight_bytes: int | None) -> None:
+        self._cap = max_inflight_bytes
+        self._turns: deque[Peer] = deque()
+        self._lines: dict[Peer, OrderedDict[Transfer, None]] = {}
+        self.count = 0
+        """Transfers in progress with parts to post."""
+        self.inflight_bytes = 0
+        """Payload bytes of posted parts that have not ended, of transfers in progress."""
+
+    def push(self, transfer: Transfer) -> None:
+        """Queue a transfer behind the others of its peer."""
+        line = self._lines.get(transfer.peer)
+        if line is None:
+            line = self._lines[transfer.peer] = OrderedDict()
+            self._turns.append(transfer.peer)
+        line[transfer] = None
+        self.count += 1
+
+    def forget(self, transfer: Transfer) -> None:
+        """Take a transfer out that ends, if it waits."""
+        line = self._lines.get(transfer.peer)
+        if line is not None and transfer in line:
+            del line[transfer]
+            self.count -= 1
+
+    def take(self) -> tuple[Transfer, Part] | None:
+        """Return the part to post now and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
+        while self._turns:
+            peer = self._turns[0]
+            line = self._lines[peer]
+            if line:
+                transfer = next(iter(line))
+                return self._take_part(transfer, line) if self._has_room(transfer.pending[0]) else None
+            del self._lines[self._turns.popleft()]
+        return None
+
+    def _take_part(self, transfer: Transfer, line: OrderedDict[Transfer, None]) -> tuple[Transfer, Part]:
+        part = transfer.pending.popleft()
+        if not transfer.pending:
+            del line[transfer]
+            self.count -= 1
+        self._turns.rotate(-1)
+        return transfer, part
+
+    def _has_room(self, part: Part) -> bool:
+        cap = self._cap
+        return cap is None or not self.inflight_bytes or self.inflight_bytes + part.payload_bytes <= cap
+
+    def on_wire(self, part: Part) -> None:
+        """Count a posted part."""
+        self.inflight_bytes += part.payload_bytes
+
+    def off_wire(self, part: Part) -> None:
+        """Discount a part that has ended, or whose transfer has."""
+        self.inflight_bytes -= part.payload_bytes
+
+    def waiting_bytes(self) -> int:
+        """Return the payload bytes that wait."""
+        return sum(
+            part.payload_bytes for line in self._lines.values() for transfer in line for part in transfer.pending
+        )
+
+
+@final
+class Deadlines:
+    """Transfers in progress by deadline.
+
+    A transfer that has ended leaves at the next rebuild, which comes when more than half of the entries have ended: one late
+    deadline at the head holds back no more than as many ended transfers as there are live ones.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Transfer]] = []
+        self._sequence = itertools.count()
+        self._ended = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, transfer: Transfer) -> None:
+        """Watch a transfer's deadline."""
+        heapq.heappush(self._heap, (transfer.deadline_s, next(self._sequence), transfer))
+
+    def forget(self) -> None:
+        """Note that a watched transfer has ended."""
+        self._ended += 1
+        if self._ended > _SMALLEST_REBUILD and 2 * self._ended > len(self._heap):
+            self._heap = [entry for entry in self._heap if not entry[2].has_ended]
+            heapq.heapify(self._heap)
+            self._ended = 0
+
+    def take_late(self, now_s: float) -> Iterator[Transfer]:
+        """Return the transfers in progress whose deadline has passed, once each."""
+        while self._heap and (self._heap[0][0] < now_s or self._heap[0][2].has_ended):
+            transfer = heapq.heappop(self._heap)[2]
+            if transfer.has_ended:
+                self._ended = max(0, self._ended - 1)
+            else:
+                self._ended -= 1  # `forget` follows, although it has left already
+                yield transfer

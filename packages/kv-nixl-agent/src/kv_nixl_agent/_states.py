@@ -1,0 +1,133 @@
+"""The states of a transfer, as data.
+
+`TABLE` lists every legal (state, event) pair once. `Transfer` asks it before anything else happens; the diagram and the
+table in docs/transfers.md are drawn from the same rows, and the random driver of `kv_nixl_agent.testing` compares every step of
+every transfer with them.
+
+A transfer *reports* its one result in the step that leads out of the states in which the caller waits for it. If parts of it
+are on the wire at that moment, their handles are kept and its pages stay in quarantine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["TABLE", "Effect", "Event", "State", "Transition", "render_states", "step"]
+
+State = Literal["new", "queued", "posted", "data-done", "fence-posted", "verified", "quarantined", "gone"]
+Event = Literal[
+    "accept",
+    "post",
+    "skip-data",
+    "last-part-done",
+    "trust",
+    "post-fence",
+    "match",
+    "confirm",
+    "end",
+    "abandon",
+    "quiet",
+]
+Effect = Literal["report", "hold", "report-quiet"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One legal step.
+
+    Attributes:
+        state: State before.
+        event: Name of the event.
+        target: State afterwards.
+        effects: Effects that must follow: `report` the result, `hold` the handles of the active parts, `report-quiet`.
+        why: One sentence for the reader of the documents.
+    """
+
+    state: State
+    event: Event
+    target: State
+    effects: tuple[Effect, ...]
+    why: str
+
+
+_T = Transition
+
+TABLE: Final = (
+    _T("new", "accept", "queued", (), "The order is valid; it waits for its peer's turn and for room on the wire."),
+    _T("queued", "post", "posted", (), "The first part is handed to NIXL."),
+    _T(
+        "queued",
+        "skip-data",
+        "data-done",
+        (),
+        "The order names no descriptors: a notification, a fence check or a probe.",
+    ),
+    _T("queued", "end", "gone", ("report",), "Cancelled, late, refused by NIXL, or its peer was removed."),
+    _T("posted", "post", "posted", (), "A further part is handed to NIXL."),
+    _T("posted", "last-part-done", "data-done", (), "NIXL said done for every part."),
+    _T("posted", "end", "gone", ("report",), "It ends early, and nothing of it is on the wire."),
+    _T("posted", "abandon", "quarantined", ("report", "hold"), "It ends early with parts on the wire."),
+    _T("data-done", "trust", "verified", (), "The order names no fence."),
+    _T("data-done", "post-fence", "fence-posted", (), "One word of the peer is read, after the data."),
+    _T(
+        "data-done",
+        "end",
+        "gone",
+        ("report",),
+        "It ends while it waits for a scratch word, or the fence cannot be read.",
+    ),
+    _T("fence-posted", "match", "verified", (), "The word shows the lease's generation (a probe takes any)."),
+    _T(
+        "fence-posted",
+        "end",
+        "gone",
+        ("report",),
+        "The word differs, or it ends early; only a scratch word is at risk.",
+    ),
+    _T("verified", "confirm", "gone", ("report",), "The pages agree, if they are checked, and the peer is notified."),
+    _T("verified", "end", "gone", ("report",), "Pages differ, or a peer that is only notified cannot be."),
+    _T("quarantined", "quiet", "gone", ("report-quiet",), "Nothing of it can reach the local pages any more."),
+)
+
+_BY_STATE_AND_EVENT: Final[Mapping[tuple[State, Event], Transition]] = MappingProxyType(
+    {(row.state, row.event): row for row in TABLE}
+)
+
+
+def step(state: State, event: Event) -> Transition:
+    """Return the row for an event; a missing row is a fault of this package and raises `AssertionError`."""
+    row = _BY_STATE_AND_EVENT.get((state, event))
+    if row is None:
+        raise AssertionError(f"transfer table: no event {event!r} in state {state!r}")
+    return row
+
+
+def render_states() -> str:
+    """Return the diagram and the table as Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield "```mermaid"
+    yield "stateDiagram-v2"
+    edges: dict[tuple[State, State], list[Event]] = {}
+    for row in TABLE:
+        edges.setdefault((row.state, row.target), []).append(row.event)
+    for (state, target), events in edges.items():
+        yield f"    {_node(state)} --> {_node(target)}: {', '.join(events)}"
+    yield "```"
+    yield ""
+    yield "| state | event | next state | effects | why |"
+    yield "|---|---|---|---|---|"
+    for row in TABLE:
+        yield f"| {row.state} | {row.event} | {row.target} | {', '.join(row.effects)} | {row.why} |"
+
+
+def _node(state: State) -> str:
+    return "[*]" if state in {"new", "gone"} else state.replace("-", "_")

@@ -1,0 +1,80 @@
+"""The digest that binds a ticket to a prompt.
+
+Layout of the bytes under SHA-256 (integers are little-endian):
+
+| part | bytes |
+|---|---|
+| tag | `kv-prompt-1` and one zero byte |
+| tokens | count (8 bytes), then every token id as a signed integer of 8 bytes |
+| media | count (8), then for each item its hash (length 8, UTF-8), first token (8) and number of tokens (8) |
+| lora, salt, embeds | length (8) and UTF-8 bytes of each |
+
+Example: the tokens 1, 2, 3 and nothing else are 12 + 8 + 24 + 8 + 3 * 8 = 76 bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from hashlib import sha256
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["PromptIdentity", "prompt_digest"]
+
+_TAG = b"kv-prompt-1\0"
+
+
+class PromptIdentity(Protocol):
+    """Computes the digest of a request's prompt."""
+
+    @property
+    def refusal(self) -> str:
+        """Ticket code of the reason why this engine cannot identify the prompt; empty if it can."""
+        ...
+
+    def digest(self, tokens: int) -> str | None:
+        """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
+        ...
+
+
+def prompt_digest(
+    token_ids: Iterable[int],
+    *,
+    lora: str = "",
+    media: Sequence[tuple[str, int, int]] = (),
+    salt: str = "",
+    embeds: str = "",
+) -> str:
+    """Return the digest of a prompt as 64 hexadecimal digits.
+
+    Args:
+        token_ids: Exactly the tokens whose KV is handed over.
+        lora: Name of the adapter, not its path; empty for the base model.
+        media: (content hash, first token, number of tokens) of each image, video or audio that begins among the tokens, in
+            order of position.
+        salt: The request's cache salt.
+        embeds: Digest of prompt embeddings that stand in for tokens; empty for none.
+    """
+    tokens = array("q", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    state = sha256(_TAG)
+    state.update(_number(len(tokens)))
+    state.update(tokens.tobytes())
+    state.update(_number(len(media)))
+    for content, first, count in media:
+        state.update(_text(content) + _number(first) + _number(count))
+    state.update(_text(lora) + _text(salt) + _text(embeds))
+    return state.hexdigest()
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return _number(len(data)) + data

@@ -1,0 +1,39 @@
+"""A request that the scheduler process knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state._machine import GONE
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._consumer import ConsumerRecord
+    from kv_scheduler_state._producer import ProducerRecord
+
+__all__ = ["Request", "forget_if_ended"]
+
+
+@final
+class Request:
+    """One live request with its producer and its consumer record; without any it is the engine's own business."""
+
+    __slots__ = ("born_s", "consumer", "is_finished", "producer", "prompt_tokens", "rejected_code")
+
+    def __init__(self, prompt_tokens: int, born_s: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.born_s = born_s
+        self.consumer: ConsumerRecord | None = None
+        self.producer: ProducerRecord | None = None
+        self.is_finished = False
+        self.rejected_code = ""
+
+
+def forget_if_ended(requests: dict[str, Request], request_id: str, request: Request) -> None:
+    """Drop the records that are gone, and with the last one a request that has finished."""
+    consumer, producer = request.consumer, request.producer
+    if consumer is not None and consumer.state == GONE:
+        request.consumer = consumer = None
+    if producer is not None and producer.state == GONE:
+        request.producer = producer = None
+    if consumer is None and producer is None and request.is_finished:
+        del requests[request_id]

@@ -1,0 +1,109 @@
+"""Plain values of the host's requests and steps, for the scheduler side."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
+from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.side import Arrival, Ending
+from vllm_adapter.wiring import prompt_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["RequestIdentity", "arrival_of", "ending_of", "scheduled_tokens"]
+
+_NO_CONTENT_IDS = "ticket-media-unidentified"
+
+
+@final
+class RequestIdentity:
+    """Computes the digest of a host request's prompt, and of the tokens after it.
+
+    Args:
+        request: The host's request, read when a digest is asked for.
+        has_content_ids: Whether the engine identifies images by their content, else by their request.
+    """
+
+    def __init__(self, request: Request, *, has_content_ids: bool) -> None:
+        self._request = request
+        self.refusal = "" if has_content_ids or not request.mm_features else _NO_CONTENT_IDS
+
+    def digest(self, tokens: int) -> str | None:
+        """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
+        request = self._request
+        if self.refusal or tokens > request.num_tokens:
+            return None
+        lora = request.lora_request
+        return prompt_digest(
+            request.all_token_ids[:tokens],
+            lora=lora.lora_name if lora is not None else "",
+            media=_media(request, tokens),
+            salt=request.cache_salt or "",
+            embeds=_embeds(request, tokens),
+        )
+
+
+def _media(request: Request, tokens: int) -> list[tuple[str, int, int]]:
+    """Return (content hash, first token, number of tokens) of the items that begin among the first `tokens` tokens."""
+    items = [
+        (str(getattr(item, "mm_hash", None) or item.identifier), item.mm_position.offset, item.mm_position.length)
+        for item in request.mm_features
+        if item.mm_position.offset < tokens
+    ]
+    return sorted(items, key=lambda item: item[1:])
+
+
+def _embeds(request: Request, tokens: int) -> str:
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return ""
+    data = embeds[:tokens].detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(f"{embeds.dtype}/{tuple(embeds.shape[1:])}/".encode() + data.tobytes()).hexdigest()
+
+
+def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
+    """Describe a request that has just arrived."""
+    return Arrival(
+        request.request_id,
+        request.kv_transfer_params,
+        request.num_prompt_tokens,
+        RequestIdentity(request, has_content_ids=has_content_ids),
+        request.trace_headers,
+        lambda tokens: drop_prompt_tail(request, tokens),
+    )
+
+
+def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
+    """Describe a request that has ended."""
+    in_flight: Any = getattr(request, "num_in_flight_tokens", 0)  # hosts before 0.32 have no such count
+    return Ending(
+        request.request_id,
+        end_reason(request),
+        request.num_computed_tokens,
+        int(in_flight),
+        RequestIdentity(request, has_content_ids=has_content_ids),
+    )
+
+
+def scheduled_tokens(output: SchedulerOutput, group_ids: tuple[int, ...]) -> Iterator[ScheduledTokens]:
+    """Yield the tokens that a step computes, request by request, with their blocks in the transferable groups."""
+    nothing = tuple[list[int], ...]([] for _ in group_ids)
+    tokens = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        blocks = tuple(list(new.block_ids[group_id]) for group_id in group_ids)
+        yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, tokens.get(new.req_id, 0))
+    running = output.scheduled_cached_reqs
+    for request_id, added, computed in zip(
+        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+    ):
+        blocks = nothing if added is None else tuple(list(added[group_id]) for group_id in group_ids)
+        is_fresh = request_id in running.resumed_req_ids
+        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0))

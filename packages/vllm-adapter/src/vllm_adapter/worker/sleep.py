@@ -1,0 +1,41 @@
+"""Ends of reads while a worker's cache memory is gone (vLLM's sleep mode, from 0.33 on).
+
+Theory of operation. Before the host unmaps the memory, the registration is closed: every read ends with the code `asleep`, also
+one whose data has just arrived, because its pages are about to be lost; every lease ends with its fence void; then the agent is
+closed, which ends the transfers on the wire (no transfer worker is left that could write) and deregisters the memory. Only then
+may the host go on. Steps that run meanwhile get an answer to every order: reads fail, leases end.
+
+Once the memory is mapped again, at the same addresses and with nothing in it, everything is registered anew under another agent
+name and generation. Requests outlive that. A request that was announced to this worker before has a word in the old fence array
+and KV in the lost memory. It is *lost* until the host starts it again: then its new word is written into the new array, and what
+is computed from there on may be handed over. A lost request that is granted a lease all the same ends at once, and without a
+fence word no reader will accept its pages as valid (`ports.AnnouncedFences`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.records import FinishedRead
+
+if TYPE_CHECKING:
+    from vllm_adapter.ports import StepPlan
+
+__all__ = ["ASLEEP", "ASLEEP_MESSAGE", "fail_reads", "failed_instead"]
+
+ASLEEP = "asleep"
+ASLEEP_MESSAGE = "this engine's cache memory was given back (sleep mode)"
+
+
+def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> FinishedRead:
+    """Return a good read as a failed one, because its pages must not be used; a failed one stays what it is."""
+    if not finished.end.is_ok:
+        return finished
+    return FinishedRead(replace(finished.end, code=code, message=message))
+
+
+def fail_reads(plan: StepPlan, now_s: float) -> list[FinishedRead]:
+    """Return the ends of all reads that a step orders while nothing is registered."""
+    return [FinishedRead(ReadEnd(order, ASLEEP, ASLEEP_MESSAGE, ReadTimes(now_s), now_s)) for order in plan.reads]

@@ -1,0 +1,89 @@
+"""The parts that the coordinators of one registration share, and the planner of peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_adapter.cache.peer_geometry import PeerGeometry
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import (
+        GeometryDocument,
+        HandshakeClient,
+        MemoryKind,
+        PeerAddress,
+        PeerMetadata,
+        PeerPlan,
+        Planner,
+        TransferThread,
+        WireCodec,
+    )
+
+__all__ = ["PeerPlanner", "Rank", "TransferParts", "code_of"]
+
+Rank = tuple[int, int]
+"""(pp rank, tp rank)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TransferParts:
+    """What every coordinator works with.
+
+    Attributes:
+        agent: The transfer thread; its *owner* methods may be called, because all coordinators run on it.
+        handshakes: Client of the side channel.
+        codec: Writes and reads notifications.
+        recorder: Takes observations and log lines.
+        now_s: Monotonic clock.
+        engine_id: This engine, as its completions name it.
+    """
+
+    agent: TransferThread
+    handshakes: HandshakeClient
+    codec: WireCodec
+    recorder: Recorder
+    now_s: Callable[[], float]
+    engine_id: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerPlanner:
+    """Plans from this rank's geometry document and those of a peer engine's ranks.
+
+    Attributes:
+        document: This rank's geometry document.
+        peer_geometry: Finds a peer rank's document.
+        planner: Plans from documents.
+        local_kind: Memory kind of this rank's pages.
+    """
+
+    document: GeometryDocument
+    peer_geometry: PeerGeometry
+    planner: Planner
+    local_kind: MemoryKind
+
+    def target_ranks(self, peer: PeerAddress) -> Sequence[Rank]:
+        """Return the ranks whose metadata is needed before `plan`; raises a coded error for sizes that cannot be."""
+        return self.planner.target_ranks(self.document, peer_tp=peer.tp, peer_pp=peer.pp, peer_dcp=peer.dcp)
+
+    def plan(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerPlan:
+        """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
+        documents = {
+            rank: self.peer_geometry.document(self.document, entry, rank, peer) for rank, entry in metadata.items()
+        }
+        return self.planner.plan(self.document, documents, peer_tp=peer.tp)
+
+    def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
+        """Return where a peer rank's pages live."""
+        return self.peer_geometry.memory_kind(metadata)
+
+
+def code_of(error: Exception) -> str:
+    """Return the code of a coded error, or the name of any other."""
+    code: object = getattr(error, "code", None)
+    return code if isinstance(code, str) else type(error).__name__

@@ -1,0 +1,47 @@
+"""The consumer's coordinator between recording fakes, with a clock of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
+
+from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+from vllm_adapter.worker.transfer.peers import PeerLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
+from vllm_adapter.worker.transfer.records import FinishedRead
+
+KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
+
+
+DOCUMENT: Any = {}
+"""No regions: the coordinator only hands the document on."""
+
+
+class Bench:
+    """A coordinator between recording fakes, with a clock of its own."""
+
+    def __init__(self, *, retries: int = 0) -> None:
+        self.now_s = 100.0
+        self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
+        self.finished: list[FinishedRead] = []
+        self.recorder = FakeRecorder()
+        self.counts, self.log = self.recorder.counts, self.recorder.lines
+        untyped: Any = (self.agent, self.handshakes, FakeCodec(), self.recorder, self.planner)
+        agent, handshakes, codec, recorder, plans = untyped
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
+        limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14), retries=retries)
+        self.reads = ReadCoordinator(parts, planner, limits, self.finished.append)
+
+    @property
+    def ends(self) -> list[ReadEnd]:
+        return [finished.end for finished in self.finished]
+
+    def finish(self, transfer_id: str = "r1/0.0", **facts: Any) -> None:
+        self.reads.transfer_ended(Result(transfer_id, **facts))
+
+    def codes(self) -> dict[str, str]:
+        return {end.order.request_id: end.code for end in self.ends}

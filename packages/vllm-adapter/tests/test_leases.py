@@ -1,0 +1,259 @@
+"""The producer's coordinator: leases, fences and notifications, with the real lease table and wire."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from fakes import FakeAgent, FakeRecorder
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kv_handshake import Codec
+from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.parts import TransferParts
+
+FENCE = (3, 77)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now_s = 50.0
+        self.sent: list[str] = []
+        self.agent = FakeAgent()
+        self.recorder = FakeRecorder()
+        self.counts, self.log = self.recorder.counts, self.recorder.lines
+        untyped: Any = (self.agent, None, self.recorder)
+        agent, handshakes, recorder = untyped
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P")
+        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
+
+    @property
+    def lags(self) -> list[float]:
+        return [value for key, value in self.recorder.observed if key == "heartbeat_lag"]
+
+    def expect(self, request_id: str = "r") -> None:
+        self.leases.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))
+
+    def grant(self, request_id: str = "r", lease_s: float = 30.0, nonce: str = "") -> None:
+        self.leases.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE, nonce),)))
+
+    def beat(self, after_s: float, *request_ids: str, reader: str = "D", nonce: str = "") -> None:
+        self.now_s += after_s
+        for payload in Codec().heartbeats([(name, nonce) for name in request_ids or ("r",)]):
+            self.leases.notified(reader, payload)
+
+    def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1, nonce: str = "") -> None:
+        self.leases.notified(
+            reader, Codec().read_complete(request_id, count, nonce=nonce, consumer=nonce and "engine D")
+        )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.read()
+    assert bench.sent == []
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+    ((slot, generation),) = bench.agent.fences
+    assert slot == FENCE[0]
+    assert generation != FENCE[1]
+
+
+def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
+    bench.expect()
+    bench.read()
+    bench.grant()
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.read(reader="D0", count=2)
+    bench.read(reader="D0", count=2)
+    bench.leases.tick()
+    assert bench.sent == []
+    bench.read(reader="D1", count=2)
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(lease_s=30)
+    bench.now_s += 25
+    for payload in Codec().heartbeats([("r", ""), ("unknown", "")]):
+        bench.leases.notified("D", payload)
+    bench.now_s += 19
+    bench.leases.tick()
+    assert bench.sent == []
+    bench.now_s += 2
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+    assert bench.counts["num_kv_expired_reqs"] == 1
+    bench.read()
+    assert bench.counts["num_notifications_after_expiry"] == 1
+
+
+def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.beat(12.0)  # the ticket was on its way
+    assert bench.lags == []
+    bench.beat(5.0)
+    bench.beat(4.5)
+    bench.beat(11.5)
+    assert bench.lags == [0.0, 0.0, 6.5]
+
+
+def test_any_readers_heartbeat_breaks_the_silence_and_strangers_do_not(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.beat(1.0, reader="D0")
+    bench.beat(6.0, reader="D1")
+    bench.beat(0.5, reader="D0")
+    bench.beat(9.0, "unknown")
+    assert bench.lags == [1.0, 0.0]
+
+
+def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(bench: Bench) -> None:
+    for request_id in ("a", "b", "c"):
+        bench.expect(request_id)
+        bench.grant(request_id)
+    bench.beat(0.0, "a", "b")
+    bench.beat(6.0, "b")
+    bench.beat(2.0, "c", "a", "b")
+    assert bench.lags == [1.0, 3.0]
+
+
+def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) -> None:
+    for request_id in ("heard", "unheard"):
+        bench.expect(request_id)
+        bench.grant(request_id)
+    bench.beat(29.0, "heard")
+    bench.now_s += 20.5
+    bench.leases.tick()
+    assert bench.sent == ["heard", "unheard"]
+    assert bench.lags == [15.5]
+    assert "last heartbeat 20.5 s ago" in bench.log[0]
+    assert "no heartbeat ever came" in bench.log[1]
+
+
+def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
+    for _ in range(2):
+        bench.expect()
+        bench.grant()
+        bench.beat(20.0)
+        bench.read()
+        bench.leases.tick()
+    assert bench.lags == []
+
+
+def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:
+    bench.expect()
+    bench.leases.apply(StepPlan(releases=("r",)))
+    bench.leases.tick()
+    assert bench.sent == []
+
+
+def test_a_revoked_lease_is_reported(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.leases.apply(StepPlan(revokes=("r",)))
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:
+    bench.leases.apply(
+        StepPlan(expects=("a", "a"), grants=(GrantOrder("ghost", 3.0, None), GrantOrder("a", 30.0, None)))
+    )
+    bench.read("a")
+    bench.leases.tick()
+    assert bench.sent == ["a"]
+
+
+@given(st.binary(max_size=64))
+def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
+    assume(not payload.startswith(b"r:"))  # that one is the request's own
+    bench = Bench()
+    bench.expect()
+    bench.grant()
+    bench.leases.notified("stranger", payload)
+    bench.leases.tick()
+    assert bench.sent == []
+
+
+def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench) -> None:
+    bench.expect("granted")
+    bench.grant("granted")
+    bench.expect("expected")
+    bench.leases.end_all()
+    assert bench.sent == ["granted"], "nobody waits for a request that was never handed over"
+    assert bench.agent.fences == [(FENCE[0], FENCE[1] | 1 << 63)]
+    bench.read("granted")
+    bench.leases.end_all()
+    bench.leases.tick()
+    assert bench.sent == ["granted"]
+    assert bench.leases.live_count() == 0
+
+
+def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.leases.end_all(has_fences=False)
+    assert (bench.sent, bench.agent.fences) == (["r"], [])
+
+
+def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
+    bench.leases.expect(["r"])
+    bench.leases.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+    assert bench.leases.live_count() == 1
+
+
+# ---------------------------------------------------------------------------------------------- nonces
+
+
+def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(nonce="mine")
+    bench.read(nonce="of-a-former-life")
+    bench.beat(20.0, nonce="of-a-former-life")
+    bench.leases.tick()
+    assert bench.sent == []
+    assert bench.counts["num_lease_renewals"] == 0
+    bench.read(nonce="mine")
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
+    bench.expect()
+    bench.grant(nonce="n")
+    for reader, consumer in (("D1/0", "D1"), ("D2/1", "D2")):
+        bench.leases.notified(reader, Codec().read_complete("r", 2, nonce="n", consumer=consumer))
+    bench.leases.tick()
+    assert bench.sent == []
+    bench.leases.notified("D1/1", Codec().read_complete("r", 2, nonce="n", consumer="D1"))
+    bench.leases.tick()
+    assert bench.sent == ["r"]
+
+
+def test_an_expiry_is_a_warning(bench: Bench) -> None:
+    bench.expect()
+    bench.grant()
+    bench.now_s += 31
+    bench.leases.tick()
+    assert len(bench.recorder.warnings) == 1

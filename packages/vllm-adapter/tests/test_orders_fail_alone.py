@@ -1,0 +1,229 @@
+"""Whatever one order, ticket or peer contains, the others of the same step go on, and the failing one ends with a code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order
+from read_bench import KEY, OTHER_KEY, Bench
+
+from kv_scheduler_state import ReadOrder, StepPlan
+from vllm_adapter.worker.registration import Registration
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+class Leases:
+    """A producer's part that raises, as a bug would."""
+
+    def apply(self, _plan: Any, _void: Any) -> None:
+        raise RuntimeError("a bug in the producer's part")
+
+
+def perform(bench: Bench, plan: StepPlan) -> None:
+    unused: Any = None
+    leases: Any = Leases()
+    recorder: Any = bench.recorder
+    Registration(unused, unused, bench.reads, leases, recorder, b"").perform(plan, ())
+
+
+def step(*orders: ReadOrder, **parts: Any) -> StepPlan:
+    return StepPlan(reads=orders, **parts)
+
+
+def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench: Bench) -> None:
+    """A ticket's `remote_request_id` of "HB:x" used to raise out of the step: every later order was lost without an end."""
+    perform(bench, step(order("evil", peer_request_id="HB:x"), order("honest")))
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"evil": "reserved-prefix"}
+    bench.finish("honest/0.0")
+    assert bench.codes() == {"evil": "reserved-prefix", "honest": ""}
+
+
+def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:
+    perform(bench, step(order()))
+    assert len(bench.handshakes.asked) == 1
+    assert bench.counts["num_callback_errors"] == 1
+
+
+class Unreadable:
+    """An address that nobody can look up."""
+
+    def __hash__(self) -> int:
+        raise OverflowError("a number that nobody thought of")
+
+
+def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
+    perform(bench, step(order("evil", peer=Unreadable()), order("honest")))
+    assert bench.codes() == {"evil": "OverflowError"}
+    assert len(bench.handshakes.asked) == 1
+    ((_, error),) = [entry for entry in bench.recorder.errors if isinstance(entry[1], OverflowError)]
+    assert error.__traceback__ is not None
+
+
+def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    broken: Any = object()
+    perform(bench, step(heartbeats=(broken, heartbeat())))
+    assert bench.agent.notified == [(KEY, b"HB:p-r1")]
+
+
+def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+
+    def broken(_result: Any) -> None:
+        raise ValueError("no such statistic")
+
+    bench.recorder.transfer = broken  # type: ignore[method-assign]
+    bench.finish()
+    assert bench.codes() == {"r1": "ValueError"}
+    assert bench.reads.snapshot()["transfers"] == 0
+
+
+def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None:
+    bench.reads.read(order("evil", peer_blocks=(blocks(5000),)))
+    bench.reads.read(order("honest"))
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"evil": "block-out-of-range"}
+    assert set(bench.agent.posts) == {"honest/0.0"}
+
+
+# ------------------------------------------------------------------------------------------- tickets against engines
+
+
+def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench: Bench) -> None:
+    bench.reads.read(order(fence=None))
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "fence-missing"}
+    assert (bench.agent.posts, bench.agent.notified) == ({}, []), "and nobody's lease is ended by such a ticket"
+
+
+def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(bench: Bench) -> None:
+    peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome(peers=peers))
+    assert bench.codes() == {"r1": "prompt-missing"}
+    bench.reads.read(order("r2", prompt="ab" * 32))
+    assert "r2/0.0" in bench.agent.posts
+
+
+def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(bench: Bench) -> None:
+    bench.reads.read(order(fence=None))
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
+    assert "r1/0.0" in bench.agent.posts
+    (line,) = bench.log
+    assert "without fences" in line
+    assert "not bound to their prompts" in line
+
+
+# ------------------------------------------------------------------------------------------- notifications
+
+
+def test_ranks_that_only_wait_for_a_notification_are_wired_without_rows(bench: Bench) -> None:
+    """Latent caches, tp 2 to 1: rank 0.1 holds a replica; asking the plan for its rows raised `rank-not-read`."""
+    bench.planner.made = Plan(((0, 0),), ((0, 1),))
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    assert [len(bench.agent.peers[key].local_rows) for key in (KEY, OTHER_KEY)] == [1, 0]
+    bench.finish()
+    assert bench.codes() == {"r1": ""}
+
+
+def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
+    bench.reads.read(order(nonce="n1"))
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts["r1/0.0"]["notification"] == b"p-r1:1:n1:D"
+    bench.reads.heartbeat(heartbeat(("p-r1", "n1")))
+    assert bench.agent.notified == [(KEY, b"HB:p-r1n1")]
+
+
+def test_a_hand_over_that_a_sibling_goes_on_reading_is_not_reported_as_read(bench: Bench) -> None:
+    bench.reads.read(order())
+    perform(bench, step(cancels=("r1",), passes=("r1",)))
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "cancelled"}
+    assert bench.agent.notified == []
+
+
+# ------------------------------------------------------------------------------------------- peers without an answer
+
+
+def idle(bench: Bench, seconds: float = 11) -> None:
+    bench.now_s += seconds
+    bench.reads.look_after()
+
+
+def met(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    bench.finish()
+
+
+def answer_probe(agent: FakeAgent, bench: Bench, outcome: str, code: str = "") -> None:
+    (probe,) = agent.probes
+    agent.probes.clear()
+    bench.finish(probe, outcome=outcome, code=code)
+
+
+def test_an_idle_engine_that_answers_probes_is_kept(bench: Bench) -> None:
+    met(bench)
+    for _ in range(5):
+        idle(bench)
+        answer_probe(bench.agent, bench, "done")
+    assert bench.reads.snapshot()["engines"] == 1
+    assert bench.counts["num_dropped_engines"] == 0
+
+
+def test_two_silent_probes_let_an_idle_engine_go_within_seconds(bench: Bench) -> None:
+    met(bench)
+    idle(bench)
+    answer_probe(bench.agent, bench, "timed-out", "timed-out")
+    assert bench.reads.snapshot()["engines"] == 1
+    idle(bench, 1)  # the next look, not the next interval
+    answer_probe(bench.agent, bench, "timed-out", "timed-out")
+    assert bench.reads.snapshot()["engines"] == 0
+    assert bench.agent.peers == {}
+    assert "2 probes had no answer" in bench.recorder.warnings[-1]
+
+
+def test_an_idle_engine_whose_process_is_gone_is_let_go_at_the_first_probe(bench: Bench) -> None:
+    met(bench)
+    idle(bench)
+    answer_probe(bench.agent, bench, "failed", "peer-disconnected")
+    assert (bench.reads.snapshot()["engines"], bench.agent.peers) == (0, {})
+    assert bench.counts["num_dropped_engines"] == 1
+
+
+def test_an_engine_that_is_read_from_is_not_probed(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    idle(bench, 40)
+    assert bench.agent.probes == {}
+
+
+def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench: Bench) -> None:
+    bench.reads.read(order("hangs"))
+    bench.handshakes.answer(Outcome())
+    bench.reads.read(order("lost"))
+    bench.finish("lost/0.0", outcome="failed", code="peer-disconnected")
+    bench.reads.read(order("late"))
+    idle(bench, 14)
+    assert "late" not in bench.codes()
+    idle(bench, 2)
+    assert bench.codes()["late"] == "handshake-overdue"
+
+
+def test_quarantine_and_expiry_warn_once_per_request(bench: Bench) -> None:
+    bench.planner.made = Plan(((0, 0), (0, 1)))
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    for rank in ("0.0", "0.1"):
+        bench.finish(f"r1/{rank}", outcome="timed-out", code="timed-out", is_memory_quiet=False)
+    assert len([line for line in bench.recorder.warnings if "quarantined" in line]) == 1
+    assert bench.counts["num_quarantined_reads"] == 2

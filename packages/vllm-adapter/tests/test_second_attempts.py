@@ -1,0 +1,148 @@
+"""A read whose peer was lost is made once more while the lease holds: the peer is met anew, what has arrived stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
+from read_bench import KEY, OTHER_KEY, Bench
+
+TWO_RANKS = {(0, 0): Metadata(), (0, 1): Metadata()}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(retries=1)
+
+
+def start(bench: Bench, ranks: int = 1, **changes: Any) -> None:
+    bench.planner.made = Plan(tuple((0, rank) for rank in range(ranks)))
+    bench.reads.read(order(**changes))
+    bench.handshakes.answer(Outcome(peers=dict(list(TWO_RANKS.items())[:ranks])))
+
+
+def test_one_lost_peer_is_met_anew_and_read_once_more(bench: Bench) -> None:
+    start(bench)
+    bench.now_s += 10
+    bench.finish(outcome="failed", code="peer-disconnected")
+    assert bench.ends == []
+    assert len(bench.handshakes.asked) == 2
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.posts["r1/0.0+"]["deadline_s"] == 50  # of 60: the first attempt's ten seconds are gone
+    bench.finish("r1/0.0+")
+    assert bench.codes() == {"r1": ""}
+    assert bench.counts["num_retried_reads"] == 1
+
+
+def test_a_second_failure_is_the_requests(bench: Bench) -> None:
+    start(bench)
+    bench.finish(outcome="failed", code="peer-disconnected")
+    bench.handshakes.answer(Outcome())
+    bench.finish("r1/0.0+", outcome="failed", code="peer-disconnected")
+    assert bench.codes() == {"r1": "peer-disconnected"}
+    assert bench.counts["num_retried_reads"] == 1
+
+
+def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: Bench) -> None:
+    start(bench, ranks=2)
+    bench.finish("r1/0.0")
+    bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
+    bench.handshakes.answer(Outcome(peers=TWO_RANKS))
+    assert "r1/0.0+" not in bench.agent.posts
+    bench.finish("r1/0.1+", outcome="failed", code="transfer-failed")
+    assert bench.codes() == {"r1": "transfer-failed"}
+    assert KEY not in [peer for peer, _ in bench.agent.notified]
+
+
+def test_ranks_that_are_done_are_not_told_of_the_failure_of_others(bench: Bench) -> None:
+    start(bench, ranks=2)
+    bench.finish("r1/0.0")
+    bench.finish("r1/0.1", outcome="fence-rejected", code="fence-mismatch")
+    assert bench.codes() == {"r1": "fence-mismatch"}
+    assert [peer for peer, _ in bench.agent.notified] == [OTHER_KEY]
+
+
+@pytest.mark.parametrize("outcome", ["fence-rejected", "timed-out", "cancelled"])
+def test_what_a_new_meeting_cannot_mend_is_not_read_again(bench: Bench, outcome: str) -> None:
+    start(bench)
+    bench.finish(outcome=outcome, code=outcome)
+    assert bench.codes() == {"r1": outcome}
+    assert bench.counts["num_retried_reads"] == 0
+
+
+def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
+    start(bench)
+    bench.now_s += 31
+    bench.finish(outcome="failed", code="peer-disconnected")
+    assert bench.codes() == {"r1": "peer-disconnected"}
+
+
+def test_a_peer_whose_restart_would_not_be_noticed_is_not_read_again(bench: Bench) -> None:
+    """vLLM's own peers: no fence words and no generation in the ticket."""
+    bench.reads.read(order(fence=None))
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
+    bench.finish(outcome="failed", code="peer-disconnected")
+    assert bench.codes() == {"r1": "peer-disconnected"}
+
+
+def test_pages_in_quarantine_are_not_read_into_again_before_they_are_quiet(bench: Bench) -> None:
+    start(bench, ranks=2)
+    bench.finish("r1/0.0", outcome="failed", code="peer-disconnected", is_memory_quiet=False)
+    bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
+    assert len(bench.handshakes.asked) == 1
+    bench.reads.memory_quiet("r1/0.0")
+    bench.handshakes.answer(Outcome(peers=TWO_RANKS))
+    assert {"r1/0.0+", "r1/0.1+"} <= set(bench.agent.posts)
+
+
+def test_an_engine_that_cannot_be_met_anew_ends_the_read_with_the_reason(bench: Bench) -> None:
+    start(bench)
+    bench.finish(outcome="failed", code="peer-disconnected")
+    bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="connection-refused", message="nobody listens"))
+    assert bench.codes() == {"r1": "connection-refused"}
+
+
+def test_an_abort_between_the_attempts_ends_the_read_once_and_tells_the_producer(bench: Bench) -> None:
+    start(bench)
+    bench.finish(outcome="failed", code="peer-disconnected")
+    bench.reads.cancel("r1")
+    assert bench.codes() == {"r1": "cancelled"}
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.notified == [(KEY, b"p-r1:1")]
+    assert "r1/0.0+" not in bench.agent.posts
+    assert len(bench.ends) == 1
+
+
+def test_an_engine_that_came_back_with_another_plan_is_not_mixed_with_what_has_arrived(bench: Bench) -> None:
+    start(bench, ranks=2, peer=peer(generation=1))
+    bench.finish("r1/0.0")
+    bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
+    bench.planner.made = replace(bench.planner.made, producer_ranks=((0, 1),))
+    bench.handshakes.answer(Outcome(peers={(0, 1): Metadata()}))
+    assert bench.codes() == {"r1": "peer-changed"}
+
+
+def test_a_second_attempt_never_outlasts_the_deadline(bench: Bench) -> None:
+    start(bench, lease_s=1000.0)
+    bench.now_s += 59
+    bench.finish(outcome="failed", code="peer-disconnected")
+    bench.now_s += 2
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "transfer-timed-out"}
+
+
+def test_a_refused_post_is_not_tried_again(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.agent.refuse_post = True
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "post-refused"}
+
+
+def test_a_refusal_of_the_second_attempts_blocks_ends_the_read(bench: Bench) -> None:
+    start(bench)
+    bench.finish(outcome="failed", code="peer-disconnected")
+    bench.planner.refusal = CodedFailure("heads-differ")
+    bench.handshakes.answer(Outcome())
+    assert bench.codes() == {"r1": "heads-differ"}

@@ -1,0 +1,111 @@
+"""Texts as a release rewrites them, and versions that it refuses; nothing is built."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvdev.fragments import fragments_of, misnamed_fragments
+from kvdev.paths import PACKAGES, ROOT
+from kvdev.release import absolute_links, repository_address, version_faults, with_urls
+
+ADDRESS = "https://forge.test/team/project"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_versions_fit(package: str) -> None:
+    assert version_faults(ROOT, package) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        ("vllm-adapter/pyproject.toml", "kv-topology>=0.2,<0.3", "kv-topology>=0.1,<0.2", "kv-topology is 0.2"),
+        ("vllm-adapter/pyproject.toml", '">=3.11"', '">=3.9"', "promises Python >=3.9"),
+        (
+            "vllm-adapter/src/vllm_adapter/__init__.py",
+            '__version__ = "',
+            '__version__ = "1',
+            "does not say __version__",
+        ),
+    ],
+)
+def test_a_version_that_does_not_fit_is_named(tmp_path: Path, file: str, old: str, new: str, words: str) -> None:
+    for name in PACKAGES:
+        for part in ("pyproject.toml", f"src/{name.replace('-', '_')}/__init__.py"):
+            (tmp_path / "packages" / name / part).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / "packages" / name / part, tmp_path / "packages" / name / part)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    changed = tmp_path / "packages" / file
+    text = changed.read_text()
+    assert old in text
+    changed.write_text(text.replace(old, new))
+    (fault,) = version_faults(tmp_path, "vllm-adapter")
+    assert words in fault
+
+
+def test_links_that_leave_the_package_become_absolute_or_plain() -> None:
+    text = "See [the rules](../../docs/rules.md#one), [docs/rules.md](../../docs/rules.md), [here](#here), [x](x.toml)."
+    assert absolute_links(text, "kv-topology", ADDRESS, "kv-topology-v0.2.0") == (
+        f"See [the rules]({ADDRESS}/blob/kv-topology-v0.2.0/docs/rules.md#one), "
+        f"[docs/rules.md]({ADDRESS}/blob/kv-topology-v0.2.0/docs/rules.md), [here](#here), [x](x.toml)."
+    )
+    assert absolute_links(text, "kv-topology", "", "") == (
+        "See the rules (docs/rules.md), docs/rules.md, [here](#here), [x](x.toml)."
+    )
+
+
+def test_a_link_to_a_sibling_package_keeps_its_folder() -> None:
+    text = "[a](../kv-handshake/README.md)"
+    assert (
+        absolute_links(text, "kv-topology", ADDRESS, "v1") == f"[a]({ADDRESS}/blob/v1/packages/kv-handshake/README.md)"
+    )
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://forge.test/team/project.git",
+        "git@forge.test:team/project.git",
+        "ssh://git@forge.test/team/project",
+        "https://forge.test/team/project/",
+    ],
+)
+def test_the_address_comes_from_the_remote(origin: str) -> None:
+    assert repository_address({}, origin + "\n") == ADDRESS
+
+
+def test_the_address_comes_from_github_first_and_from_nowhere_else() -> None:
+    github = {"GITHUB_SERVER_URL": "https://forge.test", "GITHUB_REPOSITORY": "team/project"}
+    assert repository_address(github, "https://other.test/a/b") == ADDRESS
+    assert repository_address({}, "/srv/project.git") == ""
+    assert repository_address({}, "") == ""
+
+
+def test_urls_are_added_to_the_project() -> None:
+    text = (ROOT / "packages" / "kv-topology" / "pyproject.toml").read_text()
+    project = tomllib.loads(with_urls(text, "kv-topology", ADDRESS))["project"]
+    assert project["urls"]["Repository"] == ADDRESS
+    assert project["name"] == "kv-topology"
+
+
+def test_fragments_are_told_from_files_that_a_release_would_leave_out(tmp_path: Path) -> None:
+    folder = tmp_path / "changelog.d"
+    folder.mkdir()
+    for name, text in (
+        ("good.fixed.md", "x"),
+        ("empty.added.md", " \n"),
+        ("odd.md", "x"),
+        ("notes.txt", "x"),
+        (".gitignore", ""),
+    ):
+        (folder / name).write_text(text)
+    assert [path.name for path in fragments_of(tmp_path)] == ["empty.added.md", "good.fixed.md"]
+    assert {(name.rpartition("/")[2], why.split()[0]) for name, why in misnamed_fragments(tmp_path)} == {
+        ("empty.added.md", "empty"),
+        ("odd.md", "not"),
+        ("notes.txt", "not"),
+    }
