@@ -27,9 +27,7 @@ def test_ranks_of_a_second_node_take_the_generation_of_the_first(monkeypatch: py
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: _Group("node-0"))
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: _Group("node-0"))
-    config: Any = SimpleNamespace(
-        instance_id="node-1", parallel_config=SimpleNamespace(pipeline_parallel_size=stages)
-    )
+    config: Any = SimpleNamespace(instance_id="node-1", parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
     assert seam._shared_instance_id(config) == "node-0"
 
 

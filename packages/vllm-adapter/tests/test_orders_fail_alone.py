@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order
+from hypothesis import given
+from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
+from kv_handshake import Codec
 from kv_scheduler_state import ReadOrder, StepPlan
 from vllm_adapter.worker.registration import Registration
 
@@ -42,6 +45,28 @@ def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench:
     assert bench.codes() == {"evil": "reserved-prefix"}
     bench.finish("honest/0.0")
     assert bench.codes() == {"evil": "reserved-prefix", "honest": ""}
+
+
+IDS = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(Codec().reserved_prefixes).flatmap(lambda prefix: st.text(max_size=20).map(prefix.__add__)),
+    st.sampled_from(["", ":", "a:1", "\ud800", "\x00", "x" * 5000, "r:\n", "\u0661:2"]),
+)
+
+
+@given(st.lists(IDS, min_size=1, max_size=4), st.sampled_from(["", "n", "\ud800", ":", "n" * 500]))
+def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_is_read(
+    ids: list[str], nonce: str
+) -> None:
+    bench = Bench(codec=Codec())
+    orders = [order(f"r{n}", peer_request_id=text, nonce=nonce) for n, text in enumerate(ids)]
+    beats = tuple(heartbeat((text, nonce)) for text in ids)
+    perform(bench, step(*orders, order("honest"), heartbeats=beats))
+    bench.handshakes.answer(Outcome())
+    for transfer_id in list(bench.agent.posts):
+        bench.finish(transfer_id)
+    assert bench.codes()["honest"] == ""
+    assert len(bench.ends) == len(orders) + 1
 
 
 def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:

@@ -5,7 +5,7 @@ empty, unequal or wrong indices are refused when a transfer is made; unregistere
 peer's lists go stale when it is removed; a second agent of a known name is refused; a dead peer raises a
 disconnect; a stopped peer leaves transfers in progress for ever; a completion notification leaves only when the
 reader sees the end of its transfer; releasing an active transfer succeeds, and its data may still land later; a
-peer that deregisters is not noticed.
+peer that deregisters is not noticed; unloading the agent of a living process leaks its sockets on both sides.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeFabric", "FakeNixl"]
 
 _HEAD = b"nixlSerDes|Agent"
+_SOCKETS_PER_PEER = 5
 
 
 @final
@@ -69,7 +70,10 @@ class FakeFabric:
         self.has_late_writes = has_late_writes
         self.random = random.Random(seed)  # noqa: S311 - reproducible faults, no secrets
         self.fault_rates: dict[str, float] = {}
-        """Probability by fault: `post-error`, `check-error`, `disconnect`, `drop-notification`, `stall`."""
+        """Probability by fault: `post-error` and the like for each call, `disconnect`, `sticky-error`, `stall`,
+        `drop-notification`."""
+        self.agents_unloaded_alive = 0
+        """Peers' agents that were unloaded while their process lived: each leaks its sockets."""
         self._agents: dict[str, FakeNixl] = {}
         self._incarnations = 0
         self._orphans: list[_Transfer] = []
@@ -149,6 +153,8 @@ class FakeNixl:
         self._next = 0
         self._peers: dict[str, tuple[int, list[tuple[int, int, int, str]]]] = {}
         self._inbox: deque[tuple[str, bytes]] = deque()
+        self.sockets = 0
+        """Sockets that connections to other agents hold, including leaked ones."""
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
@@ -204,13 +210,27 @@ class FakeNixl:
         known = self._peers.get(name)
         if known is not None and known[0] != incarnation:
             raise AgentError("nixl-not-allowed", f"add_peer: another agent {name!r} is known")
+        if known is None:
+            self._connect(name, incarnation, _SOCKETS_PER_PEER)
         self._peers[name] = (incarnation, [(a, n, d, k) for a, n, d, k in regions])
         return name
+
+    def _connect(self, name: str, incarnation: int, sockets: int) -> None:
+        peer = self._fabric.find(name, incarnation)
+        self.sockets += sockets
+        if peer is not None:
+            peer.sockets += sockets
 
     def remove_peer(self, agent_name: str) -> None:
         """Forget a peer."""
         self._live("remove_peer")
-        self._peers.pop(agent_name, None)
+        known = self._peers.pop(agent_name, None)
+        if known is None:
+            return
+        if self._fabric.find(agent_name, known[0]) is None:
+            self.sockets -= _SOCKETS_PER_PEER
+        else:
+            self._fabric.agents_unloaded_alive += 1
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
         """Prepare strided rows."""
@@ -292,11 +312,14 @@ class FakeNixl:
     def _advance(self, transfer: _Transfer) -> Progress:
         if transfer.is_done:
             return "done"
-        if self._fabric.chance("disconnect"):
+        if not transfer.failure and self._fabric.chance("disconnect"):
             transfer.failure = "nixl-disconnected"
-        if transfer.failure or transfer.peer is None or transfer.peer.is_dead:
+        if not transfer.failure and self._fabric.chance("sticky-error"):
+            transfer.failure = "nixl-backend"
+        if not transfer.failure and (transfer.peer is None or transfer.peer.is_dead):
             transfer.failure = "nixl-disconnected"
-            raise AgentError("nixl-disconnected", "the remote agent disconnected")
+        if transfer.failure:
+            raise AgentError(transfer.failure, "the transfer has failed, and NIXL says so for ever")
         if transfer.peer.is_stopped or transfer.polls_left:
             return "in-progress"
         _copy(transfer)

@@ -46,8 +46,8 @@ class Prompt:
 
     __slots__ = (
         "chunks",
-        "deadlines",
         "completes_due",
+        "deadlines",
         "decoded",
         "delivered",
         "is_allocated_twice",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.transfer.records import FinishedRead
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
