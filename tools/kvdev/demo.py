@@ -9,8 +9,10 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -24,7 +26,6 @@ from kvdev.steps import fail, note
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 __all__ = ["connector_config", "run_demo", "running_router"]
 
@@ -60,15 +61,10 @@ def connector_config(role: str, **extra: object) -> dict[str, object]:
 def run_demo(uv: Path, options: argparse.Namespace) -> int:
     """Run the demo; exit code 0 when the texts agree (with --corrupt: when they differ)."""
     python, model = local_model(uv, options.family, options.vllm)
-    decode_environment = {"KV_TRANSFER_TEST_CORRUPT_PAGE": "1"} if options.corrupt else {}
-    specs = [
-        EngineSpec("prefill", model, "0", connector_config("kv_producer")),
-        EngineSpec("decode", model, "1", connector_config("kv_consumer"), environment=decode_environment),
-        EngineSpec("alone", model, "1"),
-    ]
     note("starting three engines: prefill, decode, and one that does the whole job alone")
     with (
-        start_all(specs, python) as (prefill, decode, alone),
+        tempfile.TemporaryDirectory(prefix="kvdev-") as folder,
+        start_all(_specs(model, Path(folder), is_corrupt=options.corrupt), python) as (prefill, decode, alone),
         running_router([prefill.url], [decode.url]) as router_url,
     ):
         warm_up = "a first request, to warm both paths up"
@@ -85,6 +81,20 @@ def run_demo(uv: Path, options: argparse.Namespace) -> int:
         if options.keep:
             _keep(router_url, (prefill, decode, alone))
     return 0 if report["identical"] != options.corrupt else 1
+
+
+def _specs(model: Path, folder: Path, *, is_corrupt: bool) -> list[EngineSpec]:
+    """Return the three engines; a corrupt one has the tests' probes, which spoil a page of everything that it receives."""
+    decode, environment = connector_config("kv_consumer"), dict[str, str]()
+    if is_corrupt:
+        decode["kv_connector_module_path"] = "probe_connector"
+        probes = str(ROOT / "integration_tests" / "host" / "engines")
+        environment = {"PYTHONPATH": probes, "KVDEV_PROBE_FOLDER": str(folder), "KVDEV_PROBE_CORRUPT": "1"}
+    return [
+        EngineSpec("prefill", model, "0", connector_config("kv_producer")),
+        EngineSpec("decode", model, "1", decode, environment=environment),
+        EngineSpec("alone", model, "1"),
+    ]
 
 
 @contextlib.contextmanager

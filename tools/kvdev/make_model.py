@@ -11,9 +11,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+FAMILIES = ("dense", "sliding-window", "mla", "mla-calm", "mamba", "mamba-one-group")
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 # Random weights of the usual size repeat one token whatever the cache holds; with wider ones a wrong byte shows in the text.
 SPREAD = 0.2
+# Between unequal tensor-parallel sizes sums are rounded in another order, and wide weights make another text of that: with
+# these the first token's probabilities differ as little as the sums do.
+CALM_SPREAD = 0.05
 COMMON: dict[str, Any] = {
     "vocab_size": 256 + len(SPECIAL),
     "hidden_size": 256,
@@ -31,8 +35,11 @@ COMMON: dict[str, Any] = {
 
 
 def build(family: str) -> transformers.PreTrainedModel:
-    """Return a model of one family with seeded weights."""
+    """Return a model of one family with seeded weights; `-calm`: of a smaller spread; `mamba-one-group` is calm as well."""
     torch.manual_seed(20)
+    common = COMMON
+    if family in {"mla-calm", "mamba-one-group"}:
+        common = {**COMMON, "initializer_range": CALM_SPREAD}
     if family == "dense":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=64, **COMMON))
     if family == "sliding-window":
@@ -44,9 +51,9 @@ def build(family: str) -> transformers.PreTrainedModel:
             **COMMON,
         )
         return transformers.Gemma3ForCausalLM(config)
-    if family == "mla":
+    if family in {"mla", "mla-calm"}:
         config = transformers.DeepseekV2Config(
-            **{**COMMON, "num_key_value_heads": 8},
+            **{**common, "num_key_value_heads": 8},
             kv_lora_rank=512,
             q_lora_rank=None,
             qk_rope_head_dim=64,
@@ -56,21 +63,22 @@ def build(family: str) -> transformers.PreTrainedModel:
             num_experts_per_tok=2,
             n_shared_experts=1,
             moe_intermediate_size=128,
-            first_k_dense_replace=1,
+            # Calm: no experts either, because which of two near ones a router chooses is as chaotic.
+            first_k_dense_replace=1 if family == "mla" else COMMON["num_hidden_layers"],
             topk_method="greedy",
             n_group=1,
             topk_group=1,
         )
         return transformers.DeepseekV2ForCausalLM(config)
-    if family == "mamba":
+    if family in {"mamba", "mamba-one-group"}:
         config = transformers.GraniteMoeHybridConfig(
-            **COMMON,
+            **common,
             layer_types=["mamba", "attention", "mamba", "attention"],
             num_local_experts=0,
             num_experts_per_tok=0,
             shared_intermediate_size=512,
             mamba_n_heads=16,
-            mamba_n_groups=2,
+            mamba_n_groups=1 if family == "mamba-one-group" else 2,
             mamba_d_state=32,
             mamba_d_head=32,
             mamba_d_conv=4,
@@ -79,7 +87,7 @@ def build(family: str) -> transformers.PreTrainedModel:
             position_embedding_type="rope",
         )
         return transformers.GraniteMoeHybridForCausalLM(config)
-    raise SystemExit(f"unknown model family {family!r}: dense, sliding-window, mla or mamba")
+    raise SystemExit(f"unknown model family {family!r}: {', '.join(FAMILIES)}")
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:

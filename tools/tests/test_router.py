@@ -7,10 +7,11 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+import pytest
+from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvdev.router import make_app
+from kvdev.router import make_app, serve_forever
 
 TICKET = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1, 2]]}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -143,3 +144,63 @@ def test_a_dead_decode_engine_is_a_502() -> None:
 def test_a_body_that_is_no_json_object_is_a_400() -> None:
     for body in ("{", "[1]", '"x"'):
         assert ask(gives_ticket, gives_text, body)[0] == 400
+
+
+def test_prefill_is_asked_for_one_choice_and_decode_for_all_of_them() -> None:
+    _, _, prefill, decode, _ = ask(gives_ticket, gives_text, {"prompt": "p", "n": 4, "best_of": 4})
+    assert prefill.asked[0]["n"] == 1
+    assert "best_of" not in prefill.asked[0]
+    assert decode.asked[0]["n"] == 4
+
+
+def test_a_body_with_several_prompts_is_no_hand_off() -> None:
+    for prompts in (["p", "q"], [[1, 2], [3]]):
+        status, _, prefill, decode, health = ask(gives_ticket, gives_text, {"prompt": prompts})
+        assert (status, prefill.asked, decode.asked[0]) == (200, [], {"prompt": prompts})
+        assert health["no_ticket"] == 1
+    for one in ([1, 2], ["p"], [[1, 2]]):
+        assert len(ask(gives_ticket, gives_text, {"prompt": one})[2].asked) == 1
+
+
+async def dies_in_the_middle(request: web.Request) -> web.StreamResponse:
+    response = await streams(request)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+def test_a_decode_engine_that_dies_in_its_answer_ends_the_clients_connection() -> None:
+    async def run() -> None:
+        engines = [StandIn(gives_ticket), StandIn(dies_in_the_middle)]
+        for engine in engines:
+            await engine.server.start_server()
+        async with TestClient(TestServer(make_app([engines[0].url], [engines[1].url]))) as client:
+            reply = await client.post("/v1/completions", json={"prompt": "p"})
+            with pytest.raises(ClientError):
+                await asyncio.wait_for(reply.read(), timeout=10)
+            assert (await (await client.get("/health")).json())["decode_errors"] == 1
+        for engine in engines:
+            await engine.server.close()
+
+    asyncio.run(run())
+
+
+def test_health_and_models_say_that_an_engine_is_down() -> None:
+    async def run() -> None:
+        async with TestClient(TestServer(make_app(["http://127.0.0.1:1"], ["http://127.0.0.1:1/"]))) as client:
+            health = await client.get("/health")
+            assert (health.status, (await health.json())["engines"]) == (503, ["http://127.0.0.1:1"] * 2)
+            assert (await client.get("/v1/models")).status == 502
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("url", ["foo", "127.0.0.1:8000", "http://", "http://host:port", "ftp://host"])
+def test_what_is_no_address_of_an_engine_is_refused_at_the_start(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_forever(["http://127.0.0.1:1"], [url], host="127.0.0.1", port=0) == 1
+    assert url in capsys.readouterr().out
+
+
+def test_a_port_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_forever(["http://127.0.0.1:1"], ["http://127.0.0.1:1"], host="127.0.0.1", port=99999) == 1
+    assert "99999" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ OWN_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 Other engines here have their worker in the scheduler's process, as vLLM has it on one GPU: they start in two thirds of the time.
 """
-MIRRORED = {"KV_TRANSFER_TEST_HOST_BUFFER": "1"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
 """Of pairs: half of the default, because a test waits until a lease that nobody renews has ended."""
-NO_PREFIX_CACHE = ("mamba", "mla")
+NO_PREFIX_CACHE = ("mamba", "mamba-one-group", "mla", "mla-calm")
 """vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
 
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 FAILED = "vllm:nixl_num_failed_transfers_total"
+REFUSED = "vllm:kv_transfer_num_refused_tickets_total"
+RETRIED = "vllm:kv_transfer_num_retried_reads_total"
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 BYTES = "vllm:nixl_bytes_transferred_sum"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
 """To be asked for with `source="local_compute"`."""
@@ -47,6 +49,18 @@ def prompt(number: int, words: int = 40) -> str:
 def ours(role: str = "kv_both", **keys: object) -> dict[str, object]:
     """Return our connector's configuration; `keys` are extra-config keys, or a failure policy."""
     return _config(connector_config(role), keys)
+
+
+def probed(role: str = "kv_both", **keys: object) -> dict[str, object]:
+    """Return the same with the probes of `probe_connector.py`; the engine needs `probe_environment`."""
+    return {**ours(role, **keys), "kv_connector_module_path": "probe_connector"}
+
+
+def probe_environment(folder: Path, *probes: str) -> dict[str, str]:
+    """Return what an engine with probes needs: where it finds them, its folder, and which are on from its start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    here = str(Path(__file__).parent)
+    return {"PYTHONPATH": here, "KVDEV_PROBE_FOLDER": str(folder), **{f"KVDEV_PROBE_{name}": "1" for name in probes}}
 
 
 def own_name(role: str = "kv_both", **keys: object) -> dict[str, object]:
@@ -192,10 +206,13 @@ def started_fleet(
     python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **(STATE_MODEL if family == "mamba" else {}),
+        **(STATE_MODEL if family.startswith("mamba") else {}),
         **(environment or {}),
     }
     more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
+    if family.startswith("mla"):
+        # Where the processor has AMX, vLLM would choose kernels that only take bfloat16.
+        more += ["--attention-backend", "CPU_MLA"]
     count = os.cpu_count() or 1
     specs = [
         EngineSpec(
@@ -220,11 +237,12 @@ def started_fleet(
 def started_pair(
     family: str,
     *,
+    configure: Callable[..., dict[str, object]] = ours,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Fleet]:
     """Start `prefill`, `decode` and a router between them."""
-    configs = {name: ours(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
+    configs = {name: configure(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
     with (
         started_fleet(family, configs, arguments=arguments, environment=environment) as fleet,
         running_router([fleet.engines["prefill"].url], [fleet.engines["decode"].url]) as fleet.router,

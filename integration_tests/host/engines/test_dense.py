@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fleets import BYTES, COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, prompt, started_pair
+from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, prompt, started_pair
+
+ANSWERED = "vllm:request_success_total"
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,32 @@ def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
             return text
 
     assert asyncio.run(stream(pair.router)) == asyncio.run(stream(pair.engines["prefill"].url))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_several_choices_of_one_prompt_take_one_hand_over(pair: Fleet, path: str) -> None:
+    text = prompt(130 + len(path), 60)
+    asked = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    body = {"model": "tiny", "temperature": 1, "seed": 7, "n": 4, "ignore_eos": True, "max_tokens": 24, **asked}
+
+    async def choices(url: str) -> list[str]:
+        async with client() as session, session.post(url + path, json=body) as reply:
+            answer = await reply.json()
+            assert reply.status == 200, answer
+            return [c["message"]["content"] if "chat" in path else c["text"] for c in answer["choices"]]
+
+    counted = [("decode", TRANSFERS), ("decode", FAILED), ("prefill", EXPIRED), ("prefill", ANSWERED)]
+    before = {at: pair.count(*at) for at in counted}
+    computed = pair.count("decode", COMPUTED, source="local_compute")
+    got = asyncio.run(choices(pair.router))
+    assert pair.count("prefill", ANSWERED) - before["prefill", ANSWERED] == 1
+    pair.assert_all_blocks_free()
+    for at, more in zip(counted[:3], (1, 0, 0), strict=True):
+        assert pair.count(*at) - before[at] == more, at
+    # Whoever comes second takes the first one's prefix, whole blocks of it, and computes the rest; flushes compute theirs.
+    assert pair.count("decode", COMPUTED, source="local_compute") - computed < len(text)
+    assert len(set(got)) == 4, "choices are drawn, each from a seed of its own"
+    assert got == asyncio.run(choices(pair.engines["prefill"].url))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05, 0.2])

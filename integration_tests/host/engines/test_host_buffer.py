@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleets import BYTES, COMPUTED, FAILED, MIRRORED, TRANSFERS, Fleet, prompt, started_pair
+from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, probe_environment, probed, prompt, started_pair
 
 CHUNK_TOKENS = 200  # of blocks of 128: chunks end inside blocks
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Fleet]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     arguments = ["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "8"]
-    with started_pair("dense", arguments={"prefill": arguments}, environment=MIRRORED) as running:
+    mirrored = probe_environment(tmp_path_factory.mktemp("probes"), "MIRROR")
+    with started_pair("dense", configure=probed, arguments={"prefill": arguments}, environment=mirrored) as running:
         yield running
 
 
@@ -22,7 +23,7 @@ def test_prompts_of_one_chunk_and_of_many_give_the_text_of_one_engine(pair: Flee
     assert max(map(len, texts)) > 4 * CHUNK_TOKENS
     pair.assert_same_as_alone(texts)
     for name in pair.engines:
-        assert "KV_TRANSFER_TEST_HOST_BUFFER is set" in pair.log(name)
+        assert "KVDEV_PROBE_MIRROR is set" in pair.log(name)
     assert pair.count("decode", TRANSFERS) == len(texts)
     assert pair.count("decode", FAILED) == 0
     assert pair.count("decode", COMPUTED, source="local_compute") == 0

@@ -15,7 +15,6 @@ import pytest
 from fleets import (
     COMPUTED,
     FAILED,
-    MIRRORED,
     OWN_WORKERS,
     TRANSFERS,
     VLLM,
@@ -24,6 +23,8 @@ from fleets import (
     hosts_own,
     ours,
     own_name,
+    probe_environment,
+    probed,
     prompt,
     started_fleet,
 )
@@ -140,15 +141,15 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
     fleet.assert_all_blocks_free()
 
 
-def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer() -> None:
+def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer(tmp_path: Path) -> None:
     """vLLM's own connector on both ends is the reference: one engine alone is none for this family.
 
     On CPU its decode and prefill kernels for latent attention disagree without any connector: to generate n tokens at
     once and to ask n times for one token gives different texts.
     """
     texts = [prompt(0, 20), prompt(3, 200)]
-    configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": ours()}
-    with started_fleet("mla", configs, environments={"mirrored": MIRRORED}) as fleet:
+    configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": probed()}
+    with started_fleet("mla", configs, environments={"mirrored": probe_environment(tmp_path, "MIRROR")}) as fleet:
         fleet.only("hosts", "peer")
         fleet.let_meet("hosts", "peer")
         # One at a time: the batch that a prompt is computed in changes its text here.

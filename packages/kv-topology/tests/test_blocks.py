@@ -435,7 +435,7 @@ def test_every_page_and_unit_has_its_descriptor(drawn, before):
     assert len(rows) <= len(slices) * units
     pages = np.repeat(np.arange(min(r.page_count for r in regions)), units)
     unit = np.tile(np.arange(units), len(pages) // units)
-    found = _indices([(rule, pages * units + unit)]).reshape(len(slices), len(pages)) - before
+    found = _indices([(rule, (pages * units + unit).astype(np.int32))]).reshape(len(slices), len(pages)) - before
     for (number, start, jump), indices in zip(slices, found.tolist(), strict=True):
         base, stride = regions[number].base_address, regions[number].page_stride_bytes
         expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]

@@ -131,7 +131,7 @@ def test_descriptor_numbers_of_a_hybrid_list():
     assert mine.tolist() == peer.tolist()
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
     link = plan._links[0, 0]
-    ids, states = np.array([3, 5]), np.array([1, 2])
+    ids, states = np.array([3, 5], dtype=np.int32), np.array([1, 2], dtype=np.int32)
     _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
     assert peer.tolist() == [3, 5, 103, 105, 201, 202, 301, 302, 401, 402, 501, 502]
 
@@ -142,7 +142,7 @@ def test_descriptor_numbers_with_kernel_blocks():
     local = build_engine(model, EngineSpec(2, **engine))[0, 0]
     plan = plan_transfer(local, build_engine(model, EngineSpec(1, **engine)))
     link = plan._links[0, 0]
-    ids, states = np.array([3, 7]), np.array([1, 2])
+    ids, states = np.array([3, 7], dtype=np.int32), np.array([1, 2], dtype=np.int32)
     _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
     assert peer.tolist() == [3, 7, 403, 407, 801, 802, 901, 902, 1001, 1002, 1101, 1102]
     _, peer = plan.indices((0, 0), lists([1], []), lists([1], [2]), tokens=64)

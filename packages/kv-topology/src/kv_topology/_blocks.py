@@ -32,7 +32,7 @@ from kv_topology._arrays import count_up, flat_outer_sum
 from kv_topology._errors import InvalidBlocks
 
 if TYPE_CHECKING:
-    from kv_topology._arrays import Bools, Ints
+    from kv_topology._arrays import Bools, Indices, Ints
     from kv_topology._boxes import Pairing
     from kv_topology._lists import Blocks
     from kv_topology._model import Group
@@ -46,12 +46,12 @@ class BlockPairs:
     """Pairs of units to move, ascending at the peer; a unit's number is page * units of a page + unit in the page.
 
     Attributes:
-        local: int64 (n,), unit numbers here.
-        peer: int64 (n,), unit numbers at the peer.
+        local: int32 (n,), unit numbers here.
+        peer: int32 (n,), unit numbers at the peer.
     """
 
-    local: Ints
-    peer: Ints
+    local: Indices
+    peer: Indices
 
     def __len__(self) -> int:
         return len(self.local)
@@ -143,9 +143,12 @@ def _ascending(local: Ints, peer: Ints) -> BlockPairs:
 
     Both numbers are below 2**31, as descriptor indices are, so a pair is sorted as one number: peer * 2**32 + local.
     """
-    keys: Ints = (peer << 32) | local
+    keys: Ints = peer << 32
+    keys |= local
     keys.sort()
-    return BlockPairs(keys & 0xFFFFFFFF, keys >> 32)
+    lower = keys.astype(np.int32)  # a cast keeps the lower half
+    keys >>= 32
+    return BlockPairs(lower, keys.astype(np.int32))
 
 
 def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
@@ -170,7 +173,7 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
             context={"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
         )
     pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
-    return BlockPairs(pages, peer_pages)
+    return _ascending(pages, peer_pages)
 
 
 def _real(blocks: Blocks) -> Ints:

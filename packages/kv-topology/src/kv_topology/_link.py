@@ -20,7 +20,7 @@ from kv_topology._validate import LIMITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology._arrays import Indices, Ints, Rows
+    from kv_topology._arrays import Indices, Rows
     from kv_topology._blocks import BlockPairs
     from kv_topology._errors import Fault
     from kv_topology._lists import BlockListLike, Blocks
@@ -89,7 +89,9 @@ class Link:
         )
 
 
-def _indices(parts: Sequence[tuple[IndexRule, Ints]]) -> Indices:
+def _indices(parts: Sequence[tuple[IndexRule, Indices]]) -> Indices:
+    if len(parts) == 1:
+        return parts[0][0].indices(parts[0][1])
     out = np.empty(sum(len(rule.first) * len(units) for rule, units in parts), dtype=np.int32)
     start = 0
     for rule, units in parts:
