@@ -18,6 +18,7 @@ bandwidth_gb_s = 40.0
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
 
