@@ -31,6 +31,7 @@ from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state._fences import ended_generation
 from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, Readers, ReaderVerdict, Refusal
+from kv_scheduler_state._lease_introspection import describe_leases, lease_violations
 from kv_scheduler_state._machine import GONE, NEW, Table, Transition, advance
 from kv_scheduler_state._tables import LEASE_TABLE
 
@@ -329,41 +330,12 @@ class LeaseTable:
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every lease with its state, age, readers and the time left, oldest first."""
-        at_s = self._clock.observe(now_s)
-        return tuple(
-            [
-                {
-                    "request_id": request_id,
-                    "state": lease.state,
-                    "in_state_s": at_s - lease.since_s,
-                    "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
-                    "fence": lease.fence,
-                    "nonce": lease.nonce,
-                    "readers": list(lease.readers_done),
-                    "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                    "trace": [{"at_s": at, "event": event, "state": state} for at, event, state in lease.trace],
-                }
-                for request_id, lease in self._leases.items()
-            ]
-        )
+        return describe_leases(self._leases, self._clock.observe(now_s))
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""
         in_heap = {request_id for _, _, request_id in self._heap}
-        broken = [
-            f"{request_id}: granted, but nothing will ever expire it"
-            for request_id, lease in self._leases.items()
-            if lease.state == "granted" and request_id not in in_heap
-        ]
-        broken += [
-            f"{request_id}: lease state '{lease.state}' is no live state"
-            for request_id, lease in self._leases.items()
-            if lease.state not in {"expected", "granted"}
-        ]
-        lengths = Counter([lease.lease_s for lease in self._leases.values() if lease.state == "granted"])
-        if +self._lengths != lengths:
-            broken.append(f"lengths of live leases are {dict(lengths)}, noted are {dict(self._lengths)}")
-        return tuple(broken)
+        return tuple(lease_violations(self._leases, in_heap, self._lengths))
 
     def _state(self, request_id: str) -> str:
         lease = self._leases.get(request_id)

@@ -193,21 +193,11 @@ class SchedulerState:
             if consumer is not None:
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
         except SchedulerStateError:
-            if type(external_tokens) is int and external_tokens > 0:
-                self._note_unread(request_id)
+            if type(external_tokens) is int and external_tokens > 0 and self._reports.expect_failure(request_id):
+                self._outbox.fail(request_id)
             raise
         if producer is not None:
             self._producers.allocate(request_id, producer, rows, preemptions, at_s)
-
-    def _note_unread(self, request_id: object) -> None:
-        """Have a parked request reported as failed, unless a read of it is under way and will be reported anyway."""
-        if type(request_id) is not str:
-            return
-        request = self._requests.get(request_id)
-        consumer = None if request is None else request.consumer
-        if consumer is None or consumer.state not in {"reading", "draining"}:
-            self._outbox.fail(request_id)
-            self._reports.unread.add(request_id)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
         """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
@@ -318,23 +308,7 @@ class SchedulerState:
             Either is raised only after every legal id has been applied, and then for the first that was not: a caller
             who logs and goes on loses nothing.
         """
-        refusals: list[SchedulerStateError] = []
-        reports, consumers = self._reports, self._consumers
-        if sent:
-            reports.sent(sent, refusals)
-        if reports.unread:
-            unread = [*failed, *received]
-            kept = reports.without_unread(list(unread))
-            failed = [request_id for request_id in failed if request_id in kept]
-            received = [request_id for request_id in received if request_id in kept]
-        if failed:
-            reports.reads_ended(failed, consumers.failure_event, consumers.on_failure, refusals)
-            broken = set(failed)
-            received = [request_id for request_id in received if request_id not in broken]
-        if received:
-            reports.reads_ended(received, "done", consumers.on_done, refusals)
-        if refusals:
-            raise refusals[0]
+        self._reports.apply(sent, received, failed)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.

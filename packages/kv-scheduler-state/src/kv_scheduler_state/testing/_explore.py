@@ -23,8 +23,9 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._ticket import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
-from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
+from kv_scheduler_state.testing._decode import DecodeSide
 from kv_scheduler_state.testing._model import ModelViolation, Step
+from kv_scheduler_state.testing._peers import GenerousPeer
 from kv_scheduler_state.testing._prefill import PrefillSide
 from kv_scheduler_state.testing._prompt import Tables
 
