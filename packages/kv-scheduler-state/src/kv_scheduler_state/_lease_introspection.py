@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from kv_scheduler_state._lease import Lease
 
@@ -34,11 +34,11 @@ def describe_leases(leases: Mapping[str, Lease], at_s: float) -> tuple[dict[str,
 
 
 def lease_violations(
-    leases: Mapping[str, Lease], in_heap: Collection[str], lengths: Mapping[float, int]
+    leases: Mapping[str, Lease], deadlines: Container[str], lengths: Mapping[float, int]
 ) -> Iterator[str]:
-    """Yield every broken promise between the leases, the heap of deadlines and the counted lengths."""
+    """Yield every broken promise between the leases, their deadlines and the counted lengths."""
     for request_id, lease in leases.items():
-        if lease.state == "granted" and request_id not in in_heap:
+        if lease.state == "granted" and request_id not in deadlines:
             yield f"{request_id}: granted, but nothing will ever expire it"
         if lease.state not in {"expected", "granted"}:
             yield f"{request_id}: lease state '{lease.state}' is no live state"

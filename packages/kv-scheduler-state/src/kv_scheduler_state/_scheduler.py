@@ -189,14 +189,14 @@ class SchedulerState:
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             at_s = self._clock.observe(now_s)
-            rows = () if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
+            rows = None if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
             if consumer is not None:
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
         except SchedulerStateError:
             if type(external_tokens) is int and external_tokens > 0 and self._reports.expect_failure(request_id):
                 self._outbox.fail(request_id)
             raise
-        if producer is not None:
+        if producer is not None and rows is not None:
             self._producers.allocate(request_id, producer, rows, preemptions, at_s)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
