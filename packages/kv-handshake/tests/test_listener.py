@@ -260,13 +260,13 @@ def keys():
 def secure_client(keys, name, *, server="server"):
     return Client(
         LocalOffer(policy="off"),
-        security=ClientSecurity(*keys[name], keys[server][0]),
+        security=ClientSecurity(keys[name][0], keys[name][1], keys[server][0]),
         timing=Timing(deadline_s=30, attempt_s=20),
     )
 
 
 def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
-    security = ServerSecurity(*keys["server"], authorized={keys["friend"][0]: "friend"})
+    security = ServerSecurity(keys["server"][0], keys["server"][1], {keys["friend"][0]: "friend"})
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=security)
     listener.start()
     friend, stranger = secure_client(keys, "friend"), secure_client(keys, "stranger")
@@ -300,4 +300,37 @@ def test_plain_client_and_wrong_server_key_get_nothing(keys):
         assert (outcome.code, outcome.attempts) == ("authentication-refused", 1)
         each.close()
     assert listener.statistics()["answered"] == 0
+    listener.close()
+
+
+def test_a_message_of_endless_frames_stops_nobody(listener, raw):
+    """Its socket is dropped after 64 surplus frames, a new one is bound at once, and the next client is answered."""
+    flood = raw(zmq.DEALER, listener.port)
+    flood.send_multipart([b""] * 500_000)
+    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
+    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.01, hold_most_s=0.01)
+    client = Client(LocalOffer(policy="off"), timing=timing)
+    until(lambda: client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok)
+    assert listener.statistics()["restarts"] == 0
+    assert listener.is_alive
+    client.close()
+
+
+def test_peers_write_no_log_lines_of_their_own(caplog):
+    """Neither a line break nor an escape sequence nor a long text of a peer reaches the log; topics are few."""
+    factors = {"model": "a\nb\x1b[31m" + "x" * 100_000}
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)], factors=factors))
+    listener.start()
+    client = Client(LocalOffer(factors={"model": "other"}, policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    for engine_id in ("engine-a", ""):
+        for _ in range(10):
+            outcome = client.fetch(
+                host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id=engine_id, dialect=14
+            )
+            assert outcome.is_ok
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert len(text) < 1200
+    assert text.isprintable()
+    assert client.statistics()["log_lines_held_back"] == 19
+    client.close()
     listener.close()

@@ -241,3 +241,17 @@ def test_every_code_is_described():
 def test_bad_offers(arguments):
     with pytest.raises(ConfigurationError):
         LocalOffer(**arguments)
+
+
+@pytest.mark.never_wrong("B3")
+@pytest.mark.parametrize("generation", [2**53, 2**60, -1])
+def test_a_generation_that_a_float_rounds_is_not_written(generation):
+    with pytest.raises(ConfigurationError, match="generation") as caught:
+        Codec().encode_envelope({**sample_metadata(), "generation": generation}, {}, dialect=14)
+    assert caught.value.code == "invalid-argument"
+
+
+@pytest.mark.never_wrong("B11")
+def test_a_large_generation_of_release_0_1_is_read():
+    values = msgspec.msgpack.decode(sample_envelopes()[0, 0]) | {"kvh_generation": 2**60}
+    assert decode_metadata(decode_envelope(msgspec.msgpack.encode(values))).generation == 2**60

@@ -9,7 +9,7 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._states import EVENTS, TRANSITIONS, next_step
+from kv_handshake._states import EVENTS, TRANSITIONS, IllegalEvent, next_step
 from kv_handshake._writing import encode_clock
 from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
@@ -24,7 +24,7 @@ def session(ranks=RANKS, version=14, **arguments):
 
 def ask_all(asker, core, *, chunk=None, ahead=1, now_s=1.0):
     """Pipe a session into a core, with `ahead` queries under way, in chunks of bytes."""
-    replies = []
+    replies: list[tuple[bytes, ...]] = []
     while not asker.is_over:
         while asker.queries_left and len(replies) < ahead:
             replies.append(core.respond(asker.next_query(now_s=now_s), clock_s=100.0))
@@ -225,4 +225,5 @@ def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, le
     if events:
         assert step == TRANSITIONS[state][events[0]]
     else:
+        assert isinstance(step, IllegalEvent)
         assert step.fault == ("peer" if cause in ("bytes", "reply") and state != "idle" else "local")

@@ -23,13 +23,13 @@ DOCUMENT: Any = {}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, retries: int = 0) -> None:
+    def __init__(self, *, retries: int = 0, codec: Any = None) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.finished: list[FinishedRead] = []
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
-        untyped: Any = (self.agent, self.handshakes, FakeCodec(), self.recorder, self.planner)
+        untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
         agent, handshakes, codec, recorder, plans = untyped
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order
+from hypothesis import given
+from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
+from kv_handshake import Codec
 from kv_scheduler_state import ReadOrder, StepPlan
 from vllm_adapter.worker.registration import Registration
 
@@ -35,6 +38,7 @@ def step(*orders: ReadOrder, **parts: Any) -> StepPlan:
     return StepPlan(reads=orders, **parts)
 
 
+@pytest.mark.never_wrong("B2")
 def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench: Bench) -> None:
     """A ticket's `remote_request_id` of "HB:x" used to raise out of the step: every later order was lost without an end."""
     perform(bench, step(order("evil", peer_request_id="HB:x"), order("honest")))
@@ -42,6 +46,29 @@ def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench:
     assert bench.codes() == {"evil": "reserved-prefix"}
     bench.finish("honest/0.0")
     assert bench.codes() == {"evil": "reserved-prefix", "honest": ""}
+
+
+IDS = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(Codec().reserved_prefixes).flatmap(lambda prefix: st.text(max_size=20).map(prefix.__add__)),
+    st.sampled_from(["", ":", "a:1", "\ud800", "\x00", "x" * 5000, "r:\n", "\u0661:2"]),
+)
+
+
+@pytest.mark.never_wrong("B2")
+@given(st.lists(IDS, min_size=1, max_size=4), st.sampled_from(["", "n", "\ud800", ":", "n" * 500]))
+def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_is_read(
+    ids: list[str], nonce: str
+) -> None:
+    bench = Bench(codec=Codec())
+    orders = [order(f"r{n}", peer_request_id=text, nonce=nonce) for n, text in enumerate(ids)]
+    beats = tuple(heartbeat((text, nonce)) for text in ids)
+    perform(bench, step(*orders, order("honest"), heartbeats=beats))
+    bench.handshakes.answer(Outcome())
+    for transfer_id in list(bench.agent.posts):
+        bench.finish(transfer_id)
+    assert bench.codes()["honest"] == ""
+    assert len(bench.ends) == len(orders) + 1
 
 
 def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:
@@ -57,6 +84,7 @@ class Unreadable:
         raise OverflowError("a number that nobody thought of")
 
 
+@pytest.mark.never_wrong("B2")
 def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
     perform(bench, step(order("evil", peer=Unreadable()), order("honest")))
     assert bench.codes() == {"evil": "OverflowError"}
@@ -73,6 +101,7 @@ def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
 
 
+@pytest.mark.never_wrong("B2")
 def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) -> None:
     bench.reads.read(order())
     bench.handshakes.answer(Outcome())
@@ -97,6 +126,7 @@ def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None
 # ------------------------------------------------------------------------------------------- tickets against engines
 
 
+@pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench: Bench) -> None:
     bench.reads.read(order(fence=None))
     bench.handshakes.answer(Outcome())
@@ -104,6 +134,7 @@ def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench:
     assert (bench.agent.posts, bench.agent.notified) == ({}, []), "and nobody's lease is ended by such a ticket"
 
 
+@pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(bench: Bench) -> None:
     peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
     bench.reads.read(order())
@@ -125,6 +156,7 @@ def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(be
 # ------------------------------------------------------------------------------------------- notifications
 
 
+@pytest.mark.never_wrong("B1")
 def test_ranks_that_only_wait_for_a_notification_are_wired_without_rows(bench: Bench) -> None:
     """Latent caches, tp 2 to 1: rank 0.1 holds a replica; asking the plan for its rows raised `rank-not-read`."""
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
@@ -135,6 +167,7 @@ def test_ranks_that_only_wait_for_a_notification_are_wired_without_rows(bench: B
     assert bench.codes() == {"r1": ""}
 
 
+@pytest.mark.never_wrong("C6")
 def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
     bench.reads.read(order(nonce="n1"))
     bench.handshakes.answer(Outcome())
@@ -143,6 +176,7 @@ def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
     assert bench.agent.notified == [(KEY, b"HB:p-r1n1")]
 
 
+@pytest.mark.never_wrong("B7")
 def test_a_hand_over_that_a_sibling_goes_on_reading_is_not_reported_as_read(bench: Bench) -> None:
     bench.reads.read(order())
     perform(bench, step(cancels=("r1",), passes=("r1",)))
@@ -180,6 +214,7 @@ def test_an_idle_engine_that_answers_probes_is_kept(bench: Bench) -> None:
     assert bench.counts["num_dropped_engines"] == 0
 
 
+@pytest.mark.never_wrong("B12")
 def test_two_silent_probes_let_an_idle_engine_go_within_seconds(bench: Bench) -> None:
     met(bench)
     idle(bench)
@@ -192,6 +227,7 @@ def test_two_silent_probes_let_an_idle_engine_go_within_seconds(bench: Bench) ->
     assert "2 probes had no answer" in bench.recorder.warnings[-1]
 
 
+@pytest.mark.never_wrong("B12")
 def test_an_idle_engine_whose_process_is_gone_is_let_go_at_the_first_probe(bench: Bench) -> None:
     met(bench)
     idle(bench)
@@ -207,6 +243,7 @@ def test_an_engine_that_is_read_from_is_not_probed(bench: Bench) -> None:
     assert bench.agent.probes == {}
 
 
+@pytest.mark.never_wrong("B4")
 def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench: Bench) -> None:
     bench.reads.read(order("hangs"))
     bench.handshakes.answer(Outcome())
@@ -219,6 +256,7 @@ def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench:
     assert bench.codes()["late"] == "handshake-overdue"
 
 
+@pytest.mark.never_wrong("B12")
 def test_quarantine_and_expiry_warn_once_per_request(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0), (0, 1)))
     bench.reads.read(order())

@@ -23,6 +23,7 @@ def start(bench: Bench, ranks: int = 1, **changes: Any) -> None:
     bench.handshakes.answer(Outcome(peers=dict(list(TWO_RANKS.items())[:ranks])))
 
 
+@pytest.mark.never_wrong("B5")
 def test_one_lost_peer_is_met_anew_and_read_once_more(bench: Bench) -> None:
     start(bench)
     bench.now_s += 10
@@ -45,6 +46,7 @@ def test_a_second_failure_is_the_requests(bench: Bench) -> None:
     assert bench.counts["num_retried_reads"] == 1
 
 
+@pytest.mark.never_wrong("B5")
 def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
@@ -56,6 +58,7 @@ def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: 
     assert KEY not in [peer for peer, _ in bench.agent.notified]
 
 
+@pytest.mark.never_wrong("B5")
 def test_ranks_that_are_done_are_not_told_of_the_failure_of_others(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
@@ -79,6 +82,7 @@ def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
     assert bench.codes() == {"r1": "peer-disconnected"}
 
 
+@pytest.mark.never_wrong("B5")
 def test_a_peer_whose_restart_would_not_be_noticed_is_not_read_again(bench: Bench) -> None:
     """vLLM's own peers: no fence words and no generation in the ticket."""
     bench.reads.read(order(fence=None))

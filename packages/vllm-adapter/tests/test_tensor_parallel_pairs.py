@@ -161,6 +161,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     assert recorder.errors == []
 
 
+@pytest.mark.never_wrong("B1")
 @pytest.mark.parametrize(("name", "consumer_tp", "producer_tp"), PAIRS)
 def test_bytes_land_where_they_belong_and_every_producer_rank_is_released(
     name: str, consumer_tp: int, producer_tp: int

@@ -102,6 +102,7 @@ class Agent:
         return self.held
 
 
+@pytest.mark.never_wrong("B2", "B12")
 def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -118,6 +119,7 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     assert sum(stats["num_callback_errors"]) == 3
 
 
+@pytest.mark.never_wrong("B12")
 def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
     worker, agent = _worker(), Agent()
     _use(worker, SimpleNamespace(agent=agent))
@@ -134,6 +136,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
     assert stats["stuck_threads"] == [1, -1]
 
 
+@pytest.mark.never_wrong("B12")
 def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):

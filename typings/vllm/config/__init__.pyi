@@ -25,6 +25,7 @@ class ParallelConfig:
     data_parallel_index: int
 
 class CacheConfig:
+    enable_prefix_caching: bool
     cache_dtype: str
 
 class SchedulerConfig:

@@ -37,7 +37,6 @@ class Request:
     mm_features: Sequence[_MediaItem]
     lora_request: _LoRARequest | None
     cache_salt: str | None
-    @property
-    def all_token_ids(self) -> Sequence[int]: ...
+    all_token_ids: Sequence[int]
     @property
     def num_tokens(self) -> int: ...

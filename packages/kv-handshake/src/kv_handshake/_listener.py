@@ -19,9 +19,8 @@ from kv_handshake._zmq import RouterSocket, TooManyFrames
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kv_handshake._keys import ServerSecurity
     from kv_handshake._queries import Rank
-    from kv_handshake._zmq._router import Incoming
+    from kv_handshake._zmq import Incoming, ServerSecurity
 
 __all__ = ["Listener", "QueryLimits"]
 

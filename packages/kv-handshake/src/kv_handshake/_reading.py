@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -43,6 +43,9 @@ def _decoder_field(field: MetadataField) -> Any:  # noqa: ANN401 - as msgspec de
 
 _Sent = msgspec.defstruct("_Sent", [_decoder_field(each) for each in METADATA_FIELDS], frozen=True, kw_only=True)
 """`AgentMetadata` without the attributes that the envelope carries: exactly the keys of the inner map."""
+
+_NAMES = tuple(each.name for each in METADATA_FIELDS)
+_PER_REGION = tuple(each.name for each in METADATA_FIELDS if each.wire.is_per_region)
 
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 _metadata_decoder = msgspec.msgpack.Decoder(_Sent)
@@ -102,8 +105,10 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
     except DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
-        raise WireError("malformed-metadata", f"agent metadata of {size} bytes does not decode: {error}") from error
-    values = {each.name: getattr(sent, each.name) for each in METADATA_FIELDS}
+        # msgspec reports a number out of range as "Expected `int` >= 1 - at `$.num_blocks`", a wrong type without ">=".
+        code = "invalid-metadata" if "`int` >=" in str(error) else "malformed-metadata"
+        raise WireError(code, f"agent metadata of {size} bytes does not decode: {error}") from error
+    values = {name: getattr(sent, name) for name in _NAMES}
     values["physical_blocks_per_logical_kv_block"] = values[
         "physical_blocks_per_logical_kv_block"
     ] or reconstruct_blocks_ratio(values["ssm_sizes"], values["block_lens"])
@@ -113,7 +118,7 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
         factors=envelope.factors,
         capabilities=usable_capabilities(envelope.capabilities),
     )
-    _check_numbers(metadata)
+    _check_values(metadata)
     _check_regions(metadata)
     return metadata
 
@@ -131,17 +136,10 @@ def reconstruct_blocks_ratio(ssm_sizes: tuple[int, int], block_lens: tuple[int, 
     return math.ceil(sum(ssm_sizes) / block_lens[0])
 
 
-def _check_numbers(metadata: AgentMetadata) -> None:
-    """Raise ``invalid-metadata`` if a number is below its least value or the fence array is no array of words."""
+def _check_values(metadata: AgentMetadata) -> None:
+    """Raise ``invalid-metadata`` for an engine id of a bad length, or a fence array that is no array of words."""
     if not 1 <= len(metadata.engine_id) <= MAX_ENGINE_ID_CHARS:
         raise _invalid("engine_id", f"has {len(metadata.engine_id)} characters, not 1 to {MAX_ENGINE_ID_CHARS}")
-    for field in METADATA_FIELDS:
-        least, value = field.wire.least, getattr(metadata, field.name)
-        if least is None or value is None or value == ():
-            continue
-        smallest = min(cast("tuple[int, ...]", value)) if isinstance(value, tuple) else value
-        if smallest < least:
-            raise _invalid(field.name, f"says {smallest}, below {least}")
     if metadata.fence is not None:
         address, device, words = metadata.fence
         if address < 0 or device < 0 or words < 1 or address + 8 * words > _ADDRESS_END or address % 8:
@@ -153,10 +151,10 @@ def _check_numbers(metadata: AgentMetadata) -> None:
 def _check_regions(metadata: AgentMetadata) -> None:
     """Raise ``invalid-metadata`` if parallel lists differ in length or memory lies beyond what can be addressed."""
     regions = len(metadata.kv_caches_base_addr)
-    for field in METADATA_FIELDS:
-        values = getattr(metadata, field.name)
-        if field.wire.is_per_region and values is not None and len(values) != regions:
-            raise _invalid(field.name, f"has {len(values)} entries for {regions} regions")
+    for name in _PER_REGION:
+        values = getattr(metadata, name)
+        if values is not None and len(values) != regions:
+            raise _invalid(name, f"has {len(values)} entries for {regions} regions")
     if regions and max(metadata.kv_caches_base_addr) + max(metadata.block_lens) > _ADDRESS_END:
         raise _invalid("kv_caches_base_addr", "reaches beyond the 64-bit address space")
     if metadata.region_members and len(metadata.region_members) != regions:

@@ -22,6 +22,7 @@ from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["ClientSession", "Reply"]
 
 _MAX_FRAMES = 2
+_MAX_NAMES = 64
 
 
 class Reply(NamedTuple):
-    """One accepted reply.
+    """An accepted reply.
 
     Attributes:
         envelope: The envelope's bytes.
@@ -285,9 +287,12 @@ class ClientSession:
             )
 
     def _refusal(self, rank: Rank, envelope: Envelope) -> WireError:
-        context: dict[str, object] = {"rank": rank, "names": tuple(each.name for each in self._verdict.differences)}
+        context: dict[str, object] = {
+            "rank": rank,
+            "names": tuple(shortened(each.name) for each in self._verdict.differences[:_MAX_NAMES]),
+        }
         if envelope.refusal is not None:
-            context |= {"peer_code": envelope.refusal.code, "retry_after_s": envelope.refusal.retry_after_s}
+            context |= {"peer_code": shortened(envelope.refusal.code), "retry_after_s": envelope.refusal.retry_after_s}
         return WireError(self._verdict.code, self._verdict.message, **context)
 
     def _measure_clock(self, frames: list[bytes], rtt_s: float, middle_s: float) -> None:

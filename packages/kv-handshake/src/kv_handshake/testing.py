@@ -15,12 +15,13 @@ from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import TransportError
-from kv_handshake._outcome import Timing, outcome_of
+from kv_handshake._outcome import outcome_of
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_clock, decode_envelope
 from kv_handshake._server import ServerCore
 from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._timing import Timing
 from kv_handshake._vectors import load_vectors
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ main thread stands for the engine: it can be told to compute in pure Python whil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PeerProcess", "page_pattern", "stop_process"]
+__all__ = ["PeerProcess", "count_sockets", "page_pattern", "stop_process"]
 
 _REPLY_TIMEOUT_S = 60.0
 
@@ -35,6 +37,15 @@ def stop_process(pid: int) -> None:
     """SIGSTOP a child process and wait until its last thread stands: on a busy machine that takes tens of milliseconds."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
+def count_sockets(pid: int) -> int:
+    """Return how many sockets a process holds open."""
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += str(link.readlink()).startswith("socket:")
+    return count
 
 
 def page_pattern(seed: int, page_count: int, page_bytes: int) -> npt.NDArray[np.uint8]:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from kv_handshake._zmq._connections import Connection, Hub
-from kv_handshake._zmq._curve import generate_keypair, read_certificate
-from kv_handshake._zmq._router import RouterSocket, TooManyFrames
+from kv_handshake._zmq._curve import generate_keypair
+from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
+from kv_handshake._zmq._router import Incoming, RouterSocket, TooManyFrames
 
-__all__ = ["Connection", "Hub", "RouterSocket", "TooManyFrames", "generate_keypair", "read_certificate"]
+__all__ = [
+    "ClientSecurity",
+    "Connection",
+    "Hub",
+    "Incoming",
+    "RouterSocket",
+    "ServerSecurity",
+    "TooManyFrames",
+    "generate_keypair",
+]

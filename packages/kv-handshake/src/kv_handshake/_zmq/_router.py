@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kv_handshake._endpoint import Endpoint
-    from kv_handshake._keys import ServerSecurity
+    from kv_handshake._zmq._keys import ServerSecurity
 
 __all__ = ["Incoming", "RouterSocket", "TooManyFrames"]
 
@@ -41,7 +41,7 @@ class TooManyFrames(Exception):  # noqa: N818 - a signal to the listener, not an
 
 
 class Incoming(NamedTuple):
-    """One message from a peer.
+    """A message from a peer.
 
     Attributes:
         envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.

@@ -5,7 +5,7 @@ empty, unequal or wrong indices are refused when a transfer is made; unregistere
 peer's lists go stale when it is removed; a second agent of a known name is refused; a dead peer raises a
 disconnect; a stopped peer leaves transfers in progress for ever; a completion notification leaves only when the
 reader sees the end of its transfer; releasing an active transfer succeeds, and its data may still land later; a
-peer that deregisters is not noticed.
+peer that deregisters is not noticed; unloading the agent of a living process leaks its sockets on both sides.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeFabric", "FakeNixl"]
 
 _HEAD = b"nixlSerDes|Agent"
+_SOCKETS_PER_PEER = 5
 
 
 @final
@@ -149,6 +150,8 @@ class FakeNixl:
         self._next = 0
         self._peers: dict[str, tuple[int, list[tuple[int, int, int, str]]]] = {}
         self._inbox: deque[tuple[str, bytes]] = deque()
+        self.sockets = 0
+        """Sockets that connections to other agents hold, including leaked ones."""
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
@@ -204,13 +207,23 @@ class FakeNixl:
         known = self._peers.get(name)
         if known is not None and known[0] != incarnation:
             raise AgentError("nixl-not-allowed", f"add_peer: another agent {name!r} is known")
+        if known is None:
+            self._connect(name, incarnation, _SOCKETS_PER_PEER)
         self._peers[name] = (incarnation, [(a, n, d, k) for a, n, d, k in regions])
         return name
+
+    def _connect(self, name: str, incarnation: int, sockets: int) -> None:
+        peer = self._fabric.find(name, incarnation)
+        self.sockets += sockets
+        if peer is not None:
+            peer.sockets += sockets
 
     def remove_peer(self, agent_name: str) -> None:
         """Forget a peer."""
         self._live("remove_peer")
-        self._peers.pop(agent_name, None)
+        known = self._peers.pop(agent_name, None)
+        if known is not None and self._fabric.find(agent_name, known[0]) is None:
+            self.sockets -= _SOCKETS_PER_PEER
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
         """Prepare strided rows."""
