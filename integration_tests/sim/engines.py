@@ -42,7 +42,7 @@ class Prompt:
 
 
 class Engine:
-    """One simulated engine: a scheduler's machines, and one worker per tensor-parallel rank.
+    """A simulated engine: the scheduler side, and one worker per tensor-parallel rank.
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
     (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
@@ -131,7 +131,7 @@ class Engine:
         return self.side._listener
 
     def step(self, forward: Callable[[], None] | None = None, scheduled: Sequence[ScheduledTokens] = ()) -> None:
-        """One engine step: orders to the workers, reports back to the scheduler side.
+        """Run an engine step: orders to the workers, reports back to the scheduler side.
 
         `scheduled` are the prompt tokens that the forward pass computes.
         """
@@ -181,7 +181,7 @@ class Engine:
         return request_id, ticket
 
     def _prefill_chunk(self, request_id: str, blocks: list[int], start: int, stop: int, tokens: int) -> None:
-        """One step that computes the tokens [start, stop); the engine adds blocks as it needs them."""
+        """Run a step that computes the tokens [start, stop); the engine adds blocks as it needs them."""
         had = -(-start // self.tokens)
         new_blocks = [blocks[had : -(-stop // self.tokens)]]
         end = len(blocks) * self.tokens if stop == tokens else stop
@@ -266,7 +266,7 @@ def free_port() -> int:
 
 
 def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:
-    """What the host's seam says of such arrays."""
+    """Describe arrays as the host's seam does."""
     return [
         LayerCache(f"layers.{n}", 0, cache.ctypes.data, cache.shape, cache.strides, 4, "DRAM", 0, cache[0].nbytes)
         for n, cache in enumerate(arrays)

@@ -1,4 +1,4 @@
-"""One prompt from engine to engine through all five packages, on the fake fabric and on real NIXL: the same test bodies."""
+"""A prompt from engine to engine through all five packages, on the fake fabric and on real NIXL: the same test bodies."""
 
 from __future__ import annotations
 

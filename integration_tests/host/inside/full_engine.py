@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 class FullEngine(Engine):
-    """One engine with one worker."""
+    """An engine with one worker."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, fabric: Any, **options: Any) -> None:
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")

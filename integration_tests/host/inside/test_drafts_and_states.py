@@ -37,7 +37,7 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     producer = make_engine("P", batch_tokens=batch_tokens, **options)
     ticket = hand_over(producer, "p", tokens)
     full = specs.index(FULL)
-    assert len(producer.blocks("p")[full]) == 4  # one is for drafts
+    assert len(producer.blocks("p")[full]) == 4  # the last is for drafts
     assert ticket["remote_num_tokens"] == 3 * BLOCK
     assert ticket["remote_block_ids"][full] == list(producer.blocks("p")[full][:3])
     consumer = make_engine("D", **options)
@@ -108,7 +108,7 @@ def _drafter(**change: Any) -> Any:
     ("change", "is_same"),
     [
         ({}, True),
-        ({"kv_cache_dtype": "auto"}, True),  # what it inherits anyway
+        ({"kv_cache_dtype": "auto"}, True),  # inherited anyway
         ({"kv_cache_dtype": "fp8"}, False),
         ({"model": "another"}, False),
         ({"method": "eagle"}, False),
@@ -180,7 +180,7 @@ def test_behind_a_prefix_hit_the_state_is_read_whole_and_the_rest_in_part(make_e
 def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make_engine, state: Any) -> None:
     """The host may find more blocks of tokens than states; the read brings the state, so those blocks count."""
     producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
-    consumer.add("warm", prompt(5 * BLOCK + 3))  # one step: a state is kept at its last boundary only
+    consumer.add("warm", prompt(5 * BLOCK + 3))  # a single step: a state is kept at its last boundary only
     consumer.run()
     tokens = prompt(4 * BLOCK) + prompt(2 * BLOCK, seed=3)  # four blocks in common
     consumer.add("d", tokens, params=hand_over(producer, "p", tokens))

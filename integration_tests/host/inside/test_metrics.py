@@ -1,4 +1,4 @@
-"""What a scrape shows of statistics that crossed from workers and scheduler."""
+"""A scrape's view of statistics that crossed from workers and scheduler."""
 
 from __future__ import annotations
 

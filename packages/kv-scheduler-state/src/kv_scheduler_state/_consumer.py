@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._handovers import HandOver, HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import ReadOrder, new_tuple
+from kv_scheduler_state._plan import ReadOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

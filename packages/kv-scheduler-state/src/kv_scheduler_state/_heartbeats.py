@@ -1,4 +1,4 @@
-"""Which leases at which peer engines are to be renewed, and when.
+"""Renewal of leases at peer engines: heartbeats, ordered per peer and period.
 
 One heartbeat carries all requests of one peer engine. A peer is due once per period, whatever comes and goes
 meanwhile; a peer that is new is due at once, which also makes the workers' handshake with it early. Peers wait in a

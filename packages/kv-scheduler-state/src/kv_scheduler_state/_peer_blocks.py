@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast, final
 
-from kv_scheduler_state._blocks import BlockList, running_state
+from kv_scheduler_state._blocks import BlockList, new_tuple, running_state
 from kv_scheduler_state._errors import TicketError, quote
-from kv_scheduler_state._plan import new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

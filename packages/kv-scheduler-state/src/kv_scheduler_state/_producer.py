@@ -5,9 +5,10 @@ from __future__ import annotations
 from hashlib import sha512
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import GrantOrder, new_tuple
+from kv_scheduler_state._plan import GrantOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,7 @@ of the request (see `_tables`). The rows of both records are looked up before ei
 or raises with nothing changed: first the producer's row is found, then `Consumers` finds the consumer's row and acts on it,
 then `Producers` acts.
 
-Nothing is ever scanned: a call costs what its own request costs, and a step in which nothing happened costs two
-comparisons and returns one shared empty plan.
+Nothing is scanned: a step in which nothing happened costs two comparisons and returns one shared empty plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._admission import Admissions
-from kv_scheduler_state._blocks import BlockRules
+from kv_scheduler_state._blocks import BlockRules, new_tuple
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._consumer import Consumers
@@ -31,10 +30,10 @@ from kv_scheduler_state._errors import (
 )
 from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
-from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan, new_tuple
+from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
-from kv_scheduler_state._request import Request, forget_if_ended
+from kv_scheduler_state._request import Request, forget_if_ended, void_all
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -174,8 +173,7 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`, for instance on a second read.
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
 
-            With external tokens, the request is then among the `failures` of the next plan, for the engine has parked it;
-            unless a read of it is under way, whose end is reported anyway.
+            With external tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
         """
         try:
             request = self._find(request_id, "allocate")
@@ -305,8 +303,7 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
             IllegalTransition: `illegal-transition`.
 
-            Either is raised only after every legal id has been applied, and then for the first that was not: a caller
-            who logs and goes on loses nothing.
+            Either is raised only after every legal id has been applied, and then for the first that was not.
         """
         self._reports.apply(sent, received, failed)
 
@@ -356,7 +353,6 @@ class SchedulerState:
         Raises:
             UnknownRequest: `unknown-request`, also for a request that is no producer.
             IllegalTransition: `illegal-transition`, for a request without a lease.
-            InvalidEvent: `invalid-event`.
         """
         producer = self._find(request_id, "revoke").producer
         if producer is None:
@@ -385,11 +381,7 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         at_s = self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
-            if request.producer is not None:
-                self._producers.void(request_id, request.producer, at_s)
-            if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer, at_s)
+        void_all(self._requests, self._consumers, self._producers, at_s)
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every live request with its age, its states, its traces and the event that it waits for, oldest first."""

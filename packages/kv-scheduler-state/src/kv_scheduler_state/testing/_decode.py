@@ -43,7 +43,7 @@ _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
 
 @final
 class DecodeSide:
-    """One decode engine whose ranks read `requests` requests from one peer."""
+    """A decode engine whose ranks read `requests` requests from one peer."""
 
     def __init__(
         self,

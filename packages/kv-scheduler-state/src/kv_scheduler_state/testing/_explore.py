@@ -46,7 +46,7 @@ _CONSTANT_TYPES: Final = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What an exploration found.
+    """Result of an exploration.
 
     Attributes:
         states: Different states that were visited.

@@ -1,4 +1,4 @@
-"""One producer and several consumers with block pools and memory, driven at random under a random configuration.
+"""A producer and several consumers with block pools and memory, driven at random under a random configuration.
 
 The exhaustive models fix what this one draws: kinds of groups, fence slots that run out, processes that stand still, several
 consumers and siblings per ticket, request ids that come again, revocations, blocks that were only allocated ahead. Truth is

@@ -36,7 +36,7 @@ class FleetRead:
 
 @final
 class FleetConsumer:
-    """One engine that reads, with its ranks."""
+    """An engine that reads, with its ranks."""
 
     def __init__(self, number: int, shared: Shared) -> None:
         self.shared = shared

@@ -32,7 +32,7 @@ _REVOCATION_ROUNDS: Final = _MOST_SKIPPED + 3
 
 @final
 class FleetProducer:
-    """One engine that hands prompts over, and the workers that keep its leases."""
+    """An engine that hands prompts over, and the workers that keep its leases."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared

@@ -4,16 +4,29 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import Lease
-    from kv_scheduler_state.testing._prefill import PrefillSide
+    from kv_scheduler_state._leases import LeaseTable
+    from kv_scheduler_state._scheduler import SchedulerState
+    from kv_scheduler_state.testing._prompt import Prompt
 
 __all__ = ["prefill_key"]
 
 
-def prefill_key(side: PrefillSide, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
+class _Prefill(Protocol):
+    """The parts of a prefill engine that decide its future."""
+
+    state: SchedulerState
+    tables: list[LeaseTable]
+    prompts: dict[str, Prompt]
+    readers: tuple[str, ...]
+
+    def is_fence_intact(self, request_id: str) -> bool: ...
+
+
+def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
     """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
     prompt = side.prompts[request_id]
     live = side.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future

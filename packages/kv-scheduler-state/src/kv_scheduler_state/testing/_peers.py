@@ -8,7 +8,7 @@ __all__ = ["Answer", "GenerousPeer", "Peer"]
 
 
 class Peer(Protocol):
-    """What a decode engine meets of a prefill engine."""
+    """The prefill engine as a decode engine meets it."""
 
     readers: tuple[str, ...]
 
@@ -68,7 +68,7 @@ class GenerousPeer:
 
 @final
 class Answer:
-    """What the engine, and the eye, know of one request."""
+    """The knowledge of the engine, and of the eye, of one request."""
 
     __slots__ = (
         "beaten_s",

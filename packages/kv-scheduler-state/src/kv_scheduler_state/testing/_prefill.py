@@ -31,7 +31,7 @@ __all__ = ["PrefillSide"]
 
 @final
 class PrefillSide:
-    """One prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
+    """A prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class PeerAddress(Protocol):
 
 
 class ReadOrder(Protocol):
-    """One request's read, or the notification that stands in for it."""
+    """A request's read, or the notification that stands in for it."""
 
     @property
     def request_id(self) -> str: ...
