@@ -90,7 +90,12 @@ def returned_ids_are_problems(self, _check=LeaseTable.check_invariants):
     return (*_check(self), *(f"{name}: ended, but still live" for name in ended if name in self._leases))
 
 
+def grants_are_not_applied(self, plan, _apply=LeaseTable.apply, **values):
+    return _apply(self, plan._replace(grants=()), **values)
+
+
 REVERTED = {
+    "a worker applies no grants": (LeaseTable, "apply", grants_are_not_applied),
     "no slot, and a ticket without a fence": (Producers, "ending", any_slot),
     "tickets cover blocks that were allocated ahead": (BlockRules, "offered", all_blocks),
     "a ticket serves any prompt": (Admissions, "_verified", any_prompt),
