@@ -18,7 +18,7 @@ GroupKind = Literal["attention", "sliding-window", "latent", "state"]
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One transferable KV-cache group of the scheduler.
+    """A transferable KV-cache group of the scheduler.
 
     Attributes:
         kind: What its pages hold.
@@ -39,7 +39,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's cache as the engine gave it to this rank.
+    """A layer's cache as the engine gave it to this rank.
 
     Attributes:
         layer: Name of the layer.

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class AxisEntry(NamedTuple):
-    """One axis of a field; a list of six in the document."""
+    """An axis of a field; a list of six in the document."""
 
     name: str
     size: int
@@ -43,7 +43,7 @@ class AxisEntry(NamedTuple):
 
 
 class FieldDocument(TypedDict):
-    """One logical tensor in a page."""
+    """A logical tensor in a page."""
 
     name: str
     element_bytes: int
@@ -53,7 +53,7 @@ class FieldDocument(TypedDict):
 
 
 class MemberEntry(NamedTuple):
-    """One layer's place in the pages of a region; a list of four in the document."""
+    """A layer's place in the pages of a region; a list of four in the document."""
 
     layer: str
     layout: int
@@ -74,7 +74,7 @@ class RegionDocument(TypedDict):
 
 
 class GroupDocument(TypedDict):
-    """One KV-cache group; `context` is (size, rank, tokens per turn)."""
+    """A KV-cache group; `context` is (size, rank, tokens per turn)."""
 
     kind: str
     block_tokens: int
@@ -84,7 +84,7 @@ class GroupDocument(TypedDict):
 
 
 class GeometryDocument(TypedDict):
-    """One rank's geometry as it travels; `tp` and `pp` are (size, rank)."""
+    """A rank's geometry as it travels; `tp` and `pp` are (size, rank)."""
 
     schema: str
     version: int
@@ -101,7 +101,7 @@ class GeometryDocument(TypedDict):
 
 
 class PageMove(Protocol):
-    """One strided copy from a received page to the final one, in bytes; both have the cells of `shape`."""
+    """A strided copy from a received page to the final one, in bytes; both have the cells of `shape`."""
 
     @property
     def shape(self) -> Sequence[int]: ...
