@@ -77,7 +77,7 @@ class Blocks(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class ListRules:
-    """What the block lists of one rank are checked against.
+    """Rules that the block lists of a rank are checked against.
 
     Attributes:
         side: "local" or "peer"; decides who is at fault.

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
-
-import tomllib
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
