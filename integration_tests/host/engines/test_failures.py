@@ -1,4 +1,4 @@
-"""What becomes of requests whose hand-over fails, under both load-failure policies, and of engines under hostile tickets."""
+"""Requests whose hand-over fails, under both load-failure policies, and of engines under hostile tickets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fleet(probes: Path) -> Iterator[Fleet]:
         "recompute": ours(kv_load_failure_policy="recompute", remote_hosts=["127.0.0.0/8"], handshake_timeout_s=1.0),
         "fail": probed(kv_load_failure_policy="fail", handshake_timeout_s=1.0),
     }
-    # What `doomed` reads is corrupted (the control below); it is read from as well, which that does not touch.
+    # `doomed` corrupts all that it reads (the control below); it is read from as well, which that does not touch.
     environments = {
         "doomed": probe_environment(probes / "doomed", "CORRUPT"),
         "fail": probe_environment(probes / "fail"),
@@ -107,7 +107,7 @@ def test_a_ticket_of_another_prompt_is_refused_and_leaves_nothing_wrong_behind(f
     (ticket,) = tickets(fleet, "prefill", [mine])
     status, answer = send(fleet, engine, yours, ticket)
     assert (status, answer["choices"][0]["text"]) == (200, expected[yours])
-    # What it left in the prefix cache is right, and the ticket still serves its owner.
+    # The prefix that it left in the cache is right, and the ticket still serves its owner.
     for prefill in ("", "prefill"):
         assert fleet.answers([yours], prefill=prefill, decode=engine) == [expected[yours]]
     transfers = fleet.count(engine, TRANSFERS)
