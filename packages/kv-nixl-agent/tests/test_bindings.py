@@ -64,9 +64,7 @@ class StandIn:
 @pytest.fixture
 def module(monkeypatch):
     stand_in = types.ModuleType("nixl")
-    stand_in.nixl_agent = StandIn
-    stand_in.nixl_agent_config = lambda **given: given
-    stand_in.nixl_thread_sync_t = SyncMode
+    vars(stand_in).update(nixl_agent=StandIn, nixl_agent_config=lambda **given: given, nixl_thread_sync_t=SyncMode)
     monkeypatch.setitem(sys.modules, "nixl", stand_in)
     return stand_in
 

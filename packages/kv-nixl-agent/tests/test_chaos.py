@@ -45,7 +45,7 @@ def test_every_order_ends_once_and_nothing_leaks():
             not_quiet.remove(transfer_id)
             quiet.add(transfer_id)
 
-    memory_before = None
+    memory_before = 0
     while ordered < TRANSFERS:
         size = random_.randrange(0, 24)
         ids = np.array(random_.sample(range(64), size), dtype=np.int32)

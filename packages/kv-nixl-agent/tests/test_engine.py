@@ -1,5 +1,7 @@
 """Queue, caps, fairness, mixed memory, deadlines and peers on the fake fabric."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from helpers import Pages, make_pair, order
@@ -193,7 +195,7 @@ def test_every_scratch_word_in_use_only_delays():
     pair.connect()
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._memory.fences
-    taken = [fences.take_scratch(0) for _ in range(512)]
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(512)]
     assert fences.take_scratch(0) is None
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(3)

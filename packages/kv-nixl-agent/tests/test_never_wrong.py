@@ -1,8 +1,10 @@
 """Faults that were found from outside, each with the case that shows it. The mark names the finding."""
 
+import functools
 import gc
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from kv_nixl_agent import (
     ThreadOptions,
     TransferAgent,
     TransferOrder,
+    TransferResult,
     TransferThread,
 )
 from kv_nixl_agent._fences import SCRATCH_WORDS
@@ -31,7 +34,8 @@ class Owner:
 
     def __init__(self, fabric, name="rank", **arguments):
         self.pages = Pages(4, 64, seed=1)
-        self.events, self.results = [], []
+        self.events: list[str] = []
+        self.results: list[TransferResult] = []
         self.thread = TransferThread(
             name,
             [self.pages.region],
@@ -78,7 +82,7 @@ def notifier(fabric, owner):
 def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
     fabric = FakeFabric()
     owner = Owner(fabric, thread_options=ThreadOptions(max_sleep_s=1e-4))
-    accepted = [[] for _ in range(4)]
+    accepted: list[list[str]] = [[] for _ in range(4)]
 
     def submit(mine, caller):
         for number in range(20_000):
@@ -97,7 +101,7 @@ def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
                 raise death("broken on purpose")
             return False
 
-        owner.thread.agent._transfers.launch = broken
+        setattr(owner.thread.agent._transfers, "launch", broken)  # noqa: B010 - a method, to a type checker
 
     owner.thread.call_soon(break_later)
     callers = [threading.Thread(target=submit, args=(mine, caller)) for caller, mine in enumerate(accepted)]
@@ -122,7 +126,7 @@ def test_calls_that_wait_when_the_thread_dies_still_order_and_are_told_so():
     time.sleep(0.01)
     for number in range(200):
         owner.call("slow", 1e-4)
-        owner.thread.call_soon(lambda number=number: owner.thread.post_read(f"r{number}", "nobody", ONE, ONE))
+        owner.thread.call_soon(functools.partial(owner.thread.post_read, f"r{number}", "nobody", ONE, ONE))
     release.set()
     owner.thread._thread.join(30)
     assert [result.transfer_id for result in owner.results] == [f"r{number}" for number in range(200)]
@@ -307,15 +311,15 @@ def test_scratch_words_return_after_any_error_of_their_read():
 @pytest.mark.never_wrong("C5")
 def test_a_suspect_scratch_word_is_used_again_after_all_others():
     fences = make_pair().consumer._memory.fences
-    suspect = fences.take_scratch(0)
+    suspect: Any = fences.take_scratch(0)
     fences.give_back(suspect, is_suspect=True)
-    taken = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
     assert taken.index(suspect) == SCRATCH_WORDS - 1
 
 
 @pytest.mark.never_wrong("C5")
 def test_no_word_becomes_valid_while_or_after_the_agent_closes():
-    refused = []
+    refused: list[str] = []
 
     def revive(event):
         try:
@@ -378,7 +382,7 @@ def test_lists_that_are_evicted_between_data_and_fence_are_prepared_again():
     pair.connect()
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._memory.fences
-    taken = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
     pair.consumer.post(order("r", [0], [1], fence=(0, 3)))
     pair.run(3)
     assert pair.results == {}, "the data is there, the fence waits for a word"
