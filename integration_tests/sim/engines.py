@@ -76,8 +76,7 @@ class Engine:
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
-            parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
-            worker = WorkerSide(facts[rank], parts)
+            worker = WorkerSide(facts[rank], WorkerParts(facts[rank], self.settings, port_factory=port_factory))
             mirror = self.mirrors[rank] if has_mirror else None
             worker.register(layer_caches(visible[rank]), self.converters[rank], mirror)
             assert worker.envelope is not None
