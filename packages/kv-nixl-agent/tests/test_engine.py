@@ -1,5 +1,7 @@
 """Queue, caps, fairness, mixed memory, deadlines and peers on the fake fabric."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from helpers import Pages, make_pair, order
@@ -17,7 +19,7 @@ def code_of(call):
 def test_peers_take_turns():
     posted = []
     options = AgentOptions(
-        chunk_rows=4, trace=lambda event: event.state == "posted" and posted.append(event.transfer_id)
+        chunk_rows=4, trace=lambda event: posted.append(event.transfer_id) if event.state == "posted" else None
     )
     pair = make_pair(options=options)
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
@@ -193,7 +195,7 @@ def test_every_scratch_word_in_use_only_delays():
     pair.connect()
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._memory.fences
-    taken = [fences.take_scratch(0) for _ in range(512)]
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(512)]
     assert fences.take_scratch(0) is None
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(3)
@@ -265,7 +267,8 @@ def test_a_fence_read_that_cannot_be_made_early_is_made_late():
             raise AgentError("nixl-unknown", "not now")
         return make(*arguments)
 
-    pair.ports[1].make = refuse_second
+    port: Any = pair.ports[1]
+    port.make = refuse_second
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     assert pair.run()["r"].outcome == "done"
     assert len(calls) == 3

@@ -3,6 +3,8 @@
 import gc
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +124,7 @@ def test_calls_that_wait_when_the_thread_dies_still_order_and_are_told_so():
     time.sleep(0.01)
     for number in range(200):
         owner.call("slow", 1e-4)
-        owner.thread.call_soon(lambda number=number: owner.thread.post_read(f"r{number}", "nobody", ONE, ONE))
+        owner.thread.call_soon(partial(owner.thread.post_read, f"r{number}", "nobody", ONE, ONE))
     release.set()
     owner.thread._thread.join(30)
     assert [result.transfer_id for result in owner.results] == [f"r{number}" for number in range(200)]
@@ -307,7 +309,7 @@ def test_scratch_words_return_after_any_error_of_their_read():
 @pytest.mark.never_wrong("C5")
 def test_a_suspect_scratch_word_is_used_again_after_all_others():
     fences = make_pair().consumer._memory.fences
-    suspect = fences.take_scratch(0)
+    suspect: Any = fences.take_scratch(0)
     fences.give_back(suspect, is_suspect=True)
     taken = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
     assert taken.index(suspect) == SCRATCH_WORDS - 1
@@ -324,7 +326,7 @@ def test_no_word_becomes_valid_while_or_after_the_agent_closes():
             refused.append(error.code)
 
     pair = make_pair()
-    options = AgentOptions(trace=lambda event: event.state == "ended" and revive(event))
+    options = AgentOptions(trace=lambda event: revive(event) if event.state == "ended" else None)
     agent = TransferAgent("other", [pair.local.region], options, port_factory=pair.fabric.port)
     agent.add_peer(pair.spec(pair.producer))
     agent.write_fence(0, 7)
@@ -378,7 +380,7 @@ def test_lists_that_are_evicted_between_data_and_fence_are_prepared_again():
     pair.connect()
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._memory.fences
-    taken = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
     pair.consumer.post(order("r", [0], [1], fence=(0, 3)))
     pair.run(3)
     assert pair.results == {}, "the data is there, the fence waits for a word"

@@ -3,6 +3,8 @@
 import sys
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ class Rank:
 
     def do(self, function):
         """Run on the owner thread and return what it returned or raise what it raised."""
-        done, box = threading.Event(), []
+        done = threading.Event()
+        box: list[tuple[Any, BaseException | None]] = []
 
         def call():
             try:
@@ -163,12 +166,16 @@ def test_a_dying_loop_reports_everything_and_is_seen():
     producer.thread.close()
 
 
+def _wait(release: threading.Event) -> None:
+    release.wait(10)
+
+
 def test_a_stuck_turn_is_seen():
     fabric = FakeFabric()
     rank = Rank(fabric, "slow", Pages(1, 8), thread_options=ThreadOptions(stuck_after_s=0.05))
     rank.thread.start()
     release = threading.Event()
-    rank.thread.call_soon(lambda: release.wait(10))
+    rank.thread.call_soon(partial(_wait, release))
     wait_for(lambda: rank.thread.health().state == "stuck")
     release.set()
     wait_for(lambda: rank.thread.health().state == "running")
@@ -225,7 +232,7 @@ def test_calls_from_many_threads_all_run_once_and_in_order():
 
     def put(caller):
         for number in range(300):
-            rank.thread.call_soon(lambda number=number: seen.append((caller, number)))
+            rank.thread.call_soon(partial(seen.append, (caller, number)))
 
     callers = [threading.Thread(target=put, args=(caller,)) for caller in range(6)]
     for caller in callers:
@@ -233,6 +240,6 @@ def test_calls_from_many_threads_all_run_once_and_in_order():
     for caller in callers:
         caller.join()
     wait_for(lambda: len(seen) == 1800)
-    for caller in range(6):
-        assert [number for who, number in seen if who == caller] == list(range(300))
+    for index in range(6):
+        assert [number for who, number in seen if who == index] == list(range(300))
     rank.thread.close()
