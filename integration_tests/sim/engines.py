@@ -42,7 +42,7 @@ class Prompt:
 
 
 class Engine:
-    """A simulated engine: a scheduler's machines, and one worker per tensor-parallel rank.
+    """A simulated engine: the scheduler side, and one worker per tensor-parallel rank.
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
     (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
@@ -265,7 +265,7 @@ def free_port() -> int:
 
 
 def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:
-    """Return what the host's seam says of such arrays."""
+    """Describe arrays as the host's seam does."""
     return [
         LayerCache(f"layers.{n}", 0, cache.ctypes.data, cache.shape, cache.strides, 4, "DRAM", 0, cache[0].nbytes)
         for n, cache in enumerate(arrays)

@@ -61,7 +61,7 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-"""Parameters that a router sends to the prefill engine."""
+"""The params that a router sends to the prefill engine."""
 
 
 def _model_folder(folder: Path) -> str:
@@ -93,7 +93,7 @@ def _transfer_config(
 
 
 class Engine:
-    """Scheduler of an engine.
+    """An engine's scheduler.
 
     Attributes:
         scheduler: vLLM's.
@@ -154,7 +154,7 @@ class Engine:
                 hash_block_size=BLOCK,
                 log_stats=True,
             )
-        # Return the tokens that the scheduler reserves for a drafter beyond those that it runs.
+        # A drafter of so many tokens makes the scheduler reserve beyond those that it runs.
         self.scheduler.num_lookahead_tokens = draft_tokens
         self.plans: list[Any] = []
         self.outputs: dict[str, list[Any]] = {}
@@ -266,7 +266,7 @@ class Engine:
     def assert_nothing_left(self) -> None:
         """Assert that no request, block or machine is left."""
         assert not self.scheduler.requests
-        assert self.free_blocks == self._blocks - 1  # the placeholder is one
+        assert self.free_blocks == self._blocks - 1  # the placeholder is not free
         assert self.state.live_count == 0, self.state.snapshot(now_s=0.0)
         assert self.state.check_invariants() == ()
 

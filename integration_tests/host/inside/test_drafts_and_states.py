@@ -37,7 +37,7 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     producer = make_engine("P", batch_tokens=batch_tokens, **options)
     ticket = hand_over(producer, "p", tokens)
     full = specs.index(FULL)
-    assert len(producer.blocks("p")[full]) == 4  # a block is for drafts
+    assert len(producer.blocks("p")[full]) == 4  # the last is for drafts
     assert ticket["remote_num_tokens"] == 3 * BLOCK
     assert ticket["remote_block_ids"][full] == list(producer.blocks("p")[full][:3])
     consumer = make_engine("D", **options)

@@ -1,4 +1,4 @@
-"""Hooks of a connector besides scheduling: metadata over its side channel, hashes, statistics, several ranks."""
+"""Hooks of vLLM besides scheduling: metadata over its side channel, hashes, statistics, several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scrape of statistics that crossed from workers and scheduler."""
+"""A scrape's view of statistics that crossed from workers and scheduler."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_prefix_hit_hands_over_all_blocks_of_the_prompt(make_engine) -> None:
     assert len(second["remote_block_ids"][0]) == 4
     assert second["remote_block_ids"][0][:2] == first["remote_block_ids"][0][:2]
     engine.step(sent=["p1"])
-    assert engine.free_blocks == 63 - 4  # the part that both had is still kept for the second
+    assert engine.free_blocks == 63 - 4  # the blocks that both had are still kept for the second
     engine.step(sent=["p2"])
     engine.assert_nothing_left()
 
@@ -134,7 +134,11 @@ def test_a_sliding_window_group_hands_over_the_window(make_engine) -> None:
     whole, tail = ticket["remote_block_ids"]
     assert len(whole) == 10
     assert len(tail) == 3  # ceil(window / block) + 1
-    assert [bool(block) for block in tail] == [False, True, True]  # blocks that the window has left are the placeholder
+    assert [bool(block) for block in tail] == [
+        False,
+        True,
+        True,
+    ]  # the placeholder stands for blocks that the window has left
     engine.step(sent=["p"])
     engine.assert_nothing_left()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table
+from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table, Transition
 from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
 
 IS_FULL = os.environ.get("KV_PROOF") == "full"
@@ -59,7 +59,7 @@ def planted_bugs():
             others = [state for state in table.states if state not in {row.target, "new"}]
             # The selection still moves every row, each to another wrong place.
             wrong = others if IS_FULL else [others[index % len(others)]]
-            changes = [(f"{name}, removed", ())]
+            changes: list[tuple[str, tuple[Transition, ...]]] = [(f"{name}, removed", ())]
             changes += [
                 (f"{name}, without {effect}", (replace(row, effects=tuple(e for e in row.effects if e != effect)),))
                 for effect in row.effects

@@ -146,7 +146,7 @@ def test_the_table_explains_itself():
 
 def test_a_broken_table_says_so():
     table = granted()
-    table._heap.clear()
+    table._deadlines.clear()
     table._leases["p1"].state = "odd"
     table._leases["p2"] = table._leases["p1"]
     table.expect("p3", now_s=0.0)
@@ -193,7 +193,7 @@ def test_leases_that_were_read_leave_nothing_behind():
     for index in range(1000):
         table.grant(f"q{index}", lease_s=30.0, fence=None, now_s=0.0)
         table.read_complete(f"q{index}", reader="a", reader_count=1, now_s=0.0)
-    assert len(table._heap) < 100
+    assert len(table._deadlines) < 100
     assert table.check_invariants() == ()
     assert len(table.take_ended(now_s=0.0)) == 1000
     assert [end.request_id for now_s in range(1, 31) for end in table.take_ended(now_s=float(now_s))] == ["p1"]

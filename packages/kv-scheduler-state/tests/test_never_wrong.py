@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, ids, prefill_request_params, scheduler
@@ -40,7 +41,7 @@ def hand_over(state: SchedulerState, blocks, *, tokens: int, prompt_tokens: int 
 
 
 # Append only: digests that version 0.2 wrote must stay what they are.
-GOLDEN = {
+GOLDEN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "067f77c7c0460166ce4e540ad1fef8dd53999863aec7d262e96ea611b7add61e": ([], {}),
     "d18405e2face606e800846e6fa3c36d1f3115fd6ab3aabd3ff1e4b57ffae30c5": ([1, 2, 3], {}),
     "51713103c30e79cf64d22e9b883e2ec3140188fedf51693baf39ad63a8280a91": (
@@ -322,16 +323,15 @@ def test_a_late_notification_does_not_touch_the_next_lease_of_its_id():
     assert not table.renew("p1", nonce="one", now_s=1.0)
     assert table.renew("p1", nonce="two", now_s=1.0)
     assert table.live_count() == 1
-    assert (
-        table.read_complete("p1", reader="a", reader_count=1, now_s=1.0) == "complete"
-    )  # vLLM's readers have no nonce
+    # vLLM's own readers send no nonce.
+    assert table.read_complete("p1", reader="a", reader_count=1, now_s=1.0) == "complete"
 
 
 @pytest.mark.never_wrong("C6")
 def test_ranks_of_two_consumers_never_add_up():
     table = LeaseTable()
     table.grant("p1", lease_s=30.0, fence=None, nonce="n", now_s=0.0)
-    count = {"reader_count": 2, "nonce": "n", "now_s": 0.0}
+    count: dict[str, Any] = {"reader_count": 2, "nonce": "n", "now_s": 0.0}
     assert table.read_complete("p1", reader="d1/0", consumer="d1", **count) == "counted"
     assert table.read_complete("p1", reader="d2/1", consumer="d2", **count) == "counted"
     assert table.take_ended(now_s=0.0) == ()

@@ -10,7 +10,7 @@ from kv_scheduler_state.testing import decode_world, pair_world, prefill_world
 
 
 class HandOver(RuleBasedStateMachine):
-    """Whatever may happen next, happens, in an order that Hypothesis chooses and shrinks."""
+    """Everything that may happen next, happens, in an order that Hypothesis chooses and shrinks."""
 
     @initialize(
         kind=st.sampled_from(("pair", "prefill", "decode")),

@@ -206,7 +206,7 @@ def test_tokens_in_flight_are_not_promised() -> None:
 @pytest.mark.never_wrong("A5")
 def test_a_state_that_has_seen_tokens_in_flight_is_not_handed_back() -> None:
     engine = Engine("P", groups=(CacheGroup("attention", BLOCK, 0, 0, ("layers.0",)), STATE_GROUP))
-    engine.side.arrived(Arrival("p", PREFILL, 41, Prompt(TEXT + "."), drop_tail=lambda _tokens: True))
+    engine.side.arrived(Arrival("p", PREFILL, 41, Prompt(TEXT + "."), drop_tail=bool))
     engine.allocate("p", [1, 2, 3])
     engine.step()
     assert engine.end("p", TEXT, [1, 2, 3], computed_tokens=41, in_flight_tokens=1) is None

@@ -1,4 +1,4 @@
-"""What one engine tells the machines about itself, checked once."""
+"""The configuration of one engine, checked once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_PEER_GENERATION = (1 << 63) - 1
 @final
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """One KV-cache group of the model.
+    """A KV-cache group of the model.
 
     Attributes:
         kind: "full" keeps every block; "window" only the tail that the attention window can still see; "state" only

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._handovers import HandOver, HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import ReadOrder, new_tuple
+from kv_scheduler_state._plan import ReadOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,9 +237,9 @@ class Consumers:
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
         """Return whether the peer's window lists reach back to the first token that the next token looks at.
 
-        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 32 on, 0 being
-        null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79 and is read, one of 70 needs tokens 39 to 69
-        and is computed here.
+        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 32 on, 0
+        being null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79 and is read, one of 70 needs tokens 39
+        to 69 and is computed here.
         """
         spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
         return all(

@@ -21,7 +21,7 @@ __all__ = ["HandOver", "HandOvers"]
 
 @final
 class HandOver:
-    """One ticket and the local requests that hold it.
+    """A ticket and the local requests that hold it.
 
     Attributes:
         waiting: Holders that have neither read nor given it up.

@@ -1,4 +1,4 @@
-"""Which leases at which peer engines are to be renewed, and when.
+"""Renewal of leases at peer engines: heartbeats, ordered per peer and period.
 
 One heartbeat carries all requests of one peer engine. A peer is due once per period, whatever comes and goes
 meanwhile; a peer that is new is due at once, which also makes the workers' handshake with it early. Peers wait in a
@@ -95,12 +95,12 @@ class Heartbeats:
             self.last_delay_s = delay_s
         return orders
 
-    def holders(self) -> dict[tuple[str, str], int]:
-        """Return how many local requests hold each (peer engine, peer request)."""
+    def holders(self) -> dict[tuple[str, str, str], int]:
+        """Return how many local requests hold each (peer engine, peer request, nonce)."""
         return {
-            (address.engine_id, request_id): count
+            (address.engine_id, *reader): count
             for address, peer in self._peers.items()
-            for (request_id, _), count in peer.counts.items()
+            for reader, count in peer.counts.items()
         }
 
     @property

@@ -114,13 +114,13 @@ def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iter
 
 
 def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> Iterator[str]:
-    wanted: dict[tuple[str, str], int] = {}
+    wanted: dict[tuple[str, str, str], int] = {}
     for request_id, entry in live.items():
         record = entry.consumer
         if record is None:
             continue
         if record.peer is not None:
-            key = (record.ticket.peer.engine_id, record.ticket.peer_request_id)
+            key = (record.ticket.peer.engine_id, record.ticket.peer_request_id, record.ticket.nonce)
             wanted[key] = wanted.get(key, 0) + 1
         should_renew = record.state in {"queued", "reading"} and record.ticket.kind == "handoff"
         if (record.peer is not None) != should_renew:

@@ -1,4 +1,4 @@
-"""One lease on one worker: its readers, and how it ends."""
+"""A lease on a worker: its readers, and how it ends."""
 
 from __future__ import annotations
 

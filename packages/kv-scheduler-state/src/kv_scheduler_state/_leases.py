@@ -9,10 +9,6 @@ blocks are reported free.
 A notification that carries a nonce counts only for the grant with that nonce, so a late one cannot touch the next lease of a
 recycled request id. Notifications without one (vLLM's own readers, version 0.1) count for the request id alone.
 
-Deadlines live in a heap, but a renewal does not touch it: it moves the deadline in the entry, and a heap item that
-comes up too early is pushed back. So a renewal is an assignment, an idle look costs one comparison, and the order of
-expiry is the order of deadlines, whatever the order of grants was.
-
 Lease time is observed time (see `_clock`): between two looks at the clock it advances by at most a sixth of the shortest
 live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so 3 s are left at the
 least; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Expiry happens in
@@ -24,13 +20,14 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from functools import partial
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_scheduler_state._clock import ObservedClock
+from kv_scheduler_state._deadlines import Deadlines
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state._fences import ended_generation
 from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, Readers, ReaderVerdict, Refusal
+from kv_scheduler_state._lease_introspection import describe_leases, lease_violations
 from kv_scheduler_state._machine import GONE, NEW, Table, Transition, advance
 from kv_scheduler_state._tables import LEASE_TABLE
 
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["LeaseTable"]
 
 _TRACE_LENGTH: Final = 16
-_HEAP_SLACK: Final = 64
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
 _PAUSE_PART: Final = 1 / 6
@@ -71,8 +67,8 @@ class LeaseTable:
     __slots__ = (
         "_admits_all",
         "_clock",
+        "_deadlines",
         "_ended",
-        "_heap",
         "_leases",
         "_lengths",
         "_max_pause_s",
@@ -81,7 +77,6 @@ class LeaseTable:
         "_readers",
         "_remembered",
         "_renewal_fraction",
-        "_sequence",
         "_table",
     )
 
@@ -111,8 +106,7 @@ class LeaseTable:
         self._remembered = remembered_ends
         self._table = table
         self._leases: dict[str, Lease] = {}
-        self._heap: list[tuple[float, int, str]] = []
-        self._sequence = 0
+        self._deadlines = Deadlines(self._leases)
         self._ended: list[LeaseEnd] = []
         self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
 
@@ -283,15 +277,7 @@ class LeaseTable:
             InvalidEvent: `invalid-event`, for a time that is none.
         """
         at_s = self._clock.observe(now_s)
-        heap = self._heap
-        while heap and heap[0][0] <= at_s:
-            _, sequence, request_id = heappop(heap)
-            lease = self._leases.get(request_id)
-            if lease is None or lease.state != "granted":
-                continue  # it ended otherwise
-            if lease.deadline_s > at_s:
-                heappush(heap, (lease.deadline_s, sequence, request_id))
-                continue
+        for request_id, lease in self._deadlines.due(at_s):
             self._step(request_id, lease, self._table.find(request_id, lease.state, "expire"), at_s)
         if not self._ended:
             return ()
@@ -302,18 +288,8 @@ class LeaseTable:
     @property
     def next_deadline_s(self) -> float | None:
         """The clock reading at which `take_ended` should look again at the latest, or None without leases."""
-        heap = self._heap
-        while heap:
-            deadline_s, sequence, request_id = heap[0]
-            lease = self._leases.get(request_id)
-            if lease is None or lease.state != "granted":
-                heappop(heap)
-            elif lease.deadline_s > deadline_s:
-                heappop(heap)
-                heappush(heap, (lease.deadline_s, sequence, request_id))
-            else:
-                return self._clock.to_reading(deadline_s)
-        return None
+        deadline_s = self._deadlines.next_s()
+        return None if deadline_s is None else self._clock.to_reading(deadline_s)
 
     def live_count(self) -> int:
         """Return the number of requests that are expected or granted here."""
@@ -329,41 +305,11 @@ class LeaseTable:
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every lease with its state, age, readers and the time left, oldest first."""
-        at_s = self._clock.observe(now_s)
-        return tuple(
-            [
-                {
-                    "request_id": request_id,
-                    "state": lease.state,
-                    "in_state_s": at_s - lease.since_s,
-                    "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
-                    "fence": lease.fence,
-                    "nonce": lease.nonce,
-                    "readers": list(lease.readers_done),
-                    "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                    "trace": [{"at_s": at, "event": event, "state": state} for at, event, state in lease.trace],
-                }
-                for request_id, lease in self._leases.items()
-            ]
-        )
+        return describe_leases(self._leases, self._clock.observe(now_s))
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""
-        in_heap = {request_id for _, _, request_id in self._heap}
-        broken = [
-            f"{request_id}: granted, but nothing will ever expire it"
-            for request_id, lease in self._leases.items()
-            if lease.state == "granted" and request_id not in in_heap
-        ]
-        broken += [
-            f"{request_id}: lease state '{lease.state}' is no live state"
-            for request_id, lease in self._leases.items()
-            if lease.state not in {"expected", "granted"}
-        ]
-        lengths = Counter([lease.lease_s for lease in self._leases.values() if lease.state == "granted"])
-        if +self._lengths != lengths:
-            broken.append(f"lengths of live leases are {dict(lengths)}, noted are {dict(self._lengths)}")
-        return tuple(broken)
+        return tuple(lease_violations(self._leases, self._deadlines, self._lengths))
 
     def _state(self, request_id: str) -> str:
         lease = self._leases.get(request_id)
@@ -383,16 +329,14 @@ class LeaseTable:
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
-                self._sequence += 1
-                heappush(self._heap, (lease.deadline_s, self._sequence, request_id))
+                self._deadlines.push(request_id, lease.deadline_s)
             elif effect in END_REASONS:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:
             del self._leases[request_id]
             if was_granted:
                 self._note_length(lease.lease_s, -1)
-            if len(self._heap) > 2 * len(self._leases) + _HEAP_SLACK:
-                self._drop_stale()
+            self._deadlines.drop_stale()
 
     def _note_length(self, lease_s: float, change: int) -> None:
         """Count a lease, and bound pauses by the shortest length among live leases."""
@@ -408,12 +352,6 @@ class LeaseTable:
         if self._max_pause_s < math.inf:
             shortest_s = min(lengths, default=math.inf)
             self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
-
-    def _drop_stale(self) -> None:
-        # Leases that were read leave their heap item behind until it comes up; under load that would be most of the heap.
-        leases = self._leases
-        self._heap = [item for item in self._heap if item[2] in leases]
-        heapify(self._heap)
 
     def _end(self, request_id: str, lease: Lease, effect: str) -> None:
         reason = END_REASONS[effect]

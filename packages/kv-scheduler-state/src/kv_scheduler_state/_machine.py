@@ -23,13 +23,13 @@ GONE = "gone"
 """The one end of every machine; a request in it is forgotten."""
 
 TraceEntry = tuple[float, str, str]
-"""One step of a request: observed time, event, state afterwards."""
+"""Entry of a request's trace: observed time, event, state afterwards."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One legal step.
+    """A legal step.
 
     Attributes:
         state: State before.
@@ -104,7 +104,7 @@ class Table:
 
 
 class Tracked(Protocol):
-    """What a machine remembers of a request, whatever else belongs to it."""
+    """The part of a request's record that every machine keeps."""
 
     state: str
     since_s: float

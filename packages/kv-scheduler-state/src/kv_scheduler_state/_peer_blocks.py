@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast, final
 
-from kv_scheduler_state._blocks import BlockList, running_state
+from kv_scheduler_state._blocks import BlockList, new_tuple, running_state
 from kv_scheduler_state._errors import TicketError, quote
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class PeerBlocks:
         Raises:
             TicketError: `ticket-first-token`, `ticket-blocks`, `ticket-type`.
         """
-        told = self._integers(fields, "kv_first_tokens", 0)
+        told = None if fields.get("kv_first_tokens") is None else self._integers(fields, "kv_first_tokens", 0)
         if told is None:
             if self._is_whole:
-                return tuple([BlockList(group, 0, self._null) for group in ids])
+                null = self._null
+                return tuple([new_tuple(BlockList, (group, 0, null)) for group in ids])
             first = [self._first_token(number, ids, dcp) for number in range(len(ids))]
             null = self._null
         else:

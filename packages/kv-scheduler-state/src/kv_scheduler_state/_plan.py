@@ -7,33 +7,18 @@ completes as soon as the step's blocks are computed; failures with the next repo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kv_scheduler_state._blocks import BlockIds, BlockList
     from kv_scheduler_state._ticket import PeerAddress
 
-__all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrder", "StepPlan", "new_tuple"]
-
-_Record = TypeVar("_Record", bound="tuple[object, ...]")
-
-
-class _NewTuple(Protocol):
-    def __call__(self, kind: type[_Record], fields: Iterable[object], /) -> _Record: ...
-
-
-new_tuple: Final = cast("_NewTuple", tuple.__new__)  # pyright: ignore[reportUnknownMemberType] -- of any element type
-"""Make a named tuple in half the time of its own constructor, which is a Python function.
-
-It fills in no defaults and counts no fields, so it is for hot paths only, with every field in its place.
-"""
+__all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrder", "StepPlan"]
 
 
 @final
 class ReadOrder(NamedTuple):
-    """One request's read, or the notification that stands in for it.
+    """A request's read, or the notification that stands in for it.
 
     Attributes:
         request_id: The local request.

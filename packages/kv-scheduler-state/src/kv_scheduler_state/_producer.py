@@ -5,9 +5,10 @@ from __future__ import annotations
 from hashlib import sha512
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
-from kv_scheduler_state._plan import GrantOrder, new_tuple
+from kv_scheduler_state._plan import GrantOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,8 +124,10 @@ class Producers:
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
         return ProducerRecord(arrival, prompt_tokens=prompt_tokens, is_readback=is_readback, now_s=now_s)
 
-    def allocation_rows(self, request_id: str, record: ProducerRecord, preemptions: int) -> tuple[Transition, ...]:
-        """Return the rows of an allocation; with a preemption that was not told before, that comes first.
+    def allocation_rows(
+        self, request_id: str, record: ProducerRecord, preemptions: int
+    ) -> tuple[Transition | None, Transition]:
+        """Return the row of a preemption that was not told before, if there was one, and that of the allocation.
 
         A cache reset preempts outside of a step. The engine then tells of the preemption with the step that has already
         allocated the request again.
@@ -136,15 +139,20 @@ class Producers:
         if preemptions > record.preemptions and state in self._on_preempt:
             preempt = self._on_preempt[state]
             return preempt, table.find(request_id, preempt.target, "allocate")
-        return (self._on_allocate.get(state) or table.refuse(request_id, state, "allocate"),)
+        return None, self._on_allocate.get(state) or table.refuse(request_id, state, "allocate")
 
     def allocate(
-        self, request_id: str, record: ProducerRecord, rows: tuple[Transition, ...], preemptions: int, now_s: float
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        rows: tuple[Transition | None, Transition],
+        preemptions: int,
+        now_s: float,
     ) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence."""
         record.preemptions = preemptions
-        *before, row = rows
-        for preemption in before:
+        preemption, row = rows
+        if preemption is not None:
             self.preempt(request_id, record, preemption, now_s)
             record.is_preemption_due = True
         advance(record, row, now_s, self._trace_length)

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state._machine import GONE
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._consumer import ConsumerRecord
-    from kv_scheduler_state._producer import ProducerRecord
+    from collections.abc import Mapping
 
-__all__ = ["Request", "forget_if_ended"]
+    from kv_scheduler_state._consumer import ConsumerRecord, Consumers
+    from kv_scheduler_state._producer import ProducerRecord, Producers
+
+__all__ = ["Request", "forget_if_ended", "void_all"]
 
 
 @final
 class Request:
-    """One live request with its producer and its consumer record; without any it is the engine's own business."""
+    """A live request with its producer and its consumer record; without any it is the engine's own business."""
 
     __slots__ = ("born_s", "consumer", "is_finished", "producer", "prompt_tokens", "rejected_code")
 
@@ -37,3 +39,12 @@ def forget_if_ended(requests: dict[str, Request], request_id: str, request: Requ
         request.producer = producer = None
     if consumer is None and producer is None and request.is_finished:
         del requests[request_id]
+
+
+def void_all(requests: Mapping[str, Request], consumers: Consumers, producers: Producers, at_s: float) -> None:
+    """Void all KV that was computed or promised for any request before now."""
+    for request_id, request in requests.items():
+        if request.producer is not None:
+            producers.void(request_id, request.producer, at_s)
+        if request.consumer is not None:
+            consumers.void(request_id, request.consumer, at_s)

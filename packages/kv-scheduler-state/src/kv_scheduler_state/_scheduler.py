@@ -7,8 +7,7 @@ of the request (see `_tables`). The rows of both records are looked up before ei
 or raises with nothing changed: first the producer's row is found, then `Consumers` finds the consumer's row and acts on it,
 then `Producers` acts.
 
-Nothing is ever scanned: a call costs what its own request costs, and a step in which nothing happened costs two
-comparisons and returns one shared empty plan.
+Nothing is scanned: a step in which nothing happened costs two comparisons and returns one shared empty plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._admission import Admissions
-from kv_scheduler_state._blocks import BlockRules
+from kv_scheduler_state._blocks import BlockRules, new_tuple
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._consumer import Consumers
@@ -31,10 +30,10 @@ from kv_scheduler_state._errors import (
 )
 from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
-from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan, new_tuple
+from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
-from kv_scheduler_state._request import Request, forget_if_ended
+from kv_scheduler_state._request import Request, forget_if_ended, void_all
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -174,8 +173,7 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`, for instance on a second read.
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
 
-            With external tokens, the request is then among the `failures` of the next plan, for the engine has parked it;
-            unless a read of it is under way, whose end is reported anyway.
+            With external tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
         """
         try:
             request = self._find(request_id, "allocate")
@@ -189,25 +187,15 @@ class SchedulerState:
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             at_s = self._clock.observe(now_s)
-            rows = () if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
+            rows = None if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
             if consumer is not None:
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
         except SchedulerStateError:
-            if type(external_tokens) is int and external_tokens > 0:
-                self._note_unread(request_id)
+            if type(external_tokens) is int and external_tokens > 0 and self._reports.expect_failure(request_id):
+                self._outbox.fail(request_id)
             raise
-        if producer is not None:
+        if producer is not None and rows is not None:
             self._producers.allocate(request_id, producer, rows, preemptions, at_s)
-
-    def _note_unread(self, request_id: object) -> None:
-        """Have a parked request reported as failed, unless a read of it is under way and will be reported anyway."""
-        if type(request_id) is not str:
-            return
-        request = self._requests.get(request_id)
-        consumer = None if request is None else request.consumer
-        if consumer is None or consumer.state not in {"reading", "draining"}:
-            self._outbox.fail(request_id)
-            self._reports.unread.add(request_id)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
         """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
@@ -315,26 +303,9 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
             IllegalTransition: `illegal-transition`.
 
-            Either is raised only after every legal id has been applied, and then for the first that was not: a caller
-            who logs and goes on loses nothing.
+            Either is raised only after every legal id has been applied, and then for the first that was not.
         """
-        refusals: list[SchedulerStateError] = []
-        reports, consumers = self._reports, self._consumers
-        if sent:
-            reports.sent(sent, refusals)
-        if reports.unread:
-            unread = [*failed, *received]
-            kept = reports.without_unread(list(unread))
-            failed = [request_id for request_id in failed if request_id in kept]
-            received = [request_id for request_id in received if request_id in kept]
-        if failed:
-            reports.reads_ended(failed, consumers.failure_event, consumers.on_failure, refusals)
-            broken = set(failed)
-            received = [request_id for request_id in received if request_id not in broken]
-        if received:
-            reports.reads_ended(received, "done", consumers.on_done, refusals)
-        if refusals:
-            raise refusals[0]
+        self._reports.apply(sent, received, failed)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -382,7 +353,6 @@ class SchedulerState:
         Raises:
             UnknownRequest: `unknown-request`, also for a request that is no producer.
             IllegalTransition: `illegal-transition`, for a request without a lease.
-            InvalidEvent: `invalid-event`.
         """
         producer = self._find(request_id, "revoke").producer
         if producer is None:
@@ -411,11 +381,7 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         at_s = self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
-            if request.producer is not None:
-                self._producers.void(request_id, request.producer, at_s)
-            if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer, at_s)
+        void_all(self._requests, self._consumers, self._producers, at_s)
 
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every live request with its age, its states, its traces and the event that it waits for, oldest first."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
 
+from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_PEER_GENERATION
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._peer_blocks import PeerBlocks
-from kv_scheduler_state._plan import new_tuple
 from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, PeerAddress, TicketKind
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class TicketReader:
         return request_id
 
     def _peer(self, fields: Fields) -> PeerAddress:
-        # One engine writes the same into all its tickets, so its address is checked once. The types belong to the key
+        # An engine writes the same into all its tickets, so its address is checked once. The types belong to the key
         # because 1, 1.0 and True are equal.
         values = tuple(map(fields.get, _PEER_KEYS))
         key = (values, *map(type, values))

@@ -4,13 +4,16 @@ Free of pytest: a failed check raises `ModelViolation`, which is an `AssertionEr
 """
 
 from kv_scheduler_state.testing._checks import check_lease_table, check_scheduler_state
-from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer, Peer
+from kv_scheduler_state.testing._decode import DecodeSide
 from kv_scheduler_state.testing._explore import Exploration, World, decode_world, explore, pair_world, prefill_world
+from kv_scheduler_state.testing._fleet import Configuration, random_walk
 from kv_scheduler_state.testing._model import ModelViolation, Step, demand
+from kv_scheduler_state.testing._peers import GenerousPeer, Peer
 from kv_scheduler_state.testing._prefill import PrefillSide
 from kv_scheduler_state.testing._prompt import Tables
 
 __all__ = [
+    "Configuration",
     "DecodeSide",
     "Exploration",
     "GenerousPeer",
@@ -27,4 +30,5 @@ __all__ = [
     "explore",
     "pair_world",
     "prefill_world",
+    "random_walk",
 ]

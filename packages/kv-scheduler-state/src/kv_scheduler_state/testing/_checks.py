@@ -1,4 +1,4 @@
-"""What any implementation of the scheduler state and of the lease table must do, as plain callables.
+"""Checks for any implementation of the scheduler state and of the lease table, as plain callables.
 
 Each check takes a maker of a fresh object, drives it only through the methods that `SchedulerState` and `LeaseTable`
 have in common with their callers' ports, and raises `ModelViolation` when a promise is broken.

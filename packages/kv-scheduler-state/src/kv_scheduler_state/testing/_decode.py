@@ -10,11 +10,12 @@ which always serves and so lets the decode side be explored alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state.testing._model import Step, demand, demand_refusal
+from kv_scheduler_state.testing._peers import Answer, Peer
 from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LEASE_S, Tables
 
 if TYPE_CHECKING:
@@ -24,98 +25,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._plan import StepPlan
     from kv_scheduler_state._request import Request
 
-__all__ = ["DecodeSide", "GenerousPeer", "Peer"]
-
-
-class Peer(Protocol):
-    """What a decode engine meets of a prefill engine."""
-
-    readers: tuple[str, ...]
-
-    def ticket(self, request_id: str) -> dict[str, object] | None:
-        """Return the ticket of a request, once there is one."""
-        ...
-
-    def notify(self, request_id: str, reader: str, now_s: float) -> None:
-        """Take a reader's completion."""
-        ...
-
-    def renew(self, request_id: str, now_s: float) -> None:
-        """Take a heartbeat."""
-        ...
-
-    def is_fence_intact(self, request_id: str) -> bool:
-        """Return whether a reader finds the ticket's generation in the fence words."""
-        ...
-
-    def is_freed(self, request_id: str) -> bool:
-        """Return whether the blocks belong to somebody else by now."""
-        ...
-
-
-@final
-class GenerousPeer:
-    """A peer that has every prompt and keeps it for ever."""
-
-    def __init__(self, readers: int) -> None:
-        self.readers = tuple(f"reader-{rank}" for rank in range(readers))
-
-    def ticket(self, request_id: str) -> dict[str, object] | None:
-        """Return a ticket with three blocks."""
-        return {
-            "do_remote_prefill": True,
-            "remote_block_ids": [[1, 2]],
-            "remote_engine_id": "prefill-0",
-            "remote_request_id": request_id,
-            "remote_host": "10.0.0.1",
-            "remote_port": 5600,
-        }
-
-    def notify(self, request_id: str, reader: str, now_s: float) -> None:
-        """Ignore it."""
-
-    def renew(self, request_id: str, now_s: float) -> None:
-        """Ignore it."""
-
-    def is_fence_intact(self, request_id: str) -> bool:
-        """Return True."""
-        return bool(request_id)
-
-    def is_freed(self, request_id: str) -> bool:
-        """Return False."""
-        return not request_id
-
-
-@final
-class _Answer:
-    """What the engine, and the eye, know of one request."""
-
-    __slots__ = (
-        "beaten_s",
-        "in_flight",
-        "is_notified",
-        "is_over",
-        "is_passed",
-        "may_tell",
-        "orders",
-        "preemptions",
-        "ranks",
-        "status",
-    )
-
-    def __init__(self, readers: int) -> None:
-        self.status = "absent"
-        self.preemptions = 0
-        self.orders = 0
-        self.is_notified = False
-        # Its read has used the ticket up, or will pass it on when it is quiet.
-        self.is_over = False
-        self.is_passed = False
-        # Nobody else wanted the hand-over when this request gave it up.
-        self.may_tell = True
-        self.ranks = ["idle"] * readers
-        self.in_flight: frozenset[int] = frozenset()
-        self.beaten_s: float | None = None
+__all__ = ["DecodeSide"]
 
 
 _REASONS: Final[dict[str, FinishReason]] = {"d-finish": "stop", "d-abort": "abort", "d-fail": "error"}
@@ -133,7 +43,7 @@ _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
 
 @final
 class DecodeSide:
-    """One decode engine whose ranks read `requests` requests from one peer."""
+    """A decode engine whose ranks read `requests` requests from one peer."""
 
     def __init__(
         self,
@@ -160,7 +70,7 @@ class DecodeSide:
             consumer_table=tables.consumer,
         )
         self.peer = peer
-        self.answers = {f"d{index}": _Answer(len(peer.readers)) for index in range(requests)}
+        self.answers = {f"d{index}": Answer(len(peer.readers)) for index in range(requests)}
         self.fails_requests = fails_requests
         # All requests hold one ticket, like the children of a request with n > 1.
         self.is_shared = is_shared
@@ -183,7 +93,7 @@ class DecodeSide:
             steps.append(("d-step",))
         return steps
 
-    def _names(self, request_id: str, answer: _Answer) -> list[str]:
+    def _names(self, request_id: str, answer: Answer) -> list[str]:
         status = answer.status
         names: list[str] = []
         if status == "absent" and self.peer.ticket(self._peer_id(request_id)) is not None:
@@ -239,7 +149,7 @@ class DecodeSide:
         problems = self.state.check_invariants()
         demand(not problems, "; ".join(problems))
 
-    def _request_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+    def _request_step(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         blocks = [[7, 8]]
         if name == "d-arrive":
             ticket = self.peer.ticket(self._peer_id(request_id))
@@ -268,7 +178,7 @@ class DecodeSide:
         else:
             self._end(name, request_id, answer, now_s)
 
-    def _end(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+    def _end(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         decision = self.state.finish(
             request_id, reason=_REASONS[name], block_ids=[[7, 8]], computed_tokens=32, now_s=now_s
         )
@@ -283,7 +193,7 @@ class DecodeSide:
         answer.is_over = not answer.is_passed
         answer.status = "aborting"
 
-    def _workers_step(self, name: str, request_id: str, answer: _Answer, now_s: float) -> None:
+    def _workers_step(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         if name == "d-repeat":
             self.peer.notify(self._peer_id(request_id), self.peer.readers[0], now_s)
             return
@@ -302,7 +212,7 @@ class DecodeSide:
                 told == {"failing": "failed", "running": "local"}[answer.status], f"{request_id}: {told} after its read"
             )
 
-    def _rank_step(self, name: str, request_id: str, answer: _Answer, rank: int, now_s: float) -> None:
+    def _rank_step(self, name: str, request_id: str, answer: Answer, rank: int, now_s: float) -> None:
         peer_id = self._peer_id(request_id)
         if name == "d-deliver":
             answer.in_flight -= {rank}
@@ -315,7 +225,7 @@ class DecodeSide:
             answer.ranks[rank] = "ok" if is_intact else "bad"
             self._send(answer, {rank})
 
-    def _send(self, answer: _Answer, ranks: set[int]) -> None:
+    def _send(self, answer: Answer, ranks: set[int]) -> None:
         answer.in_flight |= frozenset(ranks)
         answer.is_notified = True
 
@@ -397,7 +307,7 @@ class DecodeSide:
         is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
         return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))  # noqa: SLF001
 
-    def _is_peer_told(self, ended: list[_Answer]) -> bool:
+    def _is_peer_told(self, ended: list[Answer]) -> bool:
         """Whether some holder of the shared ticket has told the peer, or let a read end."""
         return not ended or any(answer.is_over or answer.is_notified for answer in ended)
 

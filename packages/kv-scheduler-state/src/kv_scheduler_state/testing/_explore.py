@@ -23,8 +23,9 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._ticket import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
-from kv_scheduler_state.testing._decode import DecodeSide, GenerousPeer
+from kv_scheduler_state.testing._decode import DecodeSide
 from kv_scheduler_state.testing._model import ModelViolation, Step
+from kv_scheduler_state.testing._peers import GenerousPeer
 from kv_scheduler_state.testing._prefill import PrefillSide
 from kv_scheduler_state.testing._prompt import Tables
 
@@ -45,7 +46,7 @@ _CONSTANT_TYPES: Final = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What an exploration found.
+    """Result of an exploration.
 
     Attributes:
         states: Different states that were visited.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelViolation", "Step", "demand", "demand_refusal"]
 
 Step = tuple[str, ...]
-"""One thing that happens in a model: its name and what it happens to."""
+"""An event in a model: its name and the things that it happens to."""
 
 
 @final

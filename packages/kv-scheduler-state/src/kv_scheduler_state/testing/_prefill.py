@@ -17,13 +17,13 @@ from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._ticket import prefill_request_params
+from kv_scheduler_state.testing._keys import prefill_key
 from kv_scheduler_state.testing._model import Step, demand, demand_refusal
 from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt, Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_scheduler_state._lease import Lease
     from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["PrefillSide"]
@@ -31,7 +31,7 @@ __all__ = ["PrefillSide"]
 
 @final
 class PrefillSide:
-    """One prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
+    """A prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
 
     def __init__(
         self,
@@ -374,48 +374,9 @@ class PrefillSide:
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
-        """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
-        prompt = self.prompts[request_id]
-        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
-        outbox = self.state._outbox  # noqa: SLF001
-        leases = [table._leases.get(request_id) for table in self.tables]  # noqa: SLF001
-        readers = [
-            [
-                (reader in told, lease is not None and reader in lease.readers_done)
-                for told, lease in zip(prompt.delivered, leases, strict=True)
-            ]
-            for reader in self.readers
-        ]
-        return (
-            prompt.status,
-            prompt.is_stepped,
-            prompt.chunks,
-            prompt.preemptions,
-            (prompt.is_revoked, prompt.is_revocation_told),
-            prompt.is_forged,
-            tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
-            readers if is_named else sorted(readers),
-            tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
-            tuple(sorted(prompt.reported)),
-            (prompt.is_start_due, prompt.completes_due, request_id in outbox.restarts, request_id in outbox.completes),
-            (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
-            live and live.producer and live.producer.state,
-            [_lease_key(lease, now_s) for lease in leases],
-            prompt.ticket is not None and self.is_fence_intact(request_id),
-            request_id in outbox.expects,
-            any(grant.request_id == request_id for grant in outbox.grants),
-            request_id in outbox.releases,
-            request_id in outbox.revokes,
-            sum(save[0] == request_id for save in outbox.saves),
-        )
+        """Return everything that tells this request's future."""
+        return prefill_key(self, request_id, now_s, is_named=is_named)
 
     def _blocks(self, request_id: str) -> list[int]:
         first = 10 * (int(request_id[1:]) + 1)
         return [first, first + 1]
-
-
-def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
-    if lease is None:
-        return None
-    left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
-    return lease.state, left_s, len(lease.readers_done), lease.is_read

@@ -1,4 +1,4 @@
-"""What the models know of a prompt, and what is lawful for it when."""
+"""The models' knowledge of a prompt, and the calls that are lawful in each of its states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tables:
 
 @final
 class Prompt:
-    """What the engine, and the eye, know of one request."""
+    """The knowledge of the engine, and of the eye, of one request."""
 
     __slots__ = (
         "chunks",

@@ -16,7 +16,7 @@ __all__ = ["RankEnvelope", "RegistrationReport", "StepMetadata"]
 
 @final
 class StepMetadata(KVConnectorMetadata):
-    """Orders of a step, scheduler to workers."""
+    """The orders of one step, scheduler to workers."""
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
@@ -24,7 +24,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @final
 class RankEnvelope(KVConnectorHandshakeMetadata):
-    """Side-channel envelope of a rank, worker to scheduler, where the listener serves it."""
+    """A rank's side-channel envelope, worker to scheduler, where the listener serves it."""
 
     def __init__(self, envelope: bytes) -> None:
         self.envelope = envelope

@@ -1,0 +1,70 @@
+"""Keys of states: everything that tells a prefill request's future, and nothing else."""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._lease import Lease
+    from kv_scheduler_state._leases import LeaseTable
+    from kv_scheduler_state._scheduler import SchedulerState
+    from kv_scheduler_state.testing._prompt import Prompt
+
+__all__ = ["prefill_key"]
+
+
+class _Prefill(Protocol):
+    """The parts of a prefill engine that decide its future."""
+
+    state: SchedulerState
+    tables: list[LeaseTable]
+    prompts: dict[str, Prompt]
+    readers: tuple[str, ...]
+
+    def is_fence_intact(self, request_id: str) -> bool: ...
+
+
+def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
+    """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
+    prompt = side.prompts[request_id]
+    live = side.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
+    outbox = side.state._outbox  # noqa: SLF001
+    leases = [table._leases.get(request_id) for table in side.tables]  # noqa: SLF001
+    readers = [
+        [
+            (reader in told, lease is not None and reader in lease.readers_done)
+            for told, lease in zip(prompt.delivered, leases, strict=True)
+        ]
+        for reader in side.readers
+    ]
+    return (
+        prompt.status,
+        prompt.is_stepped,
+        prompt.chunks,
+        prompt.preemptions,
+        (prompt.is_revoked, prompt.is_revocation_told),
+        prompt.is_forged,
+        tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
+        readers if is_named else sorted(readers),
+        tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
+        tuple(sorted(prompt.reported)),
+        (prompt.is_start_due, prompt.completes_due, request_id in outbox.restarts, request_id in outbox.completes),
+        (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
+        live and live.producer and live.producer.state,
+        [_lease_key(lease, now_s) for lease in leases],
+        prompt.ticket is not None and side.is_fence_intact(request_id),
+        request_id in outbox.expects,
+        any(grant.request_id == request_id for grant in outbox.grants),
+        request_id in outbox.releases,
+        request_id in outbox.revokes,
+        sum(save[0] == request_id for save in outbox.saves),
+    )
+
+
+def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
+    if lease is None:
+        return None
+    left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
+    return lease.state, left_s, len(lease.readers_done), lease.is_read

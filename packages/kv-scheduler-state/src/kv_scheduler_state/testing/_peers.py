@@ -1,0 +1,98 @@
+"""The other engine as a decode engine meets it, and its knowledge of one request."""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+__all__ = ["Answer", "GenerousPeer", "Peer"]
+
+
+class Peer(Protocol):
+    """The prefill engine as a decode engine meets it."""
+
+    readers: tuple[str, ...]
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return the ticket of a request, once there is one."""
+        ...
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Take a reader's completion."""
+        ...
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Take a heartbeat."""
+        ...
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Return whether a reader finds the ticket's generation in the fence words."""
+        ...
+
+    def is_freed(self, request_id: str) -> bool:
+        """Return whether the blocks belong to somebody else by now."""
+        ...
+
+
+@final
+class GenerousPeer:
+    """A peer that has every prompt and keeps it for ever."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers = tuple(f"reader-{rank}" for rank in range(readers))
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return a ticket with three blocks."""
+        return {
+            "do_remote_prefill": True,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": "prefill-0",
+            "remote_request_id": request_id,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+        }
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Return True."""
+        return bool(request_id)
+
+    def is_freed(self, request_id: str) -> bool:
+        """Return False."""
+        return not request_id
+
+
+@final
+class Answer:
+    """The knowledge of the engine, and of the eye, of one request."""
+
+    __slots__ = (
+        "beaten_s",
+        "in_flight",
+        "is_notified",
+        "is_over",
+        "is_passed",
+        "may_tell",
+        "orders",
+        "preemptions",
+        "ranks",
+        "status",
+    )
+
+    def __init__(self, readers: int) -> None:
+        self.status = "absent"
+        self.preemptions = 0
+        self.orders = 0
+        self.is_notified = False
+        # Its read has used the ticket up, or will pass it on when it is quiet.
+        self.is_over = False
+        self.is_passed = False
+        # Nobody else wanted the hand-over when this request gave it up.
+        self.may_tell = True
+        self.ranks = ["idle"] * readers
+        self.in_flight: frozenset[int] = frozenset()
+        self.beaten_s: float | None = None
