@@ -4,5 +4,5 @@ from kv_topology import BlockList
 
 
 def lists(*groups, first=0, null=None):
-    """One block list per group of ids, all from the same first token."""
+    """Return a block list per group of ids, all from the same first token."""
     return [BlockList(ids, first, null) for ids in groups]

@@ -5,15 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+import tomllib
 import types
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PACKAGE = Path(__file__).parents[1]
 CORE = (
@@ -69,12 +65,12 @@ LEFT_OUT = {"annotation", "returns", "decorator_list", "exc"}
 
 
 SHOWN_WHOLE = (ast.expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)
-"""What a changed number is shown with."""
+"""Text with which a changed number is shown."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """A change.
 
     Attributes:
         module: Name of the module without the package.

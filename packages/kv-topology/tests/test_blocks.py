@@ -9,15 +9,14 @@ from block_lists import lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_topology import BlockList, GeometryMismatch, Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
-from kv_topology._aliases import find_aliases
+from kv_topology import BlockList, Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
 from kv_topology._blocks import _is_one_to_one, _pages, pair_blocks
 from kv_topology._boxes import Pairing
 from kv_topology._link import _indices
 from kv_topology._lists import Blocks, ListRules, read_lists
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -36,7 +35,7 @@ def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_
 
 
 def read(group, blocks, side="local"):
-    """One checked list, blocks without a limit."""
+    """Return a checked list, blocks without a limit."""
     return read_lists([blocks], ListRules(side, (group,), (1 << 20,), None))[0]
 
 
@@ -187,6 +186,7 @@ def test_blocks_beyond_the_ordered_tokens_are_left_alone():
         assert caught.value.context["token"] == (16 if len(local) == 3 else 0)
 
 
+@pytest.mark.never_wrong("A3")
 def test_a_spare_block_does_not_shift_the_others():
     """Blocks of 4, 8 tokens computed, 1 block cached: 5 stands for tokens 4..7, which the peer keeps in its second."""
     plan = plan_of(block_tokens=4)
@@ -194,6 +194,7 @@ def test_a_spare_block_does_not_shift_the_others():
     assert (mine.tolist(), theirs.tolist()) == ([5], [2])
 
 
+@pytest.mark.never_wrong("A3")
 def test_windows_with_spare_and_missing_blocks_are_not_shifted():
     sliding = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=4), block_tokens=4)
     mine, theirs = sliding.indices((0, 0), lists([9, 9, 9, 3, 4], null=9), lists([0, 1, 2, 3]), tokens=16)
@@ -204,6 +205,7 @@ def test_windows_with_spare_and_missing_blocks_are_not_shifted():
 
 
 @pytest.mark.parametrize(("local", "peer"), [([1], []), ([1, 2, 3], [4, 5])])
+@pytest.mark.never_wrong("A3")
 def test_a_peer_list_that_ends_early_is_refused(local, peer):
     plan = plan_of()
     for call in (plan.expected_bytes, partial(plan.indices, (0, 0))):
@@ -241,6 +243,7 @@ def test_a_window_may_begin_inside_a_local_block():
     ]
 
 
+@pytest.mark.never_wrong("B8")
 def test_exactly_the_tokens_in_the_window_suffice():
     """Blocks of 1 token, window 4, 10 tokens: token 10 sees 7, 8 and 9, so the peer may begin at 7 but not at 8."""
     window = pairing(1, 1, window=4)
@@ -254,6 +257,7 @@ def test_exactly_the_tokens_in_the_window_suffice():
     assert pairs(whole, [3, 4], [8], (0, 1), tokens=32) == [(4, 0, 8, 0)]
 
 
+@pytest.mark.never_wrong("A3")
 def test_null_blocks():
     assert pairs(pairing(16, 16), [0, 4, 5], [0, 8, 9], nulls=(0, 0), tokens=48) == [(4, 0, 8, 0), (5, 0, 9, 0)]
     with pytest.raises(InvalidBlocks) as caught:
@@ -440,90 +444,3 @@ def test_every_page_and_unit_has_its_descriptor(drawn, before):
         base, stride = regions[number].base_address, regions[number].page_stride_bytes
         expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]
         assert [wide[index] for index in indices] == expected
-
-
-def test_states_pair_from_the_end():
-    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    plan = plan_of(model)
-
-    def found(local, peer, **options):
-        sides = plan.indices((0, 0), lists(local, **options), lists(peer, **options), tokens=99)
-        return [side.tolist() for side in sides]
-
-    assert found([5], [7, 8]) == [[5], [8]]
-    assert found([5], [7]) == [[5], [7]]
-    assert found([], [7]) == [[], []]
-    assert found([0, 0, 5], [0, 8], null=0) == [[5], [8]]
-    assert found([0, 0], [0], null=0) == [[], []]
-    for local, peer, null, code in (
-        ([5, 6, 4], [7], None, "state-list-too-long"),
-        ([5, 6], [7, 8], None, "state-list-too-long"),
-        ([5, 0], [7], 0, "state-list-too-long"),
-        ([5], [], None, "peer-blocks-too-few"),
-        ([5], [0], 0, "peer-blocks-too-few"),
-        ([5], [7, 0], 0, "peer-blocks-too-few"),
-    ):
-        with pytest.raises(InvalidBlocks) as caught:
-            found(local, peer, null=null)
-        assert caught.value.code == code
-        assert caught.value.fault == ("peer" if code.startswith("peer") else "local")
-
-
-def test_all_pages_of_a_state_are_moved():
-    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    local = build_engine(model, EngineSpec())[0, 0]
-    two = replace(local, groups=(Group("state", 0, 2),))
-    mine, theirs = plan_transfer(two, {(0, 0): two}).indices((0, 0), lists([5]), lists([7, 8]), tokens=1)
-    assert (mine.tolist(), theirs.tolist()) == ([10, 11], [16, 17])
-    with pytest.raises(GeometryMismatch) as refused:
-        plan_transfer(two, {(0, 0): local})
-    assert refused.value.code == "state-pages-differ"
-
-
-def test_hybrid_groups_share_memory_but_no_block():
-    state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
-    plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
-    tokens = {"tokens": 32}
-    assert plan.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
-    ((views),) = find_aliases(plan.local)
-    attention, memory = plan.local.groups[0], plan.local.regions[0]
-    assert attention.pages_per_block == 2
-    assert [view.stride * view.pages_per_block for view in views] == [memory.page_stride_bytes * 2] * 2
-    assert {view.group: view.page_bytes for view in views} == {
-        0: memory.page_bytes,
-        1: plan.local.regions[1].page_bytes,
-    }
-    with pytest.raises(InvalidBlocks) as caught:
-        plan.indices((0, 0), lists([3], [3]), lists([3], [4]), **tokens)
-    assert caught.value.code == "local-block-twice"
-    assert caught.value.context["groups"] == (0, 1)
-    for local in ([3, 8], [8]), ([8, 3], [8]), ([5, 3, 4], [4]):
-        with pytest.raises(InvalidBlocks):
-            plan.indices((0, 0), lists(*local), lists([1, 2, 3], [4]), tokens=96)
-    separate = plan_of(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64))
-    assert separate.expected_bytes(lists([3], [3]), lists([3], [4]), tokens=16) > 0
-    assert find_aliases(separate.local) == ()
-    high = plan_of(
-        ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, base_address=(1 << 64) - (1 << 20)
-    )
-    assert high.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
-    with pytest.raises(InvalidBlocks):
-        high.indices((0, 0), lists([4], [4]), lists([3], [4]), **tokens)
-
-
-def test_null_blocks_of_groups_that_share_memory_are_written_by_nobody():
-    model = ModelSpec(("attention", "sliding", "mamba2"), 2, 4, window_tokens=16)
-    model = replace(model, state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    plan = plan_of(model, block_tokens=16)
-    found = plan.indices(
-        (0, 0), lists([3, 4, 5], [0, 0, 7], [0, 8], null=0), lists([1, 2, 3], [0, 0, 4], [5], null=0), tokens=48
-    )
-    assert len(found[0]) == 5
-
-
-def test_groups_on_two_devices_share_no_memory():
-    local = build_engine(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64), EngineSpec())[0, 0]
-    regions = [replace(region, base_address=1 << 32, device=n) for n, region in enumerate(local.regions)]
-    assert find_aliases(replace(local, regions=tuple(regions))) == ()
-    regions = [replace(region, base_address=1 << 32) for region in local.regions]
-    assert len(find_aliases(replace(local, regions=tuple(regions)))) == 1

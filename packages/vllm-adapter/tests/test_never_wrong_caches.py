@@ -60,6 +60,7 @@ def dcp_document(tp: int, rank: int, dcp: int, interleave: int, *, is_dealt: boo
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize(("peer_tp", "peer_dcp"), [(1, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize(("interleave", "peer_interleave"), [(64, 64), (1, 64), (64, 1), (16, 16)])
+@pytest.mark.never_wrong("A2")
 def test_context_parallel_tokens_land_where_the_host_keeps_them(
     tp: int, dcp: int, peer_tp: int, peer_dcp: int, interleave: int, peer_interleave: int
 ) -> None:
@@ -94,6 +95,7 @@ def test_context_parallel_tokens_land_where_the_host_keeps_them(
         np.testing.assert_array_equal(memory.data.reshape(BLOCKS, 64, 4), expected)
 
 
+@pytest.mark.never_wrong("A2")
 def test_a_group_that_context_parallelism_leaves_whole_is_told() -> None:
     document = dcp_document(2, 1, 2, 64, is_dealt=False)
     assert document["groups"][0]["context"] == (1, 0, 1)
@@ -118,6 +120,7 @@ def indexer_document(tokens: int, rank: int = 0) -> GeometryDocument:
     return local_document(facts(blocks=BLOCKS, groups=groups), [cache])
 
 
+@pytest.mark.never_wrong("A4")
 def test_indexer_pages_move_whole_between_equal_pages() -> None:
     """A page as `indexer_k_quant_and_cache` writes it: 8 bytes of values for each token, then 4 bytes of scale for each."""
     tokens = 16
@@ -133,6 +136,7 @@ def test_indexer_pages_move_whole_between_equal_pages() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "peer_tokens"), [(16, 32), (32, 16)])
+@pytest.mark.never_wrong("A4")
 def test_indexer_pages_of_another_size_are_refused(tokens: int, peer_tokens: int) -> None:
     with pytest.raises(TopologyError) as caught:
         Planner().plan(indexer_document(tokens), {(0, 0): indexer_document(peer_tokens)}, peer_tp=1)
@@ -183,6 +187,7 @@ def true_page(tp: int, rank: int, groups: int, order: str, rng: np.random.Genera
 
 @pytest.mark.parametrize("order", ["DS", "SD"])
 @pytest.mark.parametrize(("groups", "sizes"), [(1, (1, 2, 4, 8)), (2, (1, 2)), (4, (1, 2, 4))])
+@pytest.mark.never_wrong("B1")
 def test_mamba2_groups_are_copies_where_there_are_fewer_than_ranks(
     groups: int, sizes: tuple[int, ...], order: str
 ) -> None:

@@ -53,14 +53,14 @@ def _places(
     _, slots, tokens, content = tensor["shape"]
     _, head_step, token_step, _ = (step * size for step in tensor["stride"])
     is_apart = head_step * (slots - 1) >= tensor["stride"][0] * size or head_step > tokens * content * size
-    if spec.get("cache_role") == "INDEXER":
-        # `indexer_k_quant_and_cache`: the values of all tokens of a page (tiled on ROCm), then a scale for each.
-        return [(0, _opaque(prod(tensor["shape"][1:]) * size, None, "index"))]
-    if "MLA" in spec["class"] and tokens == page_tokens:
+    is_indexer = spec.get("cache_role") == "INDEXER"
+    if "MLA" in spec["class"] and tokens == page_tokens and not is_indexer:
         axes = (Axis("token", tokens, 0, tokens, token_step), Axis("channel", content, 0, content, size))
         return [(0, Layout((FieldLayout("latent", size, 0, axes),)))]
     if "MLA" in spec["class"] or is_state(spec):
-        return [(0, _opaque(prod(tensor["shape"][1:]) * size, rank if is_state(spec) else None))]
+        # `indexer_k_quant_and_cache`: the values of all tokens of a page (tiled on ROCm), then a scale for each.
+        name = "index" if is_indexer else "page"
+        return [(0, _opaque(prod(tensor["shape"][1:]) * size, rank if is_state(spec) else None, name))]
     if spec["has_planes"]:
         part = tokens * content * size
         if is_apart:

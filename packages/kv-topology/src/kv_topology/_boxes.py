@@ -188,15 +188,21 @@ def find_overlaps(
         if key not in pairings:
             check_groups_match(local.groups[key[0]], peer.groups[key[1]], layer)
             pairings[key] = pairing_of(local, peer, *key)
-        layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
-        if layouts not in checked:
-            check_names_match(mine, theirs, layer)
-            checked.add(layouts)
         known = overlaps.setdefault(key, {})
+        if len(mine) == len(theirs) == 1:
+            is_checked = (mine[0][1].layout, theirs[0][1].layout) in known
+        else:
+            layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
+            is_checked = layouts in checked
+            checked.add(layouts)
+        if not is_checked:
+            check_names_match(mine, theirs, layer)
         for local_region, one in mine:
             for peer_region, two in theirs:
                 pair = (one.layout, two.layout)
-                if pair not in known:
-                    known[pair] = Overlap(_layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer), [])
-                known[pair].places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
+                found = known.get(pair)
+                if found is None:
+                    boxes = _layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer)
+                    found = known[pair] = Overlap(boxes, [])
+                found.places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
     return [(pairings[key], [item for item in known.values() if item.boxes]) for key, known in overlaps.items()]

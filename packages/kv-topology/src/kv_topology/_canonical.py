@@ -118,7 +118,7 @@ def _joined(pieces: Sequence[_Piece]) -> Ints:
 @final
 @dataclass(frozen=True, slots=True)
 class DescriptorMeaning:
-    """What one descriptor of a prepared list moves.
+    """Meaning of a descriptor of a prepared list.
 
     Attributes:
         region: Region number on the side asked about.

@@ -24,7 +24,7 @@ from kv_topology._runs import box_runs, run_count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology._model import FieldLayout
+    from kv_topology._parts import FieldLayout
 
 __all__ = ["Budget", "Shared", "find_shared_byte"]
 
@@ -65,7 +65,7 @@ class Shared(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One field: its place in the list, first byte, cell size and axes (count, stride), the largest stride first."""
+    """A field: its place in the list, first byte, cell size and axes (count, stride), the largest stride first."""
 
     number: int
     offset: int

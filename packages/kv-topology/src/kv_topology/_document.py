@@ -33,6 +33,7 @@ __all__ = ["DOCUMENT_SCHEMA", "DOCUMENT_VERSION", "from_document", "to_document"
 
 DOCUMENT_SCHEMA = "kv-topology/geometry"
 DOCUMENT_VERSION = 1
+_SCALARS = frozenset((int, str, float, bool, type(None)))
 MAX_VALUES = 1 << 18
 """Numbers, strings, lists and mappings in a document beyond which it is refused; 8 000 regions take about half."""
 
@@ -111,6 +112,8 @@ def _check_size(document: Mapping[str, object]) -> None:
                 context={"limit": MAX_VALUES},
             )
         for item in inside:
+            if type(item) in _SCALARS:
+                continue
             if isinstance(item, Mapping):
                 open_values.append(cast("Mapping[str, object]", item).values())
             elif isinstance(item, (list, tuple)):

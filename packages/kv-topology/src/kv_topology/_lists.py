@@ -77,7 +77,7 @@ class Blocks(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class ListRules:
-    """What the block lists of one rank are checked against.
+    """Rules that the block lists of a rank are checked against.
 
     Attributes:
         side: "local" or "peer"; decides who is at fault.
@@ -166,9 +166,9 @@ def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
             f"The {rules.side} block list of group {number} is not a flat list of integers.",
             group=number,
         )
-    found: Ints = array.astype(np.int64, copy=False)
+    found = array.astype(np.int64, copy=False)
     count = rules.counts[number]
-    if int(found.view(np.uint64).max()) >= count:  # as unsigned numbers, negative ids are the largest
+    if int(found.astype(np.uint64).max()) >= count:  # as unsigned numbers, negative ids are the largest
         worst = min(int(found.min()), 0) or int(found.max())
         raise rules.refuse(
             "block-id-out-of-range",

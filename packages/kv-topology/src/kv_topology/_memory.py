@@ -37,7 +37,7 @@ MARGIN = 4096
 @final
 @dataclass(frozen=True)
 class Request:
-    """One request: its block lists on both sides, and the end of what is ordered.
+    """A request: its block lists on both sides, and the end of what is ordered.
 
     Attributes:
         local: Block list per consumer group.
@@ -59,7 +59,7 @@ class MemoryOfRank:
     start: int = field(init=False)
     data: Bytes = field(init=False)
     marks: npt.NDArray[np.bool_] = field(init=False)
-    """Which bytes have been given a tag."""
+    """True for bytes that have been given a tag."""
 
     def __post_init__(self) -> None:
         regions = self.geometry.regions

@@ -79,6 +79,9 @@ class Readers:
         self._pp = (local.pp_size, any_peer.pp_size)
         self._stages = self._one_of_every_stage()
         self._owners = self._layer_owners()
+        self._owned = {
+            stage: frozenset(la for la, owner in self._owners.items() if owner == stage) for stage in self._stages
+        }
         self._classes = self._stage_classes()
 
     def _one_of_every_stage(self) -> dict[int, RankGeometry]:
@@ -105,7 +108,7 @@ class Readers:
 
     def layers_of(self, stage: int) -> frozenset[str]:
         """Return the layers that are read from a producer stage."""
-        return frozenset(layer for layer, owner in self._owners.items() if owner == stage)
+        return self._owned[stage]
 
     def _stage_classes(self) -> dict[tuple[int, int], frozenset[FieldClass]]:
         """Return the field classes that each (consumer stage, producer stage) pair moves."""

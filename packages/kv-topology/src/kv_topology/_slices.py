@@ -8,11 +8,11 @@ on both sides is one slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
-from kv_topology._arrays import ints
+from kv_topology._arrays import flat_outer_sum, ints
 from kv_topology._errors import UnsupportedTopology
 from kv_topology._runs import Runs, box_runs, join_runs, run_count
 
@@ -116,21 +116,16 @@ def build_table(pairing: Pairing, overlaps: Sequence[Overlap], *, before: int = 
 
 def _at_places(places: Sequence[Place], local_step: int, peer_step: int, runs: Runs) -> SliceColumns:
     """Return the runs of one pair of layouts at every place where the two meet."""
-    local_region, local_offset, peer_region, peer_offset = (
-        ints(column)[:, None] for column in zip(*places, strict=True)
-    )
-
-    def spread(column: Ints | int) -> Ints:
-        return cast("Ints", np.broadcast_to(column, (len(places), len(runs))).ravel())
-
+    local_region, local_offset, peer_region, peer_offset = (ints(column) for column in zip(*places, strict=True))
+    count = len(places) * len(runs)
     return SliceColumns(
-        local_region=spread(local_region),
-        local_offset=spread(local_offset + runs.here),
-        local_step=spread(local_step),
-        peer_region=spread(peer_region),
-        peer_offset=spread(peer_offset + runs.there),
-        peer_step=spread(peer_step),
-        length=spread(runs.length),
+        local_region=np.repeat(local_region, len(runs)),
+        local_offset=flat_outer_sum(local_offset, runs.here),
+        local_step=np.full(count, local_step, dtype=np.int64),
+        peer_region=np.repeat(peer_region, len(runs)),
+        peer_offset=flat_outer_sum(peer_offset, runs.there),
+        peer_step=np.full(count, peer_step, dtype=np.int64),
+        length=flat_outer_sum(np.zeros(len(places), dtype=np.int64), runs.length),
     )
 
 

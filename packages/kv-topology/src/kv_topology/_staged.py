@@ -34,7 +34,7 @@ __all__ = ["CostModel", "PageMove", "StagedRegion", "stage"]
 @final
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a transfer costs; the defaults are of one host over shared memory, measure yours.
+    """Prices of a transfer; the defaults are of one host over shared memory, measure yours.
 
     Attributes:
         descriptor_us: Time per descriptor.
@@ -64,7 +64,7 @@ class CostModel:
 @final
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """One strided copy inside a page: cell (i, j, ...) goes from source to target, all in bytes.
+    """A strided copy inside a page: cell (i, j, ...) goes from source to target, all in bytes.
 
     Attributes:
         shape: Number of cells along each axis; the first axis is the page's units.
@@ -141,7 +141,7 @@ class _Span(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One slice of a staged plan: the columns of `SliceColumns`, one number each."""
+    """A slice of a staged plan: the columns of `SliceColumns`, one number each."""
 
     local_region: int
     local_offset: int

@@ -22,7 +22,7 @@ ConvOrder = Literal["DS", "SD"]
 @final
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What all state families need to know about the rank and the element types.
+    """Numbers that all state families need of the rank and the element types.
 
     Attributes:
         conv_rows: Inputs that the convolution remembers: kernel size - 1.

@@ -14,7 +14,11 @@ from kv_topology._errors import InvalidGeometry
 from kv_topology._shards import even_interval
 
 if TYPE_CHECKING:
-    from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
+    from collections.abc import Mapping
+
+    from kv_topology._parts import Axis, FieldLayout, GeometryParts, Group, Layout, Member, Region
+
+    Placements = Mapping[str, tuple[tuple[int, Member], ...]]
 
 __all__ = ["LIMITS", "check_geometry"]
 
@@ -208,21 +212,25 @@ def _check_member_group(member: Member, group: Group, where: str) -> None:
             )
 
 
-def _check_shards(geometry: RankGeometry) -> None:
+def _check_shards(geometry: GeometryParts, placements: Placements) -> None:
     """Check that the parts of every field make up the interval that the even rule gives to this rank."""
-    for layer, placed in geometry.placements.items():
+    checked: set[Layout] = set()
+    for layer, placed in placements.items():
+        if len(placed) == 1:
+            layout = placed[0][1].layout
+            if layout not in checked:
+                checked.add(layout)
+                for field in layout.fields:
+                    _check_parts(layer, [field], geometry.tp_size, geometry.tp_rank)
+            continue
         groups = {member.group for _, member in placed}
         if len(groups) > 1:
             raise _fail("layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", groups=sorted(groups))
-        if len(placed) == 1:
-            parts = [[field] for field in placed[0][1].layout.fields]
-        else:
-            by_name: dict[str, list[FieldLayout]] = {}
-            for _, member in placed:
-                for field in member.layout.fields:
-                    by_name.setdefault(field.name, []).append(field)
-            parts = list(by_name.values())
-        for fields in parts:
+        by_name: dict[str, list[FieldLayout]] = {}
+        for _, member in placed:
+            for field in member.layout.fields:
+                by_name.setdefault(field.name, []).append(field)
+        for fields in by_name.values():
             _check_parts(layer, fields, geometry.tp_size, geometry.tp_rank)
 
 
@@ -259,7 +267,7 @@ def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: i
         )
 
 
-def _check_aliases(geometry: RankGeometry) -> None:
+def _check_aliases(geometry: GeometryParts) -> None:
     """Raise if two regions of one group share bytes. Overlap is fine between groups: a page belongs to one of them."""
     seen: dict[tuple[int, str, int], list[tuple[int, int]]] = {}
     for number, region in enumerate(geometry.regions):
@@ -281,7 +289,7 @@ def _check_aliases(geometry: RankGeometry) -> None:
         _check_cluster(geometry, cluster, group)
 
 
-def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> None:
+def _check_cluster(geometry: GeometryParts, numbers: list[int], group: int) -> None:
     """Raise unless regions whose extents overlap are interleaved rows of one page stride."""
     if len(numbers) < 2:
         return
@@ -300,7 +308,7 @@ def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> No
         )
 
 
-def check_geometry(geometry: RankGeometry) -> None:
+def check_geometry(geometry: GeometryParts, placements: Placements) -> None:
     """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
     where = "the geometry"
     for what, size, rank in (
@@ -316,7 +324,7 @@ def check_geometry(geometry: RankGeometry) -> None:
         _check_group(group, number)
         _check_deal_rank(group, number, geometry.tp_rank)
     _check_regions(geometry)
-    _check_shards(geometry)
+    _check_shards(geometry, placements)
     _check_aliases(geometry)
     _check_stages(geometry)
 
@@ -334,7 +342,7 @@ def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
         )
 
 
-def _check_regions(geometry: RankGeometry) -> None:
+def _check_regions(geometry: GeometryParts) -> None:
     budget = Budget(LIMITS["compared_fields"], LIMITS["compared_runs"])
     layouts: set[Layout] = set()
     grouped: set[tuple[Layout, int]] = set()
@@ -351,7 +359,7 @@ def _check_regions(geometry: RankGeometry) -> None:
                 grouped.add((member.layout, member.group))
 
 
-def _check_stages(geometry: RankGeometry) -> None:
+def _check_stages(geometry: GeometryParts) -> None:
     if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
         raise _fail(
             "stage-layers-count",

@@ -34,7 +34,7 @@ CROSS = ("cross-HND", "cross-NHD", "heads-outer", "cross-heads", "packed-HND")
 @final
 @dataclass(frozen=True)
 class ProofCase:
-    """One pair of engines and the number of tokens that are handed over.
+    """A pair of engines and the number of tokens that are handed over.
 
     Attributes:
         family: The axis of variation that the case belongs to.

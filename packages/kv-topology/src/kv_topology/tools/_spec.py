@@ -18,10 +18,10 @@ bandwidth_gb_s = 40.0
 from __future__ import annotations
 
 import json
+import math
+import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
-
-import tomllib
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel

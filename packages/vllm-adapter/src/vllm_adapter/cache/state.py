@@ -21,7 +21,7 @@ __all__ = ["state_fields"]
 
 
 class Projection(NamedTuple):
-    """An input among those that the convolution keeps side by side.
+    """A projection whose inputs the convolution keeps, side by side with others.
 
     Attributes:
         name: Name of its field.

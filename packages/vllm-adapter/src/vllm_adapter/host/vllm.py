@@ -371,7 +371,7 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
         kind, window_tokens = "sliding-window", first.sliding_window
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
-    is_dealt = bool(getattr(spec, "dcp_sharded", kind != "state"))
+    is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
     return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt)
 
 

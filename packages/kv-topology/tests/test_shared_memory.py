@@ -1,0 +1,107 @@
+"""States, and groups that share memory: whole states are paired, and no byte is written by two groups."""
+
+from dataclasses import replace
+
+import pytest
+from block_lists import lists
+
+from kv_topology import GeometryMismatch, Group, InvalidBlocks, plan_transfer
+from kv_topology._aliases import find_aliases
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+
+DENSE = ModelSpec(("attention",), 2, 4)
+
+
+def plan_of(model=DENSE, peer=None, **mine):
+    local = build_engine(model, EngineSpec(**mine))[0, 0]
+    return plan_transfer(local, build_engine(model, EngineSpec(**(peer if peer is not None else mine))))
+
+
+@pytest.mark.never_wrong("A3")
+def test_states_pair_from_the_end():
+    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    plan = plan_of(model)
+
+    def found(local, peer, **options):
+        sides = plan.indices((0, 0), lists(local, **options), lists(peer, **options), tokens=99)
+        return [side.tolist() for side in sides]
+
+    assert found([5], [7, 8]) == [[5], [8]]
+    assert found([5], [7]) == [[5], [7]]
+    assert found([], [7]) == [[], []]
+    assert found([0, 0, 5], [0, 8], null=0) == [[5], [8]]
+    assert found([0, 0], [0], null=0) == [[], []]
+    for local, peer, null, code in (
+        ([5, 6, 4], [7], None, "state-list-too-long"),
+        ([5, 6], [7, 8], None, "state-list-too-long"),
+        ([5, 0], [7], 0, "state-list-too-long"),
+        ([5], [], None, "peer-blocks-too-few"),
+        ([5], [0], 0, "peer-blocks-too-few"),
+        ([5], [7, 0], 0, "peer-blocks-too-few"),
+    ):
+        with pytest.raises(InvalidBlocks) as caught:
+            found(local, peer, null=null)
+        assert caught.value.code == code
+        assert caught.value.fault == ("peer" if code.startswith("peer") else "local")
+
+
+@pytest.mark.never_wrong("A3")
+def test_all_pages_of_a_state_are_moved():
+    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    local = build_engine(model, EngineSpec())[0, 0]
+    two = replace(local, groups=(Group("state", 0, 2),))
+    mine, theirs = plan_transfer(two, {(0, 0): two}).indices((0, 0), lists([5]), lists([7, 8]), tokens=1)
+    assert (mine.tolist(), theirs.tolist()) == ([10, 11], [16, 17])
+    with pytest.raises(GeometryMismatch) as refused:
+        plan_transfer(two, {(0, 0): local})
+    assert refused.value.code == "state-pages-differ"
+
+
+def test_hybrid_groups_share_memory_but_no_block():
+    state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
+    plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
+    tokens = {"tokens": 32}
+    assert plan.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
+    ((views),) = find_aliases(plan.local)
+    attention, memory = plan.local.groups[0], plan.local.regions[0]
+    assert attention.pages_per_block == 2
+    assert [view.stride * view.pages_per_block for view in views] == [memory.page_stride_bytes * 2] * 2
+    assert {view.group: view.page_bytes for view in views} == {
+        0: memory.page_bytes,
+        1: plan.local.regions[1].page_bytes,
+    }
+    with pytest.raises(InvalidBlocks) as caught:
+        plan.indices((0, 0), lists([3], [3]), lists([3], [4]), **tokens)
+    assert caught.value.code == "local-block-twice"
+    assert caught.value.context["groups"] == (0, 1)
+    for local in ([3, 8], [8]), ([8, 3], [8]), ([5, 3, 4], [4]):
+        with pytest.raises(InvalidBlocks):
+            plan.indices((0, 0), lists(*local), lists([1, 2, 3], [4]), tokens=96)
+    separate = plan_of(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64))
+    assert separate.expected_bytes(lists([3], [3]), lists([3], [4]), tokens=16) > 0
+    assert find_aliases(separate.local) == ()
+    high = plan_of(
+        ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, base_address=(1 << 64) - (1 << 20)
+    )
+    assert high.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
+    with pytest.raises(InvalidBlocks):
+        high.indices((0, 0), lists([4], [4]), lists([3], [4]), **tokens)
+
+
+@pytest.mark.never_wrong("B8")
+def test_null_blocks_of_groups_that_share_memory_are_written_by_nobody():
+    model = ModelSpec(("attention", "sliding", "mamba2"), 2, 4, window_tokens=16)
+    model = replace(model, state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
+    plan = plan_of(model, block_tokens=16)
+    found = plan.indices(
+        (0, 0), lists([3, 4, 5], [0, 0, 7], [0, 8], null=0), lists([1, 2, 3], [0, 0, 4], [5], null=0), tokens=48
+    )
+    assert len(found[0]) == 5
+
+
+def test_groups_on_two_devices_share_no_memory():
+    local = build_engine(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64), EngineSpec())[0, 0]
+    regions = [replace(region, base_address=1 << 32, device=n) for n, region in enumerate(local.regions)]
+    assert find_aliases(replace(local, regions=tuple(regions))) == ()
+    regions = [replace(region, base_address=1 << 32) for region in local.regions]
+    assert len(find_aliases(replace(local, regions=tuple(regions)))) == 1
