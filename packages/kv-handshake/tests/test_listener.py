@@ -131,6 +131,7 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=limits, clock=clock)
     listener.start()
     codes = []
+    refusal = None
     for _ in range(6):
         sock = raw(zmq.REQ, listener.port)
         sock.send(QUERY)

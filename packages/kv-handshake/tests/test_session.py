@@ -9,7 +9,7 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._states import EVENTS, TRANSITIONS, IllegalEvent, next_step
+from kv_handshake._states import EVENTS, TRANSITIONS, Cause, Event, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._writing import encode_clock
 from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
@@ -233,8 +233,8 @@ def test_bytes_that_answer_no_query_are_the_peers_fault():
 @pytest.mark.parametrize("state", TRANSITIONS)
 @pytest.mark.parametrize("cause", ["query", "bytes", "reply", "fault"])
 @pytest.mark.parametrize("left", ["outstanding", "unasked", "none"])
-def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, left):
-    events = [
+def test_every_cause_in_every_state_has_one_step_or_one_culprit(state: State, cause: Cause, left: RanksLeft):
+    events: list[Event] = [
         event for event in TRANSITIONS[state] if EVENTS[event].cause == cause and EVENTS[event].left in (None, left)
     ]
     step = next_step(state, cause, left)

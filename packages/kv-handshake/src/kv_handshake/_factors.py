@@ -4,11 +4,11 @@ A *factor* is a named JSON value. vLLM's own connector hashes about a dozen of t
 dialect) and sends only the digest. We send the factors too, and some more that its hash leaves out, so that a
 mismatch can be named.
 
-Groups decide what a difference means under the negotiated policy:
+Groups give a difference its meaning under the negotiated policy:
 
 - ``must-match``: the bytes of one engine's cache would mean something else in the other.
 - ``may-differ``: the transfer plan deals with it, or refuses it with a better reason.
-- ``informative``: says where something came from, not what it is.
+- ``informative``: names an origin, not a property of the cache.
 
 A factor that one side does not send counts as None, which is also the value for "the model has none of it". So an
 engine that knows nothing of sliding windows still matches a model without one, and never one with.

@@ -1,4 +1,4 @@
-"""A supervised side-channel listener: a thread that serves a `ServerCore` and cannot be stopped by what it receives."""
+"""A supervised side-channel listener: a thread that serves a `ServerCore` and that no message can stop."""
 
 from __future__ import annotations
 

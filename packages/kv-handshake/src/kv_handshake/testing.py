@@ -229,10 +229,10 @@ class _ListenerPort(Protocol):
 
 
 def check_listener(listener: _ListenerPort, ask: Callable[[bytes], Sequence[bytes]]) -> None:
-    """Check that a running listener answers what it should and survives what it should refuse.
+    """Check that a running listener answers valid queries and survives and refuses bad ones.
 
     Args:
-        listener: The listener; what it serves is replaced.
+        listener: The listener; its envelopes are replaced.
         ask: Sends one query to it and returns the frames of the reply.
     """
     ranks = [(0, 0), (0, 1), (1, 0)]
@@ -271,7 +271,7 @@ def check_client(fetch: Callable[[Sequence[Rank], str, int], Outcome], listener:
 
     Args:
         fetch: Performs a handshake with the listener for (ranks, engine id, dialect) with the sample factors.
-        listener: The listener that it talks to; what it serves is replaced.
+        listener: The listener that it talks to; its envelopes are replaced.
     """
     ranks = [(0, 0), (0, 1)]
     for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1):
