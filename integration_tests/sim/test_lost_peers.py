@@ -101,7 +101,8 @@ def test_an_idle_engine_whose_process_is_gone_is_let_go_within_seconds(make: Mak
     producer, consumer = make("P", settings=settings), make("D", settings=settings)
     _, ticket = producer.prefill(TOKENS)
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS))
-    reads = consumer.workers[0]._registration.reads
+    registration: Any = consumer.workers[0]._registration
+    reads = registration.reads
     assert reads.snapshot()["engines"] == 1
     time.sleep(3.5)
     assert reads.snapshot()["engines"] == 1, "it answers its probes"

@@ -1,4 +1,4 @@
-"""A failing order ends with a code and the others of its step go on, whatever an order, a ticket or a peer contains."""
+"""An order can only fail itself: the others of its step go on, and the failing one ends with a code."""
 
 from __future__ import annotations
 

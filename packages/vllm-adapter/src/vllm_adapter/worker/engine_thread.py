@@ -42,7 +42,7 @@ _RESET = "the cache was reset after this read had been ordered"
 
 @final
 class WorkerSide:
-    """A rank: registers its cache, applies a step's orders, reports what ended."""
+    """Worker half of a rank: registers its cache, applies a step's orders, reports what ended."""
 
     def __init__(
         self,

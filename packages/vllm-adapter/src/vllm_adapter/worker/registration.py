@@ -1,4 +1,4 @@
-"""A registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
+"""Registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
 
 from __future__ import annotations
 
