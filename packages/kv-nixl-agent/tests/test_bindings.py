@@ -4,6 +4,7 @@ import enum
 import sys
 import types
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,14 +64,16 @@ class StandIn:
 
 @pytest.fixture
 def module(monkeypatch):
-    stand_in = types.ModuleType("nixl")
-    vars(stand_in).update(nixl_agent=StandIn, nixl_agent_config=lambda **given: given, nixl_thread_sync_t=SyncMode)
+    stand_in: Any = types.ModuleType("nixl")
+    stand_in.nixl_agent = StandIn
+    stand_in.nixl_agent_config = lambda **given: given
+    stand_in.nixl_thread_sync_t = SyncMode
     monkeypatch.setitem(sys.modules, "nixl", stand_in)
     return stand_in
 
 
-def open_one(**parameters):
-    binding = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
+def open_one(**parameters: str) -> tuple[Any, Any]:
+    binding: Any = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
     return binding, binding._agent
 
 

@@ -6,6 +6,7 @@
 import os
 import random
 import resource
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_every_order_ends_once_and_nothing_leaks():
 
 
 @pytest.mark.parametrize("call", ["register", "add_peer", "prepare", "make", "post", "check"])
-def test_one_failure_anywhere_leaks_nothing(call):
+def test_one_failure_anywhere_leaks_nothing(call: str) -> None:
     for skip in range(6):
         pair = make_pair()
         hits = [skip]
@@ -107,7 +108,8 @@ def test_one_failure_anywhere_leaks_nothing(call):
                     raise AgentError("nixl-backend", "injected")
             original(name)
 
-        pair.fabric.hit = hit
+        fabric: Any = pair.fabric
+        fabric.hit = hit
         refused = None
         try:
             pair.connect()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import TransferAgent
-from kv_nixl_agent.port import MemoryKind
+from kv_nixl_agent._values import MemoryRegion
 from kv_nixl_agent.testing import (
     CHECKS,
     FAULT_CHECKS,
@@ -27,7 +27,7 @@ class InProcessProducer:
         self._fabric = fabric
         self.memory = np.zeros((PAGES, PAGE_BYTES), dtype=np.uint8)
         self.fill(0)
-        region: tuple[int, int, int, MemoryKind] = (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
+        region: MemoryRegion = (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
         self._agent = TransferAgent("producer", [region], port_factory=factory)
         self.agent_metadata, self.fence = self._agent.agent_metadata(), self._agent.fence
         self.rows = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)

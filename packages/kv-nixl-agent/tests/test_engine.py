@@ -19,7 +19,7 @@ def code_of(call):
 def test_peers_take_turns():
     posted = []
     options = AgentOptions(
-        chunk_rows=4, trace=lambda event: event.state == "posted" and posted.append(event.transfer_id)
+        chunk_rows=4, trace=lambda event: posted.append(event.transfer_id) if event.state == "posted" else None
     )
     pair = make_pair(options=options)
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
@@ -267,7 +267,8 @@ def test_a_fence_read_that_cannot_be_made_early_is_made_late():
             raise AgentError("nixl-unknown", "not now")
         return make(*arguments)
 
-    pair.ports[1].make = refuse_second
+    port: Any = pair.ports[1]
+    port.make = refuse_second
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     assert pair.run()["r"].outcome == "done"
     assert len(calls) == 3

@@ -4,6 +4,7 @@ import functools
 import gc
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_calls_that_wait_when_the_thread_dies_still_order_and_are_told_so():
     time.sleep(0.01)
     for number in range(200):
         owner.call("slow", 1e-4)
-        owner.thread.call_soon(functools.partial(owner.thread.post_read, f"r{number}", "nobody", ONE, ONE))
+        owner.thread.call_soon(partial(owner.thread.post_read, f"r{number}", "nobody", ONE, ONE))
     release.set()
     owner.thread._thread.join(30)
     assert [result.transfer_id for result in owner.results] == [f"r{number}" for number in range(200)]
@@ -328,7 +329,7 @@ def test_no_word_becomes_valid_while_or_after_the_agent_closes():
             refused.append(error.code)
 
     pair = make_pair()
-    options = AgentOptions(trace=lambda event: event.state == "ended" and revive(event))
+    options = AgentOptions(trace=lambda event: revive(event) if event.state == "ended" else None)
     agent = TransferAgent("other", [pair.local.region], options, port_factory=pair.fabric.port)
     agent.add_peer(pair.spec(pair.producer))
     agent.write_fence(0, 7)

@@ -15,7 +15,7 @@ from kv_nixl_agent import (
 from kv_nixl_agent._metadata import open_metadata, peek_agent_name, seal_metadata
 from kv_nixl_agent._parts import order_for_merging, spread_runs
 from kv_nixl_agent._rows import RowTable, check_rows, expand_rows
-from kv_nixl_agent.port import MemoryKind
+from kv_nixl_agent._values import MemoryRegion
 
 row = st.tuples(
     st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)
@@ -152,8 +152,8 @@ def test_backend_parameters_in_nixl_spelling():
 
 
 def test_host_memory_alone_has_a_threshold_of_its_own():
-    host: tuple[int, int, int, MemoryKind] = (4096, 64, 0, "DRAM")
-    device: tuple[int, int, int, MemoryKind] = (8192, 64, 0, "VRAM")
+    host: MemoryRegion = (4096, 64, 0, "DRAM")
+    device: MemoryRegion = (8192, 64, 0, "VRAM")
     options = AgentOptions(backends=(BackendOptions(), BackendOptions("GDS")))
     resolved = options.for_regions([host])
     assert [backend.split_batch_size for backend in resolved.backends] == [128, None]

@@ -4,6 +4,7 @@ import functools
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,12 +169,16 @@ def test_a_dying_loop_reports_everything_and_is_seen():
     producer.thread.close()
 
 
+def _wait(release: threading.Event) -> None:
+    release.wait(10)
+
+
 def test_a_stuck_turn_is_seen():
     fabric = FakeFabric()
     rank = Rank(fabric, "slow", Pages(1, 8), thread_options=ThreadOptions(stuck_after_s=0.05))
     rank.thread.start()
     release = threading.Event()
-    rank.thread.call_soon(lambda: release.wait(10))
+    rank.thread.call_soon(partial(_wait, release))
     wait_for(lambda: rank.thread.health().state == "stuck")
     release.set()
     wait_for(lambda: rank.thread.health().state == "running")
@@ -230,7 +235,7 @@ def test_calls_from_many_threads_all_run_once_and_in_order():
 
     def put(caller):
         for number in range(300):
-            rank.thread.call_soon(functools.partial(seen.append, (caller, number)))
+            rank.thread.call_soon(partial(seen.append, (caller, number)))
 
     threads = [threading.Thread(target=put, args=(caller,)) for caller in range(6)]
     for thread in threads:
@@ -238,6 +243,6 @@ def test_calls_from_many_threads_all_run_once_and_in_order():
     for thread in threads:
         thread.join()
     wait_for(lambda: len(seen) == 1800)
-    for caller in range(6):
-        assert [number for who, number in seen if who == caller] == list(range(300))
+    for index in range(6):
+        assert [number for who, number in seen if who == index] == list(range(300))
     rank.thread.close()
