@@ -35,16 +35,16 @@ def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_
     return Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
 
 
-def read(group, blocks, side="local"):
+def read(group, blocks, side="local", count=1 << 20):
     """Return a checked list, blocks without a limit."""
-    return read_lists([blocks], ListRules(side, (group,), (1 << 20,), None))[0]
+    return read_lists([blocks], ListRules(side, (group,), (count,), None))[0]
 
 
-def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000):
+def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000, count=1 << 20):
     """Pairs of two lists that begin at the given places of the sequence, counted in blocks."""
     mine, theirs = pair.local, pair.peer
-    near = read(mine, BlockList(local, firsts[0] * mine.span_tokens, nulls[0]))
-    far = read(theirs, BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1]), "peer")
+    near = read(mine, BlockList(local, firsts[0] * mine.span_tokens, nulls[0]), count=count)
+    far = read(theirs, BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1]), "peer", count)
     found = pair_blocks(pair, near, far, tokens)
     near, far = (
         divmod(side, units) for side, units in ((found.local, pair.local_units), (found.peer, pair.peer_units))
@@ -345,7 +345,7 @@ def test_only_the_null_block_may_be_there_twice():
 
 
 def test_which_lists_need_no_arithmetic():
-    plain, with_null = Blocks(np.array([1]), 0, -1, False), Blocks(np.array([1]), 0, 1, True)
+    plain, with_null = Blocks(np.array([1]), 0, -1, False, 9), Blocks(np.array([1]), 0, 1, True, 9)
     whole = pairing(16, 16)
     assert _is_one_to_one(whole, plain, plain)
     assert _is_one_to_one(pairing(16, 16, window=4), plain, plain)
@@ -410,8 +410,9 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     }
     ordered = sorted(both for both in expected if both[1] % unit == 0)
     whole = [(page, inside // unit, at, within // unit) for at, within, page, inside in ordered]
-    found = pairs(pair, np.array(local_ids, dtype=np.int64), peer_ids, (first, peer_first), tokens=tokens)
-    assert found == whole
+    for count in (7, 1 << 20):  # short and long sort keys
+        ids = np.array(local_ids, dtype=np.int64)
+        assert pairs(pair, ids, peer_ids, (first, peer_first), tokens=tokens, count=count) == whole
 
 
 @st.composite

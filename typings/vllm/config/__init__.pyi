@@ -45,14 +45,10 @@ class SpeculativeConfig:
 class ObservabilityConfig:
     otlp_traces_endpoint: str | None
 
-class CompilationConfig:
-    static_forward_context: dict[str, object]
-
 class VllmConfig:
     instance_id: str
     model_config: ModelConfig
     parallel_config: ParallelConfig
-    compilation_config: CompilationConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig

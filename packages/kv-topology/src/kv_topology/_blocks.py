@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockPairs", "pair_blocks"]
 
+_SHORT = 1 << 16
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     return _ascending(
         local.ids[source // per_local] * per_local + source % per_local,
         peer.ids[place // per_peer] * per_peer + place % per_peer,
+        max(local.limit * per_local, peer.limit * per_peer),
     )
 
 
@@ -119,7 +122,7 @@ def _pair_equal(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
         _check_missing(pairing, missing, tokens, peer)
     high = max(low, high)
     near, far = local.ids[low - start : high - start], peer.ids[low - peer.first : high - peer.first]
-    return _ascending(near, far)
+    return _ascending(near, far, max(local.limit, peer.limit))
 
 
 def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> None:
@@ -138,11 +141,21 @@ def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> 
         )
 
 
-def _ascending(local: Ints, peer: Ints) -> BlockPairs:
+def _ascending(local: Ints, peer: Ints, limit: int) -> BlockPairs:
     """Sort pairs of unit numbers by the peer's, so that NIXL can merge neighbours where both sides ascend together.
 
-    Both numbers are below 2**31, as descriptor indices are, so a pair is sorted as one number: peer * 2**32 + local.
+    Both numbers are below 2**31, as descriptor indices are, so a pair is sorted as one number: peer * 2**32 + local. Where
+    both are below 2**16, half as wide a number will do, and sorting takes half the time.
+
+    Args:
+        local: int64 (n,), unit numbers here.
+        peer: int64 (n,), unit numbers at the peer.
+        limit: Number that all of them are below.
     """
+    if limit <= _SHORT:
+        short = (peer << 16 | local).astype(np.uint32)
+        short.sort()
+        return BlockPairs((short & 0xFFFF).view(np.int32), (short >> 16).view(np.int32))
     keys: Ints = peer << 32
     keys |= local
     keys.sort()
@@ -173,7 +186,7 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
             context={"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
         )
     pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
-    return _ascending(pages, peer_pages)
+    return _ascending(pages, peer_pages, 1 << 31)
 
 
 def _real(blocks: Blocks) -> Ints:

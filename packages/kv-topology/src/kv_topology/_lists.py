@@ -66,12 +66,14 @@ class Blocks(NamedTuple):
         first: Place of the first block in the sequence, counted in blocks.
         null: The id that means "no block here", -1 if there is none.
         has_null: Whether that id occurs.
+        limit: Blocks that the rank has; every id is below.
     """
 
     ids: Ints
     first: int
     null: int
     has_null: bool
+    limit: int
 
 
 @final
@@ -149,7 +151,7 @@ def _read(blocks: BlockListLike, number: int, rules: ListRules) -> Blocks:
     has_null = null >= 0 and bool((array == null).any())
     if rules.side == "local":
         _check_unique(array[array != null] if has_null else array, number, rules)
-    return Blocks(array, first_token // span, null, has_null)
+    return Blocks(array, first_token // span, null, has_null, rules.counts[number])
 
 
 def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
