@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 __all__ = ["Rank", "assert_same_pages", "dump_now", "received_since"]
 
 Rank = dict[str, NDArray[Any]]
-"""A rank's cache: `LAYER/NUMBER` -> the tensor, pages along its first axis."""
+"""The cache of a rank: `LAYER/NUMBER` -> the tensor, pages along its first axis."""
 _WITHIN_S = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Pages that a consumer had in its cache when a hand-over was there."""
+    """A consumer's cache at the moment when a hand-over was there."""
 
     blocks: list[list[int]]
     ranks: list[Rank]

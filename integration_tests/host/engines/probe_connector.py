@@ -14,6 +14,7 @@ Beside them it writes `REQUEST.blocks.json`, the blocks of each request that wai
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -49,8 +50,7 @@ class NixlConnector(Connector):
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
-            module: Any = connector_module
-            module.wants_host_buffer = lambda _config: True
+            vars(connector_module)["wants_host_buffer"] = lambda _config: True
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")
@@ -127,8 +127,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _let_connections_be_lost(order: Path) -> None:
     """Let NIXL say of one complete read of several descriptors (a fence is one) that its peer is gone, if a file orders it."""
-    import nixl
-
+    nixl = importlib.import_module("nixl")
     agent: Any = nixl.nixl_agent
     make, check, post = agent.make_prepped_xfer, agent.check_xfer_state, agent.transfer
     reads: set[int] = set()

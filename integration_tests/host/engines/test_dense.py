@@ -97,8 +97,8 @@ def test_several_choices_of_one_prompt_take_one_hand_over(pair: Fleet, path: str
     pair.assert_all_blocks_free()
     for at, more in zip(counted[:3], (1, 0, 0), strict=True):
         assert pair.count(*at) - before[at] == more, at
-    # The second request takes the first one's prefix, whole blocks of it, and computes the rest; flushes compute theirs.
-    assert pair.count("decode", COMPUTED, source="local_compute") - computed < len(text)
+    # The other three take whole blocks of the first one's prefix and compute the rest; flushes compute their few tokens.
+    assert pair.count("decode", COMPUTED, source="local_compute") - computed < 3 * 128 + 24
     assert len(set(got)) == 4, "choices are drawn, each from a seed of its own"
     assert got == asyncio.run(choices(pair.engines["prefill"].url))
 

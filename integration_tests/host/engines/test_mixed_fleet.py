@@ -152,7 +152,7 @@ def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer
     with started_fleet("mla", configs, environments={"mirrored": probe_environment(tmp_path, "MIRROR")}) as fleet:
         fleet.only("hosts", "peer")
         fleet.let_meet("hosts", "peer")
-        # Prompts go one at a time: the batch that a prompt is computed in changes its text here.
+        # Each by itself: the batch that a prompt is computed in changes its text here.
         expected = [fleet.answers([text], prefill="hosts", decode="peer")[0] for text in texts]
         for prefill, decode in [*MIXED, ("ours", "mirrored"), ("mirrored", "ours")]:
             fleet.only(prefill, decode)
