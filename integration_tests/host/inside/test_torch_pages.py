@@ -64,7 +64,13 @@ def ranges_of(memory: MemoryOfRank, base: int) -> list[PageRange]:
     ],
 )
 def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
-    dtype: torch.dtype, scratch_bytes: int, here: str, there: str, here_tokens: int, there_tokens: int, producers: int
+    dtype: torch.dtype,
+    scratch_bytes: int,
+    here: Literal["HND", "NHD"],
+    there: Literal["HND", "NHD"],
+    here_tokens: int,
+    there_tokens: int,
+    producers: int,
 ) -> None:
     local = rank(dtype, tokens=here_tokens, order=here)
     peers = {(0, n): rank(dtype, tokens=there_tokens, order=there, tp=producers, number=n) for n in range(producers)}

@@ -45,9 +45,6 @@ class SpeculativeConfig:
 class ObservabilityConfig:
     otlp_traces_endpoint: str | None
 
-class CompilationConfig:
-    static_forward_context: dict[str, object]
-
 class VllmConfig:
     instance_id: str
     model_config: ModelConfig
@@ -55,7 +52,6 @@ class VllmConfig:
     compilation_config: CompilationConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
-    compilation_config: CompilationConfig
     kv_transfer_config: KVTransferConfig | None
     observability_config: ObservabilityConfig
     speculative_config: SpeculativeConfig | None
