@@ -67,7 +67,7 @@ class Pair:
 
 def make_pair(*, pages=32, page_bytes=64, options=None, producer_options=None, **fabric_arguments):
     fabric = FakeFabric(**fabric_arguments)
-    ports = []
+    ports: list[RecordingPort] = []
     factory = recording_factory(fabric.port, ports)
     clock = [100.0]
     local, remote = Pages(pages, page_bytes), Pages(pages, page_bytes, seed=7)

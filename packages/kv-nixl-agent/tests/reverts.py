@@ -1,6 +1,9 @@
 """Fixes taken back, one at a time: the code as it was, so that the random driver can be seen to find each fault."""
 
 import contextlib
+from collections.abc import Callable
+
+import pytest
 
 from kv_nixl_agent._errors import AgentError
 from kv_nixl_agent._fences import FenceArray
@@ -16,7 +19,7 @@ from kv_nixl_agent._word_reads import WordReader
 
 __all__ = ["REVERTS"]
 
-REVERTS = {}
+REVERTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 
 
 def revert(function):

@@ -58,7 +58,8 @@ class InProcessProducer:
 @pytest.mark.parametrize("latency_polls", [0, 1, 7])
 @pytest.mark.parametrize("check", [*CHECKS, *FAULT_CHECKS], ids=lambda check: check.__name__)
 def test_check(check, latency_polls):
-    fabric, ports = FakeFabric(latency_polls=latency_polls), []
+    fabric = FakeFabric(latency_polls=latency_polls)
+    ports: list[RecordingPort] = []
     producer = InProcessProducer(fabric, fabric.port)
     memory = np.zeros((PAGES, PAGE_BYTES), dtype=np.uint8)
     rows = np.array([[memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)

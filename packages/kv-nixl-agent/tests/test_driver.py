@@ -17,7 +17,7 @@ ENOUGH = 150
 @pytest.mark.never_wrong("C8")
 @pytest.mark.timeout(900)
 def test_random_episodes_keep_every_promise_and_take_every_step_of_the_table(monkeypatch):
-    taken = Counter()
+    taken: Counter[tuple[str, str]] = Counter()
 
     def counted(state, event):
         taken[state, event] += 1

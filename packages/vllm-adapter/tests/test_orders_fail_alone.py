@@ -140,8 +140,23 @@ def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(be
     bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers=peers))
     assert bench.codes() == {"r1": "prompt-missing"}
-    bench.reads.read(order("r2", prompt="ab" * 32))
+    bench.reads.read(order("r2", prompt="ab" * 32, nonce="n1"))
     assert "r2/0.0" in bench.agent.posts
+
+
+@pytest.mark.never_wrong("C6")
+def test_a_ticket_without_a_nonce_neither_reads_nor_ends_the_hand_over_of_the_request_it_names(bench: Bench) -> None:
+    peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
+    bench.reads.read(order(prompt="ab" * 32))
+    bench.handshakes.answer(Outcome(peers=peers))
+    assert bench.codes() == {"r1": "nonce-missing"}
+    nobody_reads: dict[str, Any] = {"local_blocks": (blocks(),), "is_reported": False}
+    bench.reads.read(order("r2", **nobody_reads))
+    assert (bench.agent.posts, bench.agent.notified) == ({}, [])
+    bench.reads.heartbeat(heartbeat(("p1", "")))
+    assert bench.agent.notified == []
+    bench.reads.read(order("r3", **nobody_reads, nonce="n1"))
+    assert len(bench.agent.notified) == 1
 
 
 def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(bench: Bench) -> None:

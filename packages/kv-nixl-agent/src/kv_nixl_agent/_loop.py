@@ -206,7 +206,7 @@ class Loop:
                 self._guarded(self._callbacks.on_quiet, transfer_id)
         return bool(results or quiet)
 
-    def _guarded(self, function: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, function: Callable[..., object], *arguments: object) -> None:
         try:
             function(*arguments)
         except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread

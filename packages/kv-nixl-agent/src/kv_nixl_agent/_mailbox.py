@@ -30,7 +30,7 @@ class Mailbox:
     """Calls and orders, first in, first out. `put` and `len` are for any thread, the rest for the owner."""
 
     def __init__(self) -> None:
-        self._items: deque[Callable[[], None] | TransferOrder] = deque()
+        self._items: deque[Callable[[], object] | TransferOrder] = deque()
         self._lock = threading.Lock()
         self._refusal: tuple[str, str] | None = None
         self.taken_count = 0
@@ -44,7 +44,7 @@ class Mailbox:
         """Items that were handed over so far."""
         return self.taken_count + len(self._items)
 
-    def put(self, item: Callable[[], None] | TransferOrder) -> None:
+    def put(self, item: Callable[[], object] | TransferOrder) -> None:
         """Hand an item over. Once this returns, the item is served, also when the thread dies.
 
         Raises:
@@ -57,7 +57,7 @@ class Mailbox:
         code, message = self._refusal
         raise AgentError(code, message)
 
-    def take(self) -> Callable[[], None] | TransferOrder | None:
+    def take(self) -> Callable[[], object] | TransferOrder | None:
         """Return the next item, None if there is none."""
         if not self._items:
             return None

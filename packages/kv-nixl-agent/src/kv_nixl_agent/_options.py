@@ -126,7 +126,7 @@ class AgentOptions:
     sync_mode: SyncMode = "rw"
     stall_after_s: float | None = 5.0
     close_wait_s: float = 2.0
-    trace: Callable[[TraceEvent], None] | None = None
+    trace: Callable[[TraceEvent], object] | None = None
 
     def __post_init__(self) -> None:
         _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")

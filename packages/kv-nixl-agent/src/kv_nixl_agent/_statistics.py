@@ -103,7 +103,7 @@ class Tracer:
     __slots__ = ("_clock", "_hook", "_statistics")
 
     def __init__(
-        self, hook: Callable[[TraceEvent], None] | None, statistics: Statistics, clock: Callable[[], float]
+        self, hook: Callable[[TraceEvent], object] | None, statistics: Statistics, clock: Callable[[], float]
     ) -> None:
         self._hook = hook
         self._statistics = statistics

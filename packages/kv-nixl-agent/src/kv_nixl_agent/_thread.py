@@ -125,7 +125,7 @@ class TransferThread:
     def _not_started(self) -> AgentError:
         return AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
 
-    def call_soon(self, function: Callable[[], None]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> None:
         """Run `function` on the owner thread soon; wakes it; never blocks.
 
         A notification that arrives after this returns is delivered after `function` has run.
@@ -136,7 +136,7 @@ class TransferThread:
         self._loop.mailbox.put(function)
         self._loop.pacer.wake()
 
-    def call_every(self, period_s: float, function: Callable[[], None]) -> None:
+    def call_every(self, period_s: float, function: Callable[[], object]) -> None:
         """Run `function` on the owner thread about every `period_s` while it lives; before `start`, too.
 
         Calls and notifications that were there when it fell due come first.

@@ -18,7 +18,7 @@ _SETTLE_S: Final = 0.05
 class _Timer:
     __slots__ = ("due_s", "function", "period_s")
 
-    def __init__(self, period_s: float, function: Callable[[], None], now_s: float) -> None:
+    def __init__(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
         self.period_s = period_s
         self.function = function
         self.due_s = now_s + period_s
@@ -40,7 +40,7 @@ class Timers:
         self._round: tuple[int, float] | None = None
         """(calls that come first, time at which it was opened) of the timers that have fallen due and wait."""
 
-    def add(self, period_s: float, function: Callable[[], None], now_s: float) -> None:
+    def add(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
         """Run `function` about every `period_s`."""
         self._timers.append(_Timer(period_s, function, now_s))
 
@@ -50,7 +50,7 @@ class Timers:
             self._hold_until_s = now_s + _SETTLE_S
         self._seen_s = now_s
 
-    def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], None]]:
+    def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], object]]:
         """Return the functions to run now, given how many calls were handed over and how many of them have run."""
         if now_s < self._hold_until_s or all(timer.due_s > now_s for timer in self._timers):
             return []

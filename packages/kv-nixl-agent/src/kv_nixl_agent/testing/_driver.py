@@ -62,7 +62,7 @@ class _Configuration:
     scratch_words: int
 
 
-def _draw(chance: random.Random, trace: Callable[[TraceEvent], None]) -> _Configuration:
+def _draw(chance: random.Random, trace: Callable[[TraceEvent], object]) -> _Configuration:
     options = AgentOptions(
         fence_words=4,
         chunk_rows=chance.choice([0, 1, 2, 8]),

@@ -125,11 +125,14 @@ class ReadCoordinator:
         if engine is None:
             self._parts.recorder.count("num_unsent_heartbeats")
             return
-        payloads = self._parts.codec.heartbeats(order.readers)
+        # A heartbeat without the nonce that its engine gives would renew the lease of whoever has that request's real ticket.
+        has_nonces = "nonce" in engine.capabilities
+        readers = [reader for reader in order.readers if reader[1] or not has_nonces]
+        payloads = self._parts.codec.heartbeats(readers) if readers else ()
         for rank in engine.ranks:
             for payload in payloads:
                 self._peers.notify(engine, rank, payload)
-        renewed = {request_id for request_id, _ in order.readers}
+        renewed = {request_id for request_id, _ in readers}
         renewed_until_s = self._parts.now_s() + _RENEWED_PART * self._limits.lease_s
         for read in self._transfers.values():
             if read.engine is engine and read.order.peer_request_id in renewed:
@@ -314,7 +317,7 @@ class ReadCoordinator:
 
     def _release_at_peer(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Tell ranks that this request needs nothing of them any more; never those whose completion has left."""
-        if read.is_passed_on or engine.plan is None:
+        if read.is_passed_on or engine.plan is None or _is_a_strangers(read.order, engine):
             return
         with self._parts.recorder.guarded("notification of a producer"):
             for rank in ranks:
@@ -371,4 +374,14 @@ def _refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
         return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
     if "prompt-digest" in engine.capabilities and not order.prompt:
         return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
+    if _is_a_strangers(order, engine):
+        return "nonce-missing", f"engine {engine.engine_id} gives each ticket a nonce, but this one has none"
     return None
+
+
+def _is_a_strangers(order: ReadOrder, engine: PeerEngine) -> bool:
+    """Tell whether a ticket lacks the nonce that its engine gives: request ids are no secrets, and an end would be counted.
+
+    Such an end would close the hand-over of whoever has that request's real ticket.
+    """
+    return "nonce" in engine.capabilities and not order.nonce
