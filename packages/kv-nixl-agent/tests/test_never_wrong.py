@@ -1,6 +1,5 @@
 """Faults that were found from outside, each with the case that shows it. The mark names the finding."""
 
-import functools
 import gc
 import threading
 import time
