@@ -8,8 +8,10 @@ import sys
 import tomllib
 import types
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 CORE = (
@@ -141,13 +143,14 @@ def _sites(node: ast.AST, where: str = "", statement: ast.stmt | None = None):
                 place = f"{where}.{child.name}" if where else child.name
             for kind, number in _kinds(child):
                 around = node if kind == "number" and isinstance(node, SHOWN_WHOLE) else child
+                assert inner is not None
                 yield _Site(child, kind, number, around, inner, where)
             yield from _sites(child, place, inner)
 
 
 def _apply(site: _Site):
     """Change a node in its tree and return a function that undoes it."""
-    node = site.node
+    node: Any = site.node
     if site.kind == "compare":
         old = node.ops[site.place]
         node.ops[site.place] = SWAPS[type(old)]()
@@ -171,7 +174,7 @@ def _apply(site: _Site):
 def _lines(statement: ast.stmt) -> range:
     """Return the lines of a statement, of a compound one only its head."""
     body = getattr(statement, "body", None)
-    stop = body[0].lineno if body else statement.end_lineno + 1
+    stop = body[0].lineno if body else (statement.end_lineno or statement.lineno) + 1
     return range(statement.lineno, max(stop, statement.lineno + 1))
 
 
@@ -207,7 +210,7 @@ def _unwrapped(thing: object) -> object:
     return thing
 
 
-def _functions(namespace: dict, module: str, prefix: str = ""):
+def _functions(namespace: Mapping[str, Any], module: str, prefix: str = ""):
     """Yield (qualified name, function) of everything that a module defines."""
     for name, value in namespace.items():
         thing = _unwrapped(value)
@@ -226,7 +229,7 @@ def install(mutant: Mutant) -> int:
     live = sys.modules[name]
     fresh = types.ModuleType(name)
     vars(fresh).update(__package__="kv_topology", __file__=live.__file__)
-    exec(compile(mutant.tree(), live.__file__, "exec"), vars(fresh))
+    exec(compile(mutant.tree(), live.__file__ or name, "exec"), vars(fresh))
     changed = 0
     old = dict(_functions(vars(live), name))
     for label, function in _functions(vars(fresh), name):

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from block_lists import lists
@@ -48,7 +49,7 @@ def field(*axes, name="key", element=2, offset=0, packing=""):
 def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp=(1, 0), extra=(), **region):
     layout = Layout(tuple(fields))
     regions = (Region(base, page, stride, pages, (Member("a", layout, 0),), **region), *extra)
-    return RankGeometry(*tp, (group or Group("attention", 4),), regions)
+    return RankGeometry(tp[0], tp[1], (group or Group("attention", 4),), regions)
 
 
 TOKENS = axis("token", 4, 0, 4, 8)
@@ -82,7 +83,7 @@ TOKENS = axis("token", 4, 0, 4, 8)
         (lambda: rank(field(axis()), base=-1), "size-out-of-range"),
         (lambda: rank(field(axis()), memory_kind="TAPE"), "bad-memory-kind"),
         (lambda: rank(field(axis()), device=-1), "size-out-of-range"),
-        (lambda: rank(field(axis()), group=Group("tape", 4)), "bad-group-kind"),
+        (lambda: rank(field(axis()), group=Group(cast("Any", "tape"), 4)), "bad-group-kind"),
         (lambda: rank(field(axis()), group=Group("state", 4)), "size-out-of-range"),
         (lambda: rank(field(axis()), group=Group("attention", 0)), "size-out-of-range"),
         (lambda: rank(field(axis()), group=Group("attention", 4, 3)), "block-not-whole-pages"),
@@ -231,6 +232,7 @@ def test_groups_must_match():
 
 
 def test_missing_layers_fields_ranks_and_peers():
+    caught: Any
     local = engine(2, DENSE)[0, 0]
     wide = engine(4, DENSE)
     with pytest.raises(UnsupportedTopology) as caught:
@@ -330,7 +332,7 @@ def test_documents_survive_json(layout):
 
 
 def test_document_shares_layouts():
-    document = to_document(engine(model=ModelSpec(("attention",) * 64, 8, 128))[0, 0])
+    document: Any = to_document(engine(model=ModelSpec(("attention",) * 64, 8, 128))[0, 0])
     assert len(document["layouts"]) == 1
     assert len(json.dumps(document)) < 12_000
 
@@ -374,7 +376,7 @@ def test_bad_documents_are_refused(path, value, code):
 
 
 def test_defaults_of_a_document():
-    document = to_document(engine(model=DENSE)[0, 0])
+    document: Any = to_document(engine(model=DENSE)[0, 0])
     for group in document["groups"]:
         for key in ("context", "pages_per_block", "window_tokens"):
             del group[key]

@@ -210,7 +210,7 @@ def test_documents_of_version_0_1_are_still_read():
 
 def shares_a_byte(fields):
     """By enumeration: whether two fields have a byte in common."""
-    seen = set()
+    seen: set[int] = set()
     for part in fields:
         places = {part.offset_bytes}
         for axis in part.axes:

@@ -1,5 +1,7 @@
 """How boxes become slices: what is joined, what must not be, and the limit on fineness."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,7 +96,7 @@ def test_joining_needs_both_sides():
 
 def joined_one_by_one(rows):
     """Join (here, there, length, *same) rows that follow each other on both sides and agree in all else."""
-    out = []
+    out: list[Any] = []
     for row in rows:
         if out and (out[-1][0] + out[-1][2], out[-1][1] + out[-1][2], out[-1][3:]) == (*row[:2], row[3:]):
             out[-1] = (*out[-1][:2], out[-1][2] + row[2], *row[3:])
