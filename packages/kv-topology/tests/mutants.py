@@ -8,8 +8,10 @@ import sys
 import tomllib
 import types
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 CORE = (
@@ -105,11 +107,11 @@ class Mutant:
 class _Site:
     """A node that can be changed, with what is around it."""
 
-    node: ast.AST
+    node: Any
     kind: str
     place: int
     around: ast.AST
-    statement: ast.stmt
+    statement: ast.stmt | None
     where: str
 
 
@@ -171,7 +173,7 @@ def _apply(site: _Site):
 def _lines(statement: ast.stmt) -> range:
     """Return the lines of a statement, of a compound one only its head."""
     body = getattr(statement, "body", None)
-    stop = body[0].lineno if body else statement.end_lineno + 1
+    stop = body[0].lineno if body else (statement.end_lineno or statement.lineno) + 1
     return range(statement.lineno, max(stop, statement.lineno + 1))
 
 
@@ -207,7 +209,7 @@ def _unwrapped(thing: object) -> object:
     return thing
 
 
-def _functions(namespace: dict, module: str, prefix: str = ""):
+def _functions(namespace: Mapping[str, Any], module: str, prefix: str = ""):
     """Yield (qualified name, function) of everything that a module defines."""
     for name, value in namespace.items():
         thing = _unwrapped(value)
@@ -223,7 +225,7 @@ def install(mutant: Mutant) -> int:
     Code and defaults of functions are exchanged in place, so that whoever holds such a function has the changed one.
     """
     name = f"kv_topology.{mutant.module}"
-    live = sys.modules[name]
+    live: Any = sys.modules[name]
     fresh = types.ModuleType(name)
     vars(fresh).update(__package__="kv_topology", __file__=live.__file__)
     exec(compile(mutant.tree(), live.__file__, "exec"), vars(fresh))

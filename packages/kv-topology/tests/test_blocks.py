@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def plan_of(model=DENSE, peer=None, **mine):
 
 
 def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_deal=None):
-    kind = "sliding-window" if window else "attention"
+    kind: Any = "sliding-window" if window else "attention"
     mine = Group(kind, block, pages, window, deal or TokenDeal())
     theirs = Group(kind, peer_block, peer_pages, window, peer_deal or TokenDeal())
     unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
@@ -407,10 +408,10 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     expected = {
         (*peer[token], *place) for token, place in here.items() if token in peer and token // unit * unit < tokens
     }
-    expected = sorted(both for both in expected if both[1] % unit == 0)
-    expected = [(page, inside // unit, at, within // unit) for at, within, page, inside in expected]
+    ordered = sorted(both for both in expected if both[1] % unit == 0)
+    ordered = [(page, inside // unit, at, within // unit) for at, within, page, inside in ordered]
     found = pairs(pair, np.array(local_ids, dtype=np.int64), peer_ids, (first, peer_first), tokens=tokens)
-    assert found == expected
+    assert found == ordered
 
 
 @st.composite

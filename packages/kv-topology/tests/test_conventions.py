@@ -2,6 +2,7 @@
 
 from itertools import product
 from math import lcm
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_descriptor_numbers_of_a_hybrid_list():
 
 def test_descriptor_numbers_with_kernel_blocks():
     model = ModelSpec(("attention", "attention", "mamba2"), 4, 4, state=STATE)
-    engine = {"block_tokens": 64, "kernel_block_tokens": 16, "block_count": 100}
+    engine: dict[str, Any] = {"block_tokens": 64, "kernel_block_tokens": 16, "block_count": 100}
     local = build_engine(model, EngineSpec(2, **engine))[0, 0]
     plan = plan_transfer(local, build_engine(model, EngineSpec(1, **engine)))
     link = plan._links[0, 0]

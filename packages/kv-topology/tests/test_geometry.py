@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from block_lists import lists
@@ -45,12 +46,14 @@ def field(*axes, name="key", element=2, offset=0, packing=""):
     return FieldLayout(name, element, offset, axes, packing)
 
 
-def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp=(1, 0), extra=(), **region):
+def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp: tuple[int, ...] = (1, 0), extra=(), **region):
     layout = Layout(tuple(fields))
     regions = (Region(base, page, stride, pages, (Member("a", layout, 0),), **region), *extra)
-    return RankGeometry(*tp, (group or Group("attention", 4),), regions)
+    make: Any = RankGeometry
+    return make(*tp, (group or Group("attention", 4),), regions)
 
 
+WRONG: Any = "tape"
 TOKENS = axis("token", 4, 0, 4, 8)
 
 
@@ -82,7 +85,7 @@ TOKENS = axis("token", 4, 0, 4, 8)
         (lambda: rank(field(axis()), base=-1), "size-out-of-range"),
         (lambda: rank(field(axis()), memory_kind="TAPE"), "bad-memory-kind"),
         (lambda: rank(field(axis()), device=-1), "size-out-of-range"),
-        (lambda: rank(field(axis()), group=Group("tape", 4)), "bad-group-kind"),
+        (lambda: rank(field(axis()), group=Group(WRONG, 4)), "bad-group-kind"),
         (lambda: rank(field(axis()), group=Group("state", 4)), "size-out-of-range"),
         (lambda: rank(field(axis()), group=Group("attention", 0)), "size-out-of-range"),
         (lambda: rank(field(axis()), group=Group("attention", 4, 3)), "block-not-whole-pages"),
@@ -231,6 +234,7 @@ def test_groups_must_match():
 
 
 def test_missing_layers_fields_ranks_and_peers():
+    caught: Any
     local = engine(2, DENSE)[0, 0]
     wide = engine(4, DENSE)
     with pytest.raises(UnsupportedTopology) as caught:
@@ -330,7 +334,7 @@ def test_documents_survive_json(layout):
 
 
 def test_document_shares_layouts():
-    document = to_document(engine(model=ModelSpec(("attention",) * 64, 8, 128))[0, 0])
+    document: Any = to_document(engine(model=ModelSpec(("attention",) * 64, 8, 128))[0, 0])
     assert len(document["layouts"]) == 1
     assert len(json.dumps(document)) < 12_000
 
@@ -374,7 +378,7 @@ def test_bad_documents_are_refused(path, value, code):
 
 
 def test_defaults_of_a_document():
-    document = to_document(engine(model=DENSE)[0, 0])
+    document: Any = to_document(engine(model=DENSE)[0, 0])
     for group in document["groups"]:
         for key in ("context", "pages_per_block", "window_tokens"):
             del group[key]

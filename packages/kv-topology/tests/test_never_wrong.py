@@ -1,6 +1,7 @@
 """Cases that once moved wrong bytes, or refused what can be planned."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,8 @@ def test_a_rank_that_is_only_notified_has_no_rows():
     assert plan.notify_only_ranks == ((0, 1),)
     for rows in (plan.local_rows((0, 1)), plan.peer_rows((0, 1))):
         assert (rows.shape, rows.dtype) == ((0, 5), np.dtype(np.uint64))
-    for rank in ((0, 2), (5, 5), (0, 0, 0), None):
+    wrong: tuple[Any, ...] = ((0, 2), (5, 5), (0, 0, 0), None)
+    for rank in wrong:
         with pytest.raises(TopologyError) as caught:
             plan.local_rows(rank)
         assert caught.value.code == "rank-not-read"

@@ -1,6 +1,7 @@
 """Descriptor rows: addresses, expansion, limits, and memory that groups share."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,8 @@ def test_indices_end_at_int32():
         with pytest.raises(UnsupportedTopology) as caught:
             rows_of(replace(region, page_count=pages), slices, units, before)
         assert caught.value.code == "too-many-descriptors"
-        assert caught.value.context["limit"] < caught.value.context["descriptors"]
+        context: Any = caught.value.context
+        assert context["limit"] < context["descriptors"]
 
 
 def test_pages_of_absurdly_many_units_are_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from block_lists import lists
@@ -105,7 +106,7 @@ def test_a_box_must_lie_in_one_chunk():
 
 def test_what_cannot_be_staged_is_refused_or_stays_direct():
     state = StateSpec(heads=8, head_dim=4, state_dim=4)
-    cases = [
+    cases: list[tuple[ModelSpec, dict[str, Any], dict[str, Any]]] = [
         (ModelSpec(("latent",), latent_dim=8), {"tp": 2, "dcp": 2}, {"tp": 1}),
         (ModelSpec(("latent",), latent_dim=8), {"tp": 1}, {"tp": 2, "dcp": 2}),
         (DENSE, {"tp": 2, "layout": "packed-HND"}, {"tp": 1, "layout": "packed-NHD"}),
