@@ -38,7 +38,8 @@ def _timed(function: Callable[[], object]) -> float:
 
 def _medians(ours: Callable[[], object], baseline: Callable[[], object], runs: int) -> tuple[float, float]:
     """Return the medians (s) of two functions over interleaved runs, after one warm-up each."""
-    ours(), baseline()
+    ours()
+    baseline()
     pairs = [(_timed(ours), _timed(baseline)) for _ in range(runs)]
     return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
 

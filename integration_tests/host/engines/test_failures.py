@@ -1,4 +1,4 @@
-"""Requests whose hand-over fails, under both load-failure policies, and of engines under hostile tickets."""
+"""Requests whose hand-over fails, under both load-failure policies, and engines under hostile tickets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from fleets import (
     COMPUTED,
+    EXPIRED,
     FAILED,
     REFUSED,
     RETRIED,
@@ -133,6 +134,17 @@ def test_two_prompts_of_one_body_do_not_share_a_ticket(fleet: Fleet) -> None:
         assert asyncio.run(run()) == expected
         assert fleet.answers(texts, decode="fail") == expected
     fleet.assert_all_blocks_free()
+
+
+def test_a_request_that_the_host_refuses_lets_its_producer_go_on(fleet: Fleet) -> None:
+    """vLLM then sends a request of no prompt with the ticket, so that the producer is told before its lease ends."""
+    (ticket,) = tickets(fleet, "prefill", [prompt(75, 60)])
+    expired, refused = fleet.count("prefill", EXPIRED), fleet.count("fail", REFUSED)
+    status, answer = send(fleet, "fail", prompt(75, 60), ticket, 10**6)
+    assert status == 400, answer
+    fleet.assert_all_blocks_free(within_s=UNUSED_S / 2)
+    assert fleet.count("prefill", EXPIRED) == expired
+    assert fleet.count("fail", REFUSED) == refused, "nothing is wrong with that ticket"
 
 
 def test_a_lost_connection_costs_another_read_and_not_the_request(fleet: Fleet, probes: Path) -> None:
@@ -267,20 +279,20 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     """The last test but one of this fleet: it kills an engine."""
     texts = [prompt(40 + n, 60) for n in range(3)]
     given = tickets(fleet, "doomed", texts)
+    before = len(fleet.log("fail"))
     fleet.end("doomed")
     expected = fleet.answers(texts, decode="prefill")
     computed = fleet.count("recompute", COMPUTED, source="local_compute")
     status, answer = send(fleet, "recompute", texts[0], given[0])
     assert (status, answer["choices"][0]["text"]) == (200, expected[0])
     assert fleet.count("recompute", COMPUTED, source="local_compute") > computed
-    before = len(fleet.log("fail"))
     status, answer = send(fleet, "fail", texts[1], given[1])
     assert status >= 500, answer
     told = [
         line for line in fleet.log("fail").splitlines() if given[1]["remote_request_id"] in line and "ERROR" in line
     ]
     assert len(told) == 1
-    # The first attempt lost its connection; the second, which meets the engine anew, found nobody.
+    # The connection was lost, be it to a probe or to a first attempt; whoever met the engine anew found nobody.
     assert "peer-disconnected" in fleet.log("fail")[before:]
     assert "connection-refused" in told[0]
     assert fleet.answers([prompt(50, 40)], prefill="prefill", decode="fail") == fleet.answers(
@@ -289,12 +301,21 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     fleet.assert_all_blocks_free(within_s=60)
 
 
+def seconds_of(fleet: Fleet, engine: str, text: str) -> float:
+    started = time.monotonic()
+    assert send(fleet, engine, text, None, 4)[0] == 200
+    return time.monotonic() - started
+
+
 def test_a_dead_producer_that_nobody_met_is_answered_at_once(fleet: Fleet) -> None:
     """The last test of this fleet: it kills `fail`, which has only read so far; the first engine's policy is `fail` too."""
     readers = {"recompute": "recompute", "prefill": "fail"}
     texts = {reader: [prompt(9000 + 20 * n + k, 12) for k in range(COLD)] for n, reader in enumerate(readers)}
     expected = fleet.answers(texts["recompute"], decode="prefill", max_tokens=4)
     given = {reader: tickets(fleet, "fail", texts[reader]) for reader in readers}
+    # On a busy machine the prompt alone may take long: of equal ones, without a ticket, the slowest counts.
+    alone_s = max(seconds_of(fleet, "recompute", prompt(9090 + k, 12)) for k in range(COLD))
+    within_s = {"recompute": max(ANSWERED_WITHIN_S["recompute"], alone_s + 0.5), "fail": ANSWERED_WITHIN_S["fail"]}
     fleet.end("fail")
     took: dict[str, list[float]] = {reader: [] for reader in readers}
     for reader, policy in readers.items():
@@ -310,8 +331,6 @@ def test_a_dead_producer_that_nobody_met_is_answered_at_once(fleet: Fleet) -> No
         log = fleet.log(reader)[before:]
         assert "connection-refused" in log
         assert "authentication" not in log
-    slow = {
-        reader: took[reader] for reader, policy in readers.items() if max(took[reader]) >= ANSWERED_WITHIN_S[policy]
-    }
-    assert not slow, f"seconds: {took}"
+    slow = {reader: took[reader] for reader, policy in readers.items() if max(took[reader]) >= within_s[policy]}
+    assert not slow, f"seconds: {took}, without a ticket {alone_s:.2f}"
     fleet.assert_all_blocks_free(within_s=60)

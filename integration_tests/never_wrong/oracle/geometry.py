@@ -93,7 +93,7 @@ class Request:
         producer_nulls: Part of the blocks out of reach that are null in the producer's lists.
         consumer_nulls: The same in the consumer's.
         fate: "expired": the lease ends and other content lands in the blocks while the reads are on the wire.
-            "foreign": the ticket comes with another prompt.
+            "foreign": the ticket comes with another prompt. "blip": a read fails once as if the producer had gone.
     """
 
     prompt: int
@@ -185,7 +185,7 @@ def draw(seed: int) -> Case:
 
 
 def _tp(rng: random.Random) -> int:
-    return rng.choices(range(4), [16, 10, 3, 4])[0]
+    return rng.choices(range(4), [20, 10, 2, 3])[0]
 
 
 def _dcp(rng: random.Random, tp: int, family: str, heads: int) -> int:
@@ -200,7 +200,7 @@ def _can_dcp(dcp: int, tp: int, family: str, heads: int) -> bool:
 
 
 def _groups(rng: random.Random, family: str) -> Iterator[Group]:
-    layers = rng.choice([1, 1, 2, 3])
+    layers = rng.choice([1, 1, 1, 2, 3])
     if family in {"dense", "gqa"}:
         yield Group("full", layers)
     elif family == "mla":
@@ -275,7 +275,7 @@ def _request(rng: random.Random, case: Case) -> Request:
         in_flight=rng.choices([0, rng.randint(1, 4)], [12, 1])[0],
         producer_nulls=rng.choice([0.0, 0.5, 1.0, 1.0]),
         consumer_nulls=rng.choice([0.0, 0.5, 1.0, 1.0]),
-        fate=rng.choices(["", "expired", "foreign"], [28, 2, 1])[0],
+        fate=rng.choices(["", "expired", "foreign", "blip"], [28, 2, 1, 1])[0],
     )
 
 

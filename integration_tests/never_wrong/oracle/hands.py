@@ -70,7 +70,7 @@ class HandThread:
         loop = self._thread._loop
         self._thread._thread = threading.current_thread()
         loop.pacer = _Sleepless()
-        if loop._set_up() is None:
+        if loop.set_up() is None:
             raise loop.failure
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class HandThread:
     def turn(self) -> None:
         """Run one turn of the loop."""
         loop = self._thread._loop
-        loop._turn(loop.agent)
+        loop.turn(loop.agent)
         health = self._thread.health()
         assert health.callback_errors + health.loop_errors == 0, f"the transfer thread raised: {health.last_error}"
 

@@ -72,7 +72,7 @@ class Play:
         self.is_threaded = is_threaded
         self.clock = Clock(is_real=is_threaded)
         self.clock.install()
-        self.fabric = Fabric(random.Random(case.seed + 1))
+        self.fabric = Fabric(random.Random(case.seed + 1), blips=any(r.fate == "blip" for r in case.requests))
         channel = SideChannel()
         common = {
             "clock": self.clock,
@@ -84,6 +84,8 @@ class Play:
         self.producer = Engine("P", 5600, case, case.producer, **common)  # type: ignore[arg-type]
         self.consumer = Engine("D", 5601, case, case.consumer, **common)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
+        if self.is_expired:
+            self.fabric.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
         self.untold: set[str] = set()
@@ -156,11 +158,12 @@ class Play:
         """Turn all ranks' threads in random order until every read has ended and every lease is over."""
         wanted = {h.reader for h in handovers if not h.is_hit}
         leases = {h.source for h in handovers}
-        expires_at = self.rng.randint(0, 12) if self.is_expired else -1
+        expires_at = self.rng.randint(0, 5) if self.is_expired else -1
         threads = [*self.producer.threads, *self.consumer.threads]
         for turn in range(_MOST_TURNS * (50 if self.is_threaded else 1)):
             if turn == expires_at and not self.is_threaded:
                 self._pass(LEASE_S + 1)
+                self._collect(handovers)
             if self.is_threaded:
                 time.sleep(0.002)
             else:
@@ -169,6 +172,8 @@ class Play:
                     if self.rng.random() < 0.5:
                         thread.tick()
             self._collect(handovers)
+            if self.is_threaded:  # no lease expires in real time: only those of good reads end
+                leases = {h.source for h in handovers if self.consumer.received.get(h.reader) == ""}
             if wanted <= self.consumer.received.keys() and leases <= self.producer.sent:
                 return
             if turn == _MOST_TURNS // 2 and not self.is_threaded:

@@ -1,6 +1,5 @@
 """Faults that were found from outside, each with the case that shows it. The mark names the finding."""
 
-import functools
 import gc
 import threading
 import time
@@ -376,7 +375,7 @@ def test_an_order_without_descriptors_still_checks_its_fence():
     assert [payload for _, payload in pair.producer.take_notifications()] == [b"good:1"]
 
 
-@pytest.mark.never_wrong("L8")
+@pytest.mark.never_wrong("C5")
 def test_lists_that_are_evicted_between_data_and_fence_are_prepared_again():
     pair = make_pair(latency_polls=0, options=AgentOptions(max_prepared_peers=1))
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)

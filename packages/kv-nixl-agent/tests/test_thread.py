@@ -1,6 +1,5 @@
 """The owner thread on the fake fabric."""
 
-import functools
 import sys
 import threading
 import time

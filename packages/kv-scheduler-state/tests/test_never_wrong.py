@@ -71,7 +71,7 @@ def test_a_ticket_serves_the_prompt_that_it_was_written_for():
     ):
         admission = scheduler().arrive("d1", params, prompt_tokens=4, identity=identity, now_s=0.0)
         assert admission.rejected_code == code
-    unsaid = {**params, "remote_num_tokens": None}
+    unsaid = {**(params or {}), "remote_num_tokens": None}
     assert scheduler().arrive("d1", unsaid, prompt_tokens=3, identity=Prompt(1, 2, 3), now_s=0.0).rejected_code
     unbound = {key: value for key, value in params.items() if key != "kv_prompt"}
     assert not scheduler().arrive("d1", unbound, prompt_tokens=3, identity=Prompt(9), now_s=0.0).rejected_code
@@ -278,7 +278,7 @@ def test_a_state_that_ran_on_beyond_the_prompt_is_not_handed_over():
 def test_a_renewed_lease_survives_a_process_that_stood_still_for_a_minute(lease_s):
     table = LeaseTable()
     table.grant("p1", lease_s=lease_s, fence=None, now_s=0.0)
-    steps = 60
+    steps, now_s = 60, 0.0
     for step in range(steps):
         now_s = step * lease_s / 12
         assert table.take_ended(now_s=now_s) == ()

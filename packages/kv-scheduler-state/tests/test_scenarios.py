@@ -407,7 +407,7 @@ def test_a_decode_hands_its_blocks_back_for_the_next_turn():
     prefill = scheduler(bidirectional=True)
     assert prefill.arrive("p2", decision.params, prompt_tokens=200, now_s=0.0).role == "producer"
     assert prefill.external_tokens("p2", computed_tokens=0) == 0  # fewer than 64 tokens are not worth it
-    big = {**decision.params, "remote_num_tokens": 120}
+    big = {**(decision.params or {}), "remote_num_tokens": 120}
     assert prefill.arrive("p3", big, prompt_tokens=200, now_s=0.0).role == "producer"
     assert prefill.external_tokens("p3", computed_tokens=16) == 104
     allocate(prefill, "p3", [list(range(13))], external=104)

@@ -107,11 +107,11 @@ class Mutant:
 class _Site:
     """A node that can be changed, with what is around it."""
 
-    node: ast.AST
+    node: Any
     kind: str
     place: int
     around: ast.AST
-    statement: ast.stmt
+    statement: ast.stmt | None
     where: str
 
 
@@ -226,7 +226,7 @@ def install(mutant: Mutant) -> int:
     Code and defaults of functions are exchanged in place, so that whoever holds such a function has the changed one.
     """
     name = f"kv_topology.{mutant.module}"
-    live = sys.modules[name]
+    live: Any = sys.modules[name]
     fresh = types.ModuleType(name)
     vars(fresh).update(__package__="kv_topology", __file__=live.__file__)
     exec(compile(mutant.tree(), live.__file__ or name, "exec"), vars(fresh))

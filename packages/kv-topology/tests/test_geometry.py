@@ -46,12 +46,13 @@ def field(*axes, name="key", element=2, offset=0, packing=""):
     return FieldLayout(name, element, offset, axes, packing)
 
 
-def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp=(1, 0), extra=(), **region):
+def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp: tuple[int, ...] = (1, 0), extra=(), **region):
     layout = Layout(tuple(fields))
     regions = (Region(base, page, stride, pages, (Member("a", layout, 0),), **region), *extra)
     return RankGeometry(tp[0], tp[1], (group or Group("attention", 4),), regions)
 
 
+WRONG: Any = "tape"
 TOKENS = axis("token", 4, 0, 4, 8)
 
 

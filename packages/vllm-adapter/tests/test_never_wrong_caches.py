@@ -16,7 +16,9 @@ from factories import facts
 from kv_topology import BlockList, Planner, TopologyError
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
 from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.config import load_settings
 from vllm_adapter.ports import GeometryDocument
+from vllm_adapter.wiring import SchedulerParts
 
 BASE = 1 << 30
 BLOCKS = 12
@@ -228,3 +230,22 @@ def test_groups_that_contradict_the_shapes_move_as_whole_pages_only() -> None:
     described = facts(tp=2, blocks=BLOCKS, groups=group, state_groups=3)
     document = local_document(described, [mixer_cache(2, 0, 1, "DS")])
     assert [field["name"] for field in document["layouts"][0]] == ["state"]
+
+
+@pytest.mark.never_wrong("A2")
+def test_tickets_count_blocks_of_groups_that_context_parallelism_does_not_deal_out_at_their_own_length() -> None:
+    """Two ranks deal out the first group's tokens: its blocks stand for 2 * 64 tokens, those of the second for 64."""
+    groups = (
+        CacheGroup("latent", 64, 0, 0, ("layers.0",)),
+        CacheGroup("latent", 64, 0, 0, ("layers.1",), is_dealt=False),
+    )
+    engine = facts(tp=2, dcp=2, groups=groups, group_ids=(0, 1))
+    state = SchedulerParts(engine, load_settings({})[0]).make_state()
+    prompt = {"do_remote_decode": True, "do_remote_prefill": False}
+    state.arrive("r", prompt, prompt_tokens=200, identity=None, now_s=0.0)
+    blocks = [[1, 2], [3, 4, 5, 6]]
+    state.allocate("r", block_ids=blocks, new_block_ids=blocks, external_tokens=0, preemptions=0, now_s=0.0)
+    decision = state.finish("r", reason="length", block_ids=blocks, computed_tokens=200, identity=None, now_s=1.0)
+    assert decision.params is not None
+    assert decision.params["kv_span_tokens"] == [128, 64]
+    assert decision.params["remote_block_ids"] == blocks

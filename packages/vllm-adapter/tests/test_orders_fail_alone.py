@@ -109,7 +109,7 @@ def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) 
     def broken(_result: Any) -> None:
         raise ValueError("no such statistic")
 
-    bench.recorder.transfer = broken  # type: ignore[method-assign]
+    bench.recorder.transfer = broken
     bench.finish()
     assert bench.codes() == {"r1": "ValueError"}
     assert bench.reads.snapshot()["transfers"] == 0

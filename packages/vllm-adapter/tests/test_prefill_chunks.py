@@ -32,7 +32,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
     span = 16 * dcp
     hit = min(hit_blocks * span, (tokens - 1) // span * span)
     ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
-    chunks = PrefillChunks([FULL], dcp)
+    chunks = PrefillChunks([FULL], [dcp])
     chunks.watch("r", tokens)
     written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
     copied: dict[int, int] = {}
@@ -50,7 +50,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
 
 
 def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
-    chunks = PrefillChunks([FULL, WINDOW, STATE], 1)
+    chunks = PrefillChunks([FULL, WINDOW, STATE], [1, 1, 1])
     chunks.watch("r", 40)
     first = chunks.scheduled(step([[1, 2], [3, 4, 5], [6, 7]], 0, 20, fresh=True))
     last = chunks.scheduled(step([[8], [9, 10], []], 20, 40))
@@ -61,7 +61,7 @@ def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
 
 
 def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
-    chunks = PrefillChunks([FULL], 1)
+    chunks = PrefillChunks([FULL], [1])
     chunks.watch("r", 32)
     chunks.scheduled(step([[1, 2]], 0, 32, fresh=True))
     assert chunks.scheduled(step([[3]], 32, 33)) is None  # steps of its answer
@@ -72,7 +72,7 @@ def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
 
 @pytest.mark.parametrize("forget", [True, False])
 def test_only_prompts_that_will_be_handed_over_are_followed(forget: bool) -> None:
-    chunks = PrefillChunks([FULL], 1)
+    chunks = PrefillChunks([FULL], [1])
     chunks.watch("r", 32)
     if forget:
         chunks.forget("r")

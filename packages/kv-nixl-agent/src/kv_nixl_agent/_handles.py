@@ -15,9 +15,10 @@ after the peer had been removed. So a handle whose transfer has ended early is k
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Generic, final
 
 from ._errors import AgentError
+from ._ongoing import OngoingT
 from ._values import QuarantineEntry
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ._peer import Peer
     from ._port import Handle, NixlPort
     from ._statistics import Statistics
-    from ._transfer import Transfer
 
 __all__ = ["Handles", "has_left_the_wire", "was_rejected"]
 
@@ -72,7 +72,7 @@ class _Watched:
 
 
 @final
-class Handles:
+class Handles(Generic[OngoingT]):
     """All handles of one agent between `made` and release.
 
     Args:
@@ -90,7 +90,7 @@ class Handles:
         *,
         is_quiet_on_removal: bool,
         on_idle: Callable[[Peer], None],
-        on_quiet: Callable[[Transfer], None],
+        on_quiet: Callable[[OngoingT], None],
     ) -> None:
         self._port = port
         self._statistics = statistics
@@ -98,7 +98,7 @@ class Handles:
         self._on_idle = on_idle
         self._on_quiet = on_quiet
         self._watched: list[_Watched] = []
-        self._held: dict[str, tuple[Transfer, float]] = {}
+        self._held: dict[str, tuple[OngoingT, float]] = {}
         self._held_by_key: dict[str, int] = {}
         self._unreleased: list[Handle] = []
         self._next_poll_s = 0.0
@@ -131,7 +131,7 @@ class Handles:
         """Keep a handle that lands in one of our own words; call `on_end` when it has ended, then release it."""
         self._watched.append(_Watched(peer, handle, on_end))
 
-    def hold(self, transfer: Transfer, now_s: float) -> None:
+    def hold(self, transfer: OngoingT, now_s: float) -> None:
         """Keep the handles of a transfer's active parts: its pages are in quarantine."""
         self._held[transfer.order.transfer_id] = (transfer, now_s)
         key = transfer.peer.key
@@ -225,7 +225,7 @@ class Handles:
         finally:
             self.release(one.peer, one.handle)
 
-    def _poll_held(self, transfer: Transfer) -> bool:
+    def _poll_held(self, transfer: OngoingT) -> bool:
         for part in list(transfer.active):
             if self._has_ended(transfer.peer, part):
                 transfer.active.remove(part)
@@ -278,13 +278,13 @@ class Handles:
         """Return whether NIXL can still report the end of a handle that is kept."""
         return bool(self._watched) or any(not transfer.peer.is_lost for transfer, _ in self._held.values())
 
-    def _give_up(self, transfer: Transfer) -> None:
+    def _give_up(self, transfer: OngoingT) -> None:
         active, transfer.active = transfer.active, []
         for part in active:
             self.release(transfer.peer, part.handle)
         self._let_go(transfer)
 
-    def _let_go(self, transfer: Transfer) -> None:
+    def _let_go(self, transfer: OngoingT) -> None:
         del self._held[transfer.order.transfer_id]
         key = transfer.peer.key
         left = self._held_by_key[key] - 1

@@ -5,14 +5,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Generic, final
+
+from ._ongoing import OngoingT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ._parts import Part
     from ._peer import Peer
-    from ._transfer import Transfer
 
 __all__ = ["Deadlines", "Schedule"]
 
@@ -20,7 +21,7 @@ _SMALLEST_REBUILD: Final = 64
 
 
 @final
-class Schedule:
+class Schedule(Generic[OngoingT]):
     """Transfers that wait: first come first served per peer, round robin between peers, below a cap on bytes in flight.
 
     Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
@@ -29,13 +30,13 @@ class Schedule:
     def __init__(self, max_inflight_bytes: int | None) -> None:
         self._cap = max_inflight_bytes
         self._turns: deque[Peer] = deque()
-        self._lines: dict[Peer, OrderedDict[Transfer, None]] = {}
+        self._lines: dict[Peer, OrderedDict[OngoingT, None]] = {}
         self.count = 0
         """Transfers in progress with parts to post."""
         self.inflight_bytes = 0
         """Payload bytes of posted parts that have not ended, of transfers in progress."""
 
-    def push(self, transfer: Transfer) -> None:
+    def push(self, transfer: OngoingT) -> None:
         """Queue a transfer behind the others of its peer."""
         line = self._lines.get(transfer.peer)
         if line is None:
@@ -44,14 +45,14 @@ class Schedule:
         line[transfer] = None
         self.count += 1
 
-    def forget(self, transfer: Transfer) -> None:
+    def forget(self, transfer: OngoingT) -> None:
         """Take a transfer out that ends, if it waits."""
         line = self._lines.get(transfer.peer)
         if line is not None and transfer in line:
             del line[transfer]
             self.count -= 1
 
-    def take(self) -> tuple[Transfer, Part] | None:
+    def take(self) -> tuple[OngoingT, Part] | None:
         """Return the part to post now and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
         while self._turns:
             peer = self._turns[0]
@@ -62,7 +63,7 @@ class Schedule:
             del self._lines[self._turns.popleft()]
         return None
 
-    def _take_part(self, transfer: Transfer, line: OrderedDict[Transfer, None]) -> tuple[Transfer, Part]:
+    def _take_part(self, transfer: OngoingT, line: OrderedDict[OngoingT, None]) -> tuple[OngoingT, Part]:
         part = transfer.pending.popleft()
         if not transfer.pending:
             del line[transfer]
@@ -90,7 +91,7 @@ class Schedule:
 
 
 @final
-class Deadlines:
+class Deadlines(Generic[OngoingT]):
     """Transfers in progress by deadline.
 
     A transfer that has ended leaves at the next rebuild, which comes when more than half of the entries have ended: one late
@@ -98,14 +99,14 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Transfer]] = []
+        self._heap: list[tuple[float, int, OngoingT]] = []
         self._sequence = itertools.count()
         self._ended = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, transfer: Transfer) -> None:
+    def push(self, transfer: OngoingT) -> None:
         """Watch a transfer's deadline."""
         heapq.heappush(self._heap, (transfer.deadline_s, next(self._sequence), transfer))
 
@@ -121,7 +122,7 @@ class Deadlines:
         """Return whether the first deadline has passed."""
         return bool(self._heap) and self._heap[0][0] < now_s
 
-    def take_late(self, now_s: float) -> Iterator[Transfer]:
+    def take_late(self, now_s: float) -> Iterator[OngoingT]:
         """Return the transfers in progress whose deadline has passed, once each."""
         while self._heap and (self._heap[0][0] < now_s or self._heap[0][2].has_ended):
             transfer = heapq.heappop(self._heap)[2]

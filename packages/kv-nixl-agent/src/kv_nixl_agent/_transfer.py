@@ -48,9 +48,9 @@ class Wiring:
 
     port: NixlPort
     peers: PeerTable
-    handles: Handles
+    handles: Handles[Transfer]
     words: WordReader
-    schedule: Schedule
+    schedule: Schedule[Transfer]
     statistics: Statistics
     trace: Tracer
     clock: Callable[[], float]

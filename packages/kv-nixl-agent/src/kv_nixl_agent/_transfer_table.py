@@ -32,13 +32,13 @@ class TransferTable:
     ) -> None:
         self._statistics = statistics
         self._share = options.chunk_rows or _NO_LIMIT
-        self.schedule = Schedule(options.max_inflight_bytes)
+        self.schedule: Schedule[Transfer] = Schedule(options.max_inflight_bytes)
         self.stalls = StallWatch(options.stall_after_s, statistics, trace, clock)
         self.results: deque[TransferResult] = deque()
         """Results that the owner has not taken yet, oldest first."""
         self.quiet: deque[str] = deque()
         """Ids of transfers that have left quarantine, likewise."""
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[Transfer] = Deadlines()
         self._live: dict[str, Transfer] = {}
         self._posted: dict[str, Transfer] = {}
         """Live transfers that have left the queue."""

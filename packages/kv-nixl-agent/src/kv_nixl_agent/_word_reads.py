@@ -13,7 +13,7 @@ done: posting is what reads.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class WordReader:
         port: NixlPort,
         fences: FenceArray,
         peers: PeerTable,
-        handles: Handles,
+        handles: Handles[Any],
         clock: Callable[[], float],
     ) -> None:
         self._port = port

@@ -68,7 +68,7 @@ class SchedulerParts:
             tp=facts.tp,
             pp=facts.pp,
             dcp=facts.dcp,
-            groups=tuple(_group_config(group, facts.dcp) for group in facts.groups),
+            groups=tuple(map(_group_config, facts.groups, facts.context_sizes)),
             null_block=_NULL_BLOCK,
             state_backoff_tokens=facts.backoff_tokens,
             lease_s=settings.kv_lease_duration,

@@ -145,8 +145,6 @@ class EngineFacts:
         return tuple(group.kind != "state" and group.is_dealt for group in self.groups)
 
     @property
-    def whole_block_tokens(self) -> tuple[int, ...]:
-        """Tokens per block of each group if every group keeps the whole prompt on this rank; else empty."""
-        if self.dcp > 1 or any(group.kind not in {"attention", "latent"} for group in self.groups):
-            return ()
-        return tuple(group.block_tokens for group in self.groups)
+    def context_sizes(self) -> tuple[int, ...]:
+        """Context-parallel size of each group: 1 where every rank holds all tokens."""
+        return tuple(self.deal_of(group)[0] for group in self.groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
@@ -71,14 +71,27 @@ def _embeds(request: Request, tokens: int) -> str:
 
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
+    params: object = request.kv_transfer_params
+    if isinstance(params, dict) and _stands_for_a_refused_one(request):
+        ticket = cast("dict[str, Any]", params)
+        params = {key: value for key, value in ticket.items() if key != "kv_prompt"}
     return Arrival(
         request.request_id,
-        request.kv_transfer_params,
+        params,
         request.num_prompt_tokens,
         RequestIdentity(request, has_content_ids=has_content_ids),
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
     )
+
+
+def _stands_for_a_refused_one(request: Request) -> bool:
+    """Tell whether this is vLLM's own request of no prompt, which it aborts at once to have a ticket's producer told.
+
+    Its frontend sends it with the ticket of a request that it refused before the engine saw it; there is nothing to compare
+    the ticket's prompt with, and nothing is read. Source: `AsyncLLM.notify_kv_transfer_request_rejected`.
+    """
+    return list(request.prompt_token_ids or ()) == [0] and request.max_tokens == 1
 
 
 def ending_of(request: Request, *, has_content_ids: bool) -> Ending:

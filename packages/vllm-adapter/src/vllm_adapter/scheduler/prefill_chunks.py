@@ -66,11 +66,15 @@ class PrefillChunks:
 
     Args:
         groups: The transferable groups.
-        dcp: Decode-context-parallel size: a block stands for so many times its tokens.
+        context_sizes: Context-parallel size of each group. A block stands for so many times its tokens: blocks of 16 tokens
+            that two ranks deal out among them stand for 32 tokens of the prompt.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], dcp: int) -> None:
-        self._span_tokens = [0 if group.kind == "state" else group.block_tokens * dcp for group in groups]
+    def __init__(self, groups: Sequence[CacheGroup], context_sizes: Sequence[int]) -> None:
+        self._span_tokens = [
+            0 if group.kind == "state" else group.block_tokens * size
+            for group, size in zip(groups, context_sizes, strict=True)
+        ]
         self._scratch_blocks = [group.scratch_blocks for group in groups]
         self._prompts: dict[str, _Prompt] = {}
 

@@ -102,7 +102,7 @@ class SchedulerSide:
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
-        self._chunks = PrefillChunks(facts.groups, facts.dcp) if parts.uses_host_buffer else None
+        self._chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._stats = Recorder()

@@ -294,7 +294,7 @@ class ReadCoordinator:
             # Without a fence the only proof that the pages were still this prompt's is that the lease had not ended.
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)
-        if engine.plan is not None and engine.phase == "ready":
+        if engine.plan is not None and (engine.phase == "ready" or not read.code):
             self._release_at_peer(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
         self._end(read)
 
