@@ -51,6 +51,7 @@ class VllmConfig:
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
     kv_transfer_config: KVTransferConfig | None
     observability_config: ObservabilityConfig
     speculative_config: SpeculativeConfig | None
