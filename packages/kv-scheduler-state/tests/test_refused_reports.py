@@ -1,0 +1,116 @@
+"""Refusals and reports that a sound host never causes: each is coded, and the other requests go on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from scheduler_helpers import WINDOW, config, consumer_params, prefill_request_params, scheduler, with_ticket
+
+from kv_scheduler_state import SchedulerState, SchedulerStateError, prompt_digest
+from kv_scheduler_state._errors import DuplicateRequest, InvalidEvent, UnknownRequest
+
+
+class Nameless:
+    """Identity of a prompt with images that this engine knows by request only."""
+
+    refusal = "ticket-media-unidentified"
+
+    def digest(self, tokens: int) -> str | None:
+        raise AssertionError(f"nobody asks for the digest of {tokens} tokens that cannot be identified")
+
+
+def leased(state: SchedulerState, name: str) -> None:
+    state.arrive(name, prefill_request_params(), prompt_tokens=16, now_s=0.0)
+    state.allocate(name, block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    assert state.finish(name, reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0).keep_blocks
+
+
+def test_a_wrong_report_of_sent_blocks_is_refused_and_the_right_ones_beside_it_count():
+    state = scheduler()
+    leased(state, "p1")
+    state.arrive("plain", None, prompt_tokens=4, now_s=0.0)
+    state.arrive("waits", prefill_request_params(), prompt_tokens=4, now_s=0.0)
+    for wrong in ("plain", "never-seen"):
+        with pytest.raises(UnknownRequest):
+            state.report(sent=[wrong], received=[], failed=[])
+    with pytest.raises(SchedulerStateError) as refused:
+        state.report(sent=["waits", "p1"], received=[], failed=[])
+    assert refused.value.code == "illegal-transition"
+    assert "p1" not in {entry["request_id"] for entry in state.snapshot(now_s=0.0)}
+
+
+def test_a_parked_request_without_a_ticket_is_reported_once_and_its_id_rests_until_then():
+    state = scheduler()
+    state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+    with pytest.raises(InvalidEvent, match="without a ticket"):
+        state.allocate("r", block_ids=[[1]], new_block_ids=[[1]], external_tokens=16, now_s=0.0)
+    with pytest.raises(InvalidEvent):
+        state.allocate("r", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, preemptions=-1, now_s=0.0)
+    state.finish("r", reason="abort", block_ids=[[1]], computed_tokens=0, now_s=0.0)
+    assert state.take_step_plan(now_s=0.0).failures == ("r",)
+    with pytest.raises(DuplicateRequest, match="report of its failure"):
+        state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+    state.report(sent=[], received=["r"], failed=["r"])
+    state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+
+
+def test_an_allocation_without_an_id_is_refused_and_reported_as_nobodys():
+    state = scheduler()
+    nameless: list[object] = [None]
+    for request_id in nameless:
+        with pytest.raises(UnknownRequest):
+            state.allocate(request_id, block_ids=[[1]], new_block_ids=[[1]], external_tokens=4, now_s=0.0)  # type: ignore[arg-type]
+    assert state.take_step_plan(now_s=0.0).failures == ()
+
+
+def test_a_second_read_of_a_request_is_refused_and_the_first_one_ends_as_it_did():
+    state = scheduler()
+    with_ticket(state)
+    state.external_tokens("d1", computed_tokens=0)
+    blocks = [[1, 2, 3]]
+    state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+    with pytest.raises(SchedulerStateError):
+        state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+    plan = state.take_step_plan(now_s=0.0)
+    assert ([order.request_id for order in plan.reads], plan.failures) == (["d1"], ())
+
+
+def test_prompts_that_an_engine_cannot_identify_use_no_ticket():
+    state = scheduler()
+    bound = consumer_params(kv_prompt=prompt_digest([1]))
+    admission = state.arrive("d1", bound, prompt_tokens=48, identity=Nameless(), now_s=0.0)
+    assert admission.rejected_code == "ticket-media-unidentified"
+    unnamed = consumer_params(kv_prompt="")
+    assert state.arrive("d2", unnamed, prompt_tokens=48, now_s=0.0).rejected_code == "ticket-prompt-unidentified"
+
+
+def test_token_ids_are_swapped_where_the_machine_is_big_endian(monkeypatch):
+    little = prompt_digest([1, 2, 3])
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+    assert prompt_digest([1, 2, 3]) != little  # swapped although this machine needs the opposite
+
+
+def test_a_window_list_of_vllms_own_peer_that_begins_nowhere_is_refused():
+    state = SchedulerState(config(groups=(WINDOW,)))
+    cut = consumer_params(remote_block_ids=[[7, 8, 9]], remote_num_tokens=160)
+    assert state.arrive("d1", cut, prompt_tokens=160, now_s=0.0).rejected_code == "ticket-first-token"
+
+
+def test_a_read_that_does_not_begin_at_a_block_or_lacks_blocks_is_refused():
+    for blocks, external in (([[1, 2, 3]], 40), ([[1, 2]], 48)):
+        state = scheduler()
+        with_ticket(state)
+        state.external_tokens("d1", computed_tokens=48 - external)
+        with pytest.raises(InvalidEvent, match="needs whole blocks"):
+            state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=external, now_s=0.0)
+        assert state.take_step_plan(now_s=0.0).failures == ("d1",)
+
+
+def test_blocks_of_a_prefix_hit_among_those_to_fill_are_refused_without_a_null_block():
+    state = scheduler()
+    with_ticket(state)
+    state.external_tokens("d1", computed_tokens=0)
+    with pytest.raises(InvalidEvent, match="no null block"):
+        state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 3]], external_tokens=48, now_s=0.0)
