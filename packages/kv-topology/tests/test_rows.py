@@ -1,7 +1,6 @@
 """Descriptor rows: addresses, expansion, limits, and memory that groups share."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest

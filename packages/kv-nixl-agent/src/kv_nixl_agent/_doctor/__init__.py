@@ -1,1 +1,3 @@
 """The doctor: findings about this machine, and reads between real processes."""
+
+__all__: list[str] = []

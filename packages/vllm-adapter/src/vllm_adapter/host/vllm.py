@@ -39,7 +39,8 @@ from vllm.v1.request import RequestStatus
 
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.host.drafting import backoff_tokens, speculative_factors
+from vllm_adapter.host.drafting import backoff_tokens
+from vllm_adapter.host.factors import vllm_factors
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +228,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=_state_groups(config) if is_worker else 0,
-        factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
+        factors=vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
         extra_factors={
             "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
             "model_revision": str(model.revision),
@@ -431,22 +432,3 @@ def _ranks() -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
-
-
-def _vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> dict[str, object]:
-    """Inputs of vLLM's compatibility hash, by its names, so that both connectors compute the same digest."""
-    model, cache = config.model_config, config.cache_config
-    return {
-        "vllm_version": vllm.__version__,
-        "nixl_connector_version": connector_version,
-        "model": model.model,
-        "dtype": str(model.dtype),
-        "num_kv_heads": model.get_total_num_kv_heads(),
-        "head_size": model.get_head_size(),
-        "num_hidden_layers": model.get_total_num_hidden_layers(),
-        "attn_backend_name": backend,
-        "cache_dtype": str(cache.cache_dtype),
-        "is_hma_enabled": not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "speculative_config": speculative_factors(config),
-        "transfer_mode": "pull",
-    }
