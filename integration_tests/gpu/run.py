@@ -58,7 +58,9 @@ def main(arguments=None):
     parser.add_argument("--output", default="gpu-evidence.json", help="file for the evidence (default: %(default)s)")
     parser.add_argument("--control", action="store_true", help="run the DRAM control alone, GPU or not; never green")
     options = parser.parse_args(arguments)
-    facts, results, bandwidth, implementation = device_facts(), {}, {}, "not started"
+    results: dict[str, str] = {}
+    bandwidth: dict[str, float] = {}
+    facts, implementation = device_facts(), "not started"
     if options.control:
         facts = {**facts, "reason": "only the DRAM control was run"}
     if "reason" not in facts or options.control:

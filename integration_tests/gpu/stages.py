@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kv_nixl_agent import TransferAgent
-from kv_nixl_agent.port import open_nixl
+from kv_nixl_agent.port import MemoryKind, open_nixl
 from kv_nixl_agent.testing import RecordingPort, Stage, page_pattern, recording_factory
 
 PAGES, PAGE_BYTES = 64, 65536
-PLACES = {
+PLACES: dict[str, tuple[MemoryKind, MemoryKind]] = {
     "vram-to-vram": ("VRAM", "VRAM"),
     "vram-to-dram": ("DRAM", "VRAM"),
     "dram-to-vram": ("VRAM", "DRAM"),
@@ -59,6 +59,11 @@ class LocalProducer:
 
     def take_notifications(self):
         return list(self._agent.take_notifications())
+
+    def stop(self):
+        raise NotImplementedError("a producer of this process cannot be stopped: FAULT_CHECKS are for other stages")
+
+    resume = kill = stop
 
 
 def make_stage(torch, place, *, port_factory=open_nixl):

@@ -1,5 +1,6 @@
 """Stages over real NIXL: the consumer in the test process, the producer in a process of its own."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent
+from kv_nixl_agent._producer_process import count_sockets
 from kv_nixl_agent.port import open_nixl
-from kv_nixl_agent.testing import PeerProcess, Stage, recording_factory
+from kv_nixl_agent.testing import PeerProcess, RecordingPort, Stage, recording_factory
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,7 +51,7 @@ def make_stage(transport):
         process = PeerProcess(name, page_bytes=page_bytes, page_count=page_count, engine_config=transport)
         memory = np.zeros((page_count, page_bytes), dtype=np.uint8)
         rows = np.array([[memory.ctypes.data, page_bytes, 0, page_bytes, page_count]], dtype=np.uint64)
-        ports = []
+        ports: list[RecordingPort] = []
         consumer = TransferAgent(
             "consumer",
             [(memory.ctypes.data, memory.nbytes, 0, "DRAM")],
@@ -57,7 +59,13 @@ def make_stage(transport):
             port_factory=recording_factory(open_nixl, ports),
         )
         made.append((consumer, process, ports[0], memory))
-        return Stage(consumer, RemoteProducer(process), lambda: memory, rows)
+        return Stage(
+            consumer,
+            RemoteProducer(process),
+            lambda: memory,
+            rows,
+            open_sockets=lambda: count_sockets(os.getpid()) + count_sockets(process.pid),
+        )
 
     yield make
     for consumer, process, port, _ in made:

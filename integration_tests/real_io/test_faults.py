@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferOrder
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.timeout(90)
@@ -305,3 +305,72 @@ def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stag
     stage.consumer.close()
     assert open_sockets() <= before + 1, "the one left is the test's line to its producer process"
     assert stage.consumer.statistics()["inflight"] == 0
+
+
+@pytest.mark.never_wrong("C5")
+def test_a_producer_killed_and_replaced_between_two_polls_is_found_disconnected(make_stage, transport):
+    stage = make_stage(page_bytes=65536, page_count=64)
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage.producer.stop()
+    ids = np.arange(32)
+    stage.consumer.post(order("stuck", ids, ids, deadline_s=0.2))
+    stuck = stage.wait("stuck")
+    stage.producer.kill()
+    again = PeerProcess("producer", page_bytes=65536, page_count=64, engine_config=transport)
+    try:
+        spec = PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
+        stage.consumer.replace_peer(spec)
+        assert stage.read("second", [40, 41], [7, 8]).outcome == "done"
+        assert stuck.is_memory_quiet or "stuck" in stage.quiet, stage.consumer.quarantine()
+        assert not stage.consumer.has_quarantine
+    finally:
+        stage.consumer.remove_peer("p")
+        again.close()
+
+
+def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later(transport):
+    """Nothing is unloaded when a peer is removed, so its fresh metadata must be taken beside the former."""
+    options = AgentOptions(backends=(BackendOptions(engine_config=transport),))
+    pages = [np.full((8, 4096), number, dtype=np.uint8) for number in range(3)]
+    regions = [(memory.ctypes.data, memory.nbytes, 0, "DRAM") for memory in pages]
+    mine, first, second = [np.array([[memory.ctypes.data, 4096, 0, 4096, 8]], dtype=np.uint64) for memory in pages]
+    consumer, producer = TransferAgent("reader", regions[:1], options), TransferAgent("grows", regions[1:2], options)
+
+    def read(number):
+        consumer.post(order(f"r{number}", np.arange(8), np.arange(8)))
+        end_s = time.monotonic() + 20.0
+        while time.monotonic() < end_s:
+            consumer.advance()
+            producer.take_notifications()
+            for result in consumer.take_results():
+                return result.outcome
+        return "no result"
+
+    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), mine, first))
+    assert (read(1), pages[0][0, 0]) == ("done", 1)
+    consumer.remove_peer("p")
+    assert consumer.statistics()["agents_waiting"] == 1
+    producer.register(regions[2:])
+    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), mine, second))
+    assert (read(2), pages[0][0, 0]) == ("done", 2)
+    consumer.close()
+    producer.close()
+
+
+@pytest.mark.never_wrong("C4")
+def test_a_renewal_that_came_while_the_process_was_stopped_counts_before_its_timers(make_stage):
+    """The producer's process stands for two seconds; its timer of 20 ms must see the notification that was sent meanwhile."""
+    stage = make_stage()
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    for number in range(3):
+        stage.producer.process.call("watch_timer", 0.02)
+        stage.producer.stop()
+        time.sleep(0.7)
+        assert stage.consumer.send_notification("p", f"renew {number}".encode())
+        time.sleep(0.3)
+        stage.producer.resume()
+        seen = stage.producer.process.call("events_until", f"renew {number}")
+        after_pause = seen[seen.index("pause") + 1 :]
+        assert after_pause[0] == f"renew {number}", seen

@@ -13,17 +13,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import Engine
 
+from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import FakeFabric
 
 
 @pytest.fixture(params=["fake", "nixl"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
-    """A maker of engines that are closed at the end."""
+    """A maker of engines that are closed at the end; `wrap` puts something in front of an engine's NIXL ports."""
     fabric = FakeFabric() if request.param == "fake" else None
     made: list[Engine] = []
 
-    def build(name: str, **options: Any) -> Engine:
-        made.append(Engine(name, port_factory=fabric.port if fabric else None, **options))
+    def build(name: str, wrap: Callable[[Any], Any] | None = None, **options: Any) -> Engine:
+        factory: Any = fabric.port if fabric else open_nixl
+        plain = factory if wrap is None else lambda *given, **more: wrap(factory(*given, **more))
+        made.append(Engine(name, port_factory=plain, **options))
         return made[-1]
 
     yield build

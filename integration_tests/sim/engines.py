@@ -10,12 +10,14 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy_mirror import NumpyMirror
 from numpy_pages import NumpyPages
 
+from kv_scheduler_state import prompt_digest
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
@@ -26,6 +28,17 @@ from vllm_adapter.worker.engine_thread import WorkerSide
 
 HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an engine is given another size, a multiple
 _request_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The first tokens of the one text that all prompts of the simulation begin with."""
+
+    tokens: int
+    refusal: str = ""
+
+    def digest(self, tokens: int) -> str | None:
+        return prompt_digest(range(tokens)) if tokens <= self.tokens else None
 
 
 class Engine:
@@ -63,8 +76,7 @@ class Engine:
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
-            parts = WorkerParts(facts[rank], self.settings, port_factory=port_factory)
-            worker = WorkerSide(facts[rank], parts)
+            worker = WorkerSide(facts[rank], WorkerParts(facts[rank], self.settings, port_factory=port_factory))
             mirror = self.mirrors[rank] if has_mirror else None
             worker.register(layer_caches(visible[rank]), self.converters[rank], mirror)
             assert worker.envelope is not None
@@ -155,6 +167,7 @@ class Engine:
     ) -> tuple[str, dict[str, object] | None]:
         """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
+        prompt = prompt or Prompt(tokens)
         self.side.arrived(Arrival(request_id, {"do_remote_decode": True}, tokens, identity=prompt))
         blocks = self.take_blocks(request_id, tokens)
         self.side.allocated(request_id, [blocks], [blocks], external_tokens=0, preemptions=0)
@@ -187,7 +200,7 @@ class Engine:
     ) -> str:
         """Admit a request with a ticket and allocate its blocks; return its id."""
         request_id = f"{self.name}-{next(_request_numbers)}"
-        self.side.arrived(Arrival(request_id, ticket, tokens, identity=prompt))
+        self.side.arrived(Arrival(request_id, ticket, tokens, identity=prompt or Prompt(tokens)))
         external, _ = self.side.external_tokens(request_id, hit_blocks * self.tokens)
         blocks = self.take_blocks(request_id, tokens)
         self.side.allocated(request_id, [blocks], [blocks[hit_blocks:]], external_tokens=external or 0, preemptions=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engines import TOKENS, Engine
+from engines import TOKENS, Engine, Prompt
 
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.side import Arrival, Ending
@@ -62,7 +62,7 @@ def test_a_full_hit_only_notifies(make: Make) -> None:
 def test_an_abort_before_allocation_frees_the_producer(make: Make) -> None:
     producer, consumer = make("P"), make("D")
     _, ticket = producer.prefill(2 * TOKENS)
-    consumer.side.arrived(Arrival("gone", ticket, 2 * TOKENS))
+    consumer.side.arrived(Arrival("gone", ticket, 2 * TOKENS, identity=Prompt(2 * TOKENS)))
     consumer.side.finished(Ending("gone", "abort", 0), [[]])
     consumer.step()
     producer.wait_idle()

@@ -264,7 +264,7 @@ def serve(file_descriptor: int) -> None:
     connection: Connection[Any, Any] = Connection(file_descriptor)
     kind, *arguments = connection.recv()
     try:
-        consumer = {"ours": Ours, "bare": Bare}[kind](*arguments)
+        consumer: Ours | Bare = Ours(*arguments) if kind == "ours" else Bare(*arguments)
     except Exception as error:  # noqa: BLE001 - answered to the parent
         connection.send(error)
         return

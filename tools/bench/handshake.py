@@ -128,7 +128,7 @@ def _serve_bare(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int]
                 sock.send_multipart((identity, empty, payload, clock))
 
 
-# One handshake -------------------------------------------------------------------------------------------------------
+# Single handshake ----------------------------------------------------------------------------------------------------
 
 
 def _handshake(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:

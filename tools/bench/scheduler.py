@@ -240,7 +240,7 @@ class _Baseline:
         }
 
 
-def _state(**changes: float) -> SchedulerState:
+def _state(**changes: Any) -> SchedulerState:
     return SchedulerState(SchedulerConfig("prefill-0", "10.0.0.1", 5600, fence_slots=4096, **changes))
 
 
@@ -260,13 +260,13 @@ def _our_lives(state: SchedulerState) -> None:
         state.take_step_plan(now_s=clock())
         state.finish(request_id, reason="length", block_ids=blocks, computed_tokens=TOKENS, now_s=clock())
         state.take_step_plan(now_s=clock())
-        state.transfer_results(sent=(request_id,), received=(), failed=())
+        state.report(sent=(request_id,), received=(), failed=())
         request_id = f"d{index}"
         state.arrive(request_id, _ticket(), prompt_tokens=TOKENS, now_s=clock())
         tokens = state.external_tokens(request_id, computed_tokens=0)
-        state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=tokens, now_s=clock())
+        state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=tokens or 0, now_s=clock())
         state.take_step_plan(now_s=clock())
-        state.transfer_results(sent=(), received=(request_id,), failed=())
+        state.report(sent=(), received=(request_id,), failed=())
         state.allocate(request_id, block_ids=blocks, new_block_ids=[[]], external_tokens=0, now_s=clock())
         state.take_step_plan(now_s=clock())
         state.finish(request_id, reason="stop", block_ids=blocks, computed_tokens=TOKENS, now_s=clock())

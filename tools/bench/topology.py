@@ -7,12 +7,13 @@ it is computation, and what else runs on the machine should not count.
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kv_topology import from_document, plan_transfer, to_document
+from kv_topology import BlockList, from_document, plan_transfer, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ def _rows_of(plan: TransferPlan) -> object:
     return link.local_rows, link.peer_rows
 
 
+def _ten_times_rows_of(plan: TransferPlan) -> object:
+    return [_rows_of(plan) for _ in range(10)]
+
+
+def _both_per_block(addresses: list[int], page_bytes: int, blocks: int) -> object:
+    return per_block_rows(addresses, page_bytes, blocks, 0), per_block_rows(addresses, page_bytes, blocks, 0)
+
+
 def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
     """(a) Rows of 64 layers x 2 fields x 20 000 blocks against a loop over blocks, and flatness in the blocks."""
     results: list[dict[str, object]] = []
@@ -77,8 +86,8 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
         report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
         # Ours builds both sides, so the loop does too.
         ours, baseline = _medians(
-            lambda plan=plan: [_rows_of(plan) for _ in range(10)],
-            lambda a=addresses, p=page, b=blocks: (per_block_rows(a, p, b, 0), per_block_rows(a, p, b, 0)),
+            partial(_ten_times_rows_of, plan),
+            partial(_both_per_block, addresses, page, blocks),
             3,
         )
         times[blocks] = ours / 10
@@ -143,19 +152,19 @@ def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
 
 def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
     """(c) Indices of 10 000 block ids x 128 regions against bare outer sums of the same size."""
-    local, peers = _dense_pair(20_000)
-    plan = plan_transfer(local, peers)
+    plan = plan_transfer(*_dense_pair(20_000))
     generator = np.random.default_rng(5)
-    mine = generator.permutation(20_000)[:10_000]
-    theirs = generator.permutation(20_000)[:10_000]
+    mine: Any = generator.permutation(20_000)[:10_000]
+    theirs: Any = generator.permutation(20_000)[:10_000]
+    local, peer = [BlockList(mine)], [BlockList(theirs)]
     first = (np.arange(128, dtype=np.int32) * 20_000)[:, None]
-    report(f"indices: {len(plan.indices((0, 0), [mine], [theirs])[0])} pairs")
+    report(f"indices: {len(plan.indices((0, 0), local, peer, tokens=160_000)[0])} pairs")
 
     def bare() -> object:
         left, right = mine.astype(np.int32), theirs.astype(np.int32)
         return (first + left).ravel(), (first + right).ravel()
 
-    ours, baseline = _medians(lambda: plan.indices((0, 0), [mine], [theirs]), bare, 101)
+    ours, baseline = _medians(lambda: plan.indices((0, 0), local, peer, tokens=160_000), bare, 101)
     return [_entry("indices of 10000 ids x 128 regions", "ms", ours * 1e3, baseline * 1e3, 1.3)]
 
 

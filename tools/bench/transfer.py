@@ -97,8 +97,8 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
                     times[pattern].setdefault(side, []).extend(taken)
             wakes_us += [1e6 * wake_s for wake_s in consumers["ours"].call("wakes")]
     peer.close()
-    for pattern, taken in times.items():
-        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", taken, READS * count * page_bytes)
+    for pattern, by_side in times.items():
+        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
     middle, longest = round(median(wakes_us)), round(max(wakes_us))
     label = f"caller awake after the last result (baseline: longest), {page_bytes // 1024} KB"
     results.append(_row(label, "us", (middle, longest), longest / middle, ("context", True)))

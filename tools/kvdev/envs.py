@@ -12,12 +12,13 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+from kvdev.affected import siblings_of
 from kvdev.paths import HOST_VENV, LOCK, PACKAGES, ROOT, STATE, WORKSPACE_VENV, package_sources
 from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import exclusive, uv_environment, uv_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -136,7 +137,7 @@ def release_environment(uv: Path) -> Path:
 
 
 def _install_lowest(uv: Path, venv: Path, package: str) -> None:
-    wheels = _build_wheels(uv)
+    wheels = _build_wheels(uv, [package, *siblings_of(ROOT, package)])
     env = uv_environment()
     env["UV_FIND_LINKS"] = ",".join(filter(None, [env.get("UV_FIND_LINKS"), str(wheels)]))
     overrides = STATE / "lowest-overrides.txt"
@@ -194,18 +195,18 @@ def _install_ours(uv: Path, venv: Path) -> None:
     )
 
 
-def _build_wheels(uv: Path) -> Path:
-    """Build the five wheels of this checkout; return their folder, which holds nothing else."""
+def _build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> Path:
+    """Build wheels of this checkout, all five unless told otherwise; return their folder, which holds nothing else."""
     wheels = STATE / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     env = uv_environment()
-    for name in PACKAGES:
+    for name in names:
         run_step(
             f"build {name}", [uv, "build", "--wheel", "--quiet", "--out-dir", wheels, ROOT / "packages" / name], env=env
         )
     files = sorted(wheels.glob("*.whl"))
-    if len(files) != len(PACKAGES):
-        fail(f"expected {len(PACKAGES)} wheels in {wheels}, found {[f.name for f in files]}")
+    if len(files) != len(names):
+        fail(f"expected {len(names)} wheels in {wheels}, found {[f.name for f in files]}")
     return wheels
 
 

@@ -16,7 +16,7 @@ __all__ = ["OPENERS", "pronoun_openings"]
 
 OPENERS = frozenset({"what", "whatever", "which", "who", "whoever", "whom", "whomever", "whose", "one"})
 # Quotation marks and brackets may stand before the first word; a ruled line (`-----`) is no prose.
-_FIRST_WORD = re.compile(r"[\"'`(*]*([A-Za-z]+)(?![\w.(/-])")
+_FIRST_WORD = re.compile(r"[\"'(*]*([A-Za-z]+)(?![\w.(/-])")
 
 
 def pronoun_openings(text: str) -> list[tuple[int, str]]:
@@ -49,7 +49,7 @@ def _docstrings(text: str) -> list[tuple[int, str]]:
 
 def _comments(text: str) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
-    last_own_line = 0
+    last_own_line = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
             continue

@@ -37,8 +37,17 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("one-module-loads-nixl", "kv_nixl_agent._errors", "import importlib"),
     ("host-room-imports-vllm", "vllm_adapter.scheduler.planted", "import vllm"),
     ("host-room-imports-vllm", "vllm_adapter.worker.planted", "from torch import Tensor"),
+    ("adapter-layers", "vllm_adapter.errors", "import vllm_adapter.config"),
+    ("adapter-layers", "vllm_adapter.config", "import vllm_adapter.ports"),
+    ("adapter-layers", "vllm_adapter.ports.planted", "import vllm_adapter.cache"),
+    ("adapter-layers", "vllm_adapter.cache.planted", "import vllm_adapter.steps"),
+    ("adapter-layers", "vllm_adapter.steps", "import vllm_adapter.observe"),
     ("adapter-layers", "vllm_adapter.observe.planted", "import vllm_adapter.wiring"),
+    ("adapter-layers", "vllm_adapter.wiring", "import vllm_adapter.worker"),
     ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.scheduler"),
+    ("adapter-layers", "vllm_adapter.scheduler.planted", "import vllm_adapter.worker"),
+    ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.host"),
+    ("adapter-layers", "vllm_adapter.host.planted", "import vllm_adapter.plugin"),
     ("no-cycles", "kv_handshake._errors", "import kv_handshake.planted"),
 ]
 # Line of each planted module that closes a circle.

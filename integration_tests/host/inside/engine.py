@@ -193,7 +193,7 @@ class Engine:
         scheduler = self.scheduler
         output = scheduler.schedule()
         told: Any = output.kv_connector_metadata
-        self.plans.append(told.metadata[0] if hasattr(told, "metadata") else told)
+        self.plans.append((told.metadata[0] if hasattr(told, "metadata") else told).orders)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:
@@ -242,7 +242,7 @@ class Engine:
     @property
     def orphans(self) -> list[str]:
         """Requests that the workers were told to report as failed."""
-        return [request_id for plan in self.plans for request_id in plan.orphans]
+        return self.orders("failures")
 
     @property
     def state(self) -> Any:
@@ -269,6 +269,16 @@ class Engine:
         assert self.free_blocks == self._blocks - 1  # one is the placeholder
         assert self.state.live_count == 0, self.state.snapshot(now_s=0.0)
         assert self.state.check_invariants() == ()
+
+
+def ids(lists: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the block ids of an order's block lists, group by group."""
+    return tuple(tuple(blocks.ids) for blocks in lists)
+
+
+def tokens_of(read: Any) -> int:
+    """Return how many tokens a read brings: from the first token of its whole groups on."""
+    return int(read.tokens - max(blocks.first_token for blocks in read.local_blocks))
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, hand_over, prompt
+from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, hand_over, ids, prompt, tokens_of
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 
@@ -44,7 +44,7 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     consumer.add("d", tokens, params=ticket)
     consumer.step()
     (read,) = _reads(consumer)
-    assert len(read.local_block_ids[full]) == 3
+    assert len(ids(read.local_blocks)[full]) == 3
     consumer.run(received=["d"])
     producer.step(sent=["p"])
     consumer.assert_nothing_left()
@@ -65,7 +65,7 @@ def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
     consumer.add("d", prompt(50), params=ticket)
     consumer.step()
     (read,) = _reads(consumer)
-    assert read.external_tokens == 50 - left
+    assert tokens_of(read) == 50 - left
     consumer.step(received=["d"])
     assert consumer.step() == {"d": max(left, 1)}
     consumer.run()
@@ -167,9 +167,9 @@ def test_behind_a_prefix_hit_the_state_is_read_whole_and_the_rest_in_part(make_e
     (read,) = _reads(consumer)
     states, whole = consumer.blocks("d")
     running = -(-(tokens - 1) // BLOCK) - 1
-    assert read.local_block_ids == ((states[running],), whole[2:])
-    assert read.external_tokens == tokens - 1 - 2 * BLOCK
-    assert [len(group) for group in read.peer_block_ids] == [1, running + 1]
+    assert ids(read.local_blocks) == ((states[running],), whole[2:])
+    assert tokens_of(read) == tokens - 1 - 2 * BLOCK
+    assert [len(group) for group in ids(read.peer_blocks)] == [1, running + 1]
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -187,8 +187,8 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
     consumer.step()
     (read,) = _reads(consumer)
     states, whole = consumer.blocks("d")
-    assert read.local_block_ids == ((states[5],), whole[4:])
-    assert read.external_tokens == 2 * BLOCK - 1
+    assert ids(read.local_blocks) == ((states[5],), whole[4:])
+    assert tokens_of(read) == 2 * BLOCK - 1
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()

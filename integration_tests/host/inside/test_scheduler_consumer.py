@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from engine import BLOCK, FULL, STATE, WINDOW, hand_over, prompt
+from engine import BLOCK, FULL, STATE, WINDOW, hand_over, ids, prompt, tokens_of
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -32,8 +32,8 @@ def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(make_engin
     assert consumer.step() == {}
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     (read,) = _reads(consumer)
-    assert (read.peer_request_id, read.external_tokens) == ("p", 40)
-    assert read.local_block_ids == consumer.blocks("d")
+    assert (read.peer_request_id, tokens_of(read)) == ("p", 40)
+    assert ids(read.local_blocks) == consumer.blocks("d")
     assert consumer.step() == {}  # nothing happens until the workers say so
     assert consumer.step(received=["d"]) == {}
     assert consumer.step() == {"d": 1}
@@ -87,7 +87,7 @@ def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(make_engine, prod
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
     (read,) = _reads(consumer)
-    assert len(read.local_block_ids[0]) == len(read.peer_block_ids[0]) == -(-tokens // BLOCK)
+    assert len(ids(read.local_blocks)[0]) == len(ids(read.peer_blocks)[0]) == -(-tokens // BLOCK)
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -135,9 +135,9 @@ def test_a_partial_prefix_hit_reads_the_rest(make_engine, producer) -> None:
     consumer.add("d", prompt(4 * BLOCK + 5), params=hand_over(producer, "p", prompt(4 * BLOCK + 5)))
     consumer.step()
     (read,) = _reads(consumer)
-    assert read.local_computed_blocks == (2,)
-    assert read.local_block_ids == (consumer.blocks("d")[0][2:],)
-    assert read.external_tokens == 2 * BLOCK + 5
+    assert read.local_blocks[0].first_token == 2 * BLOCK
+    assert ids(read.local_blocks) == (consumer.blocks("d")[0][2:],)
+    assert tokens_of(read) == 2 * BLOCK + 5
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -154,7 +154,7 @@ def test_the_longest_prefix_hit_leaves_the_last_block_to_read(make_engine, produ
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
     (read,) = _reads(consumer)
-    assert (read.external_tokens, len(read.local_block_ids[0])) == (missing, 1)
+    assert (tokens_of(read), len(ids(read.local_blocks)[0])) == (missing, 1)
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -170,7 +170,7 @@ def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(make_engine, produ
     assert _reads(consumer) == []
     (order,) = _notifications(consumer)
     assert order.peer_request_id == "p"
-    assert not any(order.local_block_ids)
+    assert not any(ids(order.local_blocks))
     consumer.run()
     consumer.assert_nothing_left()
 
@@ -233,7 +233,7 @@ def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_block
     consumer.step()
     (order,) = consumer.orders("reads")
     assert (order.peer_request_id, order.is_reported) == ("p", False)
-    assert not any(order.local_block_ids)
+    assert not any(ids(order.local_blocks))
     consumer.assert_nothing_left()
 
 
@@ -299,10 +299,10 @@ def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any
     consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
     consumer.step()
     (read,) = _reads(consumer)
-    counts = [sum(block != 0 for block in group) for group in read.local_block_ids]
+    counts = [sum(block != 0 for block in group) for group in ids(read.local_blocks)]
     expected = {FULL: 7, STATE: 1, WINDOW: 3}
     assert counts == [expected[spec] for spec in specs]
-    assert [len(group) for group in read.peer_block_ids] == [len(group) for group in read.local_block_ids]
+    assert [len(group) for group in ids(read.peer_blocks)] == [len(group) for group in ids(read.local_blocks)]
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -363,7 +363,7 @@ def test_only_requests_that_wait_for_a_peer_renew_a_lease(make_engine, producer)
         time.sleep(0.3)
     consumer.step(sent=["handed-over"])
     renewed = consumer.orders("heartbeats")
-    assert {beat.peer_request_ids for beat in renewed} == {("p",)}
+    assert {tuple(request_id for request_id, _ in beat.readers) for beat in renewed} == {("p",)}
     consumer.step(received=["d"])
     count = len(consumer.orders("heartbeats"))
     time.sleep(0.3)

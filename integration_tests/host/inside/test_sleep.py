@@ -79,8 +79,9 @@ def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.Lo
     assert producer.prefill("p2", SOME) is None, "nobody knows yet what is registered"
     new = _hand_over(producer, consumer, "3", SOME)
     assert new["kv_generation"] == old["kv_generation"] + 1
+    stale = {key: value for key, value in old.items() if key != "kv_prompt"}  # bound to no prompt, so that it is read
     with caplog.at_level(logging.ERROR):
-        code = _refused(consumer, "d4", OTHER, {**old, "remote_num_tokens": len(OTHER)}, caplog)
+        code = _refused(consumer, "d4", OTHER, {**stale, "remote_num_tokens": len(OTHER)}, caplog)
     assert code in {"generation-mismatch", "fence-mismatch", "nixl-disconnected", "peer-disconnected"}
     _hand_over(producer, consumer, "5", OTHER)
     producer.run()
@@ -148,7 +149,7 @@ def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_aft
     producer, consumer = make("P"), make("D")
     consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
     consumer.step()
-    _wait(lambda: consumer.side._ends)
+    _wait(lambda: consumer.side._finished)
     consumer.sleep(resets=False)
     consumer.wake()
     consumer.until(received="d1")

@@ -12,13 +12,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from vllm_adapter.observe.spans import SpanWriter
-from vllm_adapter.observe.trace_links import TraceLink
-from vllm_adapter.worker.transfer.reads import ReadEnd, ReadTimes
+from vllm_adapter.steps import ReadEnd, ReadTimes, TraceLink
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LINK = TraceLink({"traceparent": f"00-{TRACE}-{PARENT}-01"}, time.time_ns() - 10**9)
 ORDER: Any = SimpleNamespace(
-    request_id="r", peer_engine_id="prefill-0", peer_request_id="p", peer_host="127.0.0.1", peer_port=5600
+    request_id="r", peer_request_id="p", peer=SimpleNamespace(engine_id="prefill-0", host="127.0.0.1", port=5600)
 )
 exporter = InMemorySpanExporter()
 provider = TracerProvider()

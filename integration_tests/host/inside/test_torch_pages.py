@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kv_topology import AttentionShape, Group, layer_regions, packed_layout, plan_transfer, rank_geometry
+from kv_topology import BlockList, Group, plan_transfer
+from kv_topology.layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
 from kv_topology.testing import MemoryOfRank, Request, execute, permute
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.torch_views import PageFinder
@@ -60,18 +61,20 @@ def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
     local = rank(dtype, tokens=here_tokens, order=here)
     peers = {(0, n): rank(dtype, tokens=there_tokens, order=there, tp=producers, number=n) for n in range(producers)}
     plan = plan_transfer(local, peers, staging="always")
-    request = Request([[5, 2, 7]], [list(range(1, 1 + 3 * here_tokens // there_tokens))], tokens=3 * here_tokens)
+    peer_ids = list(range(1, 1 + 3 * here_tokens // there_tokens))
+    request = Request([BlockList([5, 2, 7])], [BlockList(peer_ids)], tokens=3 * here_tokens)
+    everything = [(0, 3 * here_tokens)]
     sources = {number: MemoryOfRank(geometry) for number, geometry in peers.items()}
     for source in sources.values():
-        source.place_tags(request.peer_blocks, request, [None], is_local=False)
+        source.place_tags(request.peer, everything)
     memory, model, expected = (MemoryOfRank(local) for _ in range(3))
     execute(plan, request, memory, sources, np.zeros(len(memory.data), np.uint8))
     model.data[:] = memory.data
     permute(plan, request, model)
-    expected.place_tags(request.local_blocks, request, [None], is_local=True)
+    expected.place_tags(request.local, everything)
 
     tensor = torch.from_numpy(memory.data)
-    staged = plan.staged_pages(request.local_blocks, request.peer_blocks, tokens=request.tokens)
+    staged = plan.staged_pages(request.local, request.peer, tokens=request.tokens)
     steps = conversion_steps(staged, ranges_of(memory, tensor.data_ptr()))
     assert len(steps) == 1
     TorchPages([tensor], scratch_bytes=scratch_bytes).convert(steps)

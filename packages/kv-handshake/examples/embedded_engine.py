@@ -24,7 +24,7 @@ MEMORY: dict[str, bytearray] = {}  # stands in for one-sided reads: any engine m
 
 
 class Engine:
-    """One engine with one rank: a cache of blocks, a listener for its peers and a client towards them."""
+    """An engine with a single rank: a cache of blocks, a listener for its peers and a client towards them."""
 
     def __init__(self, name: str, *, blocks: int = 8, dtype: str = "float16") -> None:
         self.name = name

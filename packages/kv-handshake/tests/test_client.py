@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing, TransportError
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake._task import Task
 from kv_handshake._zmq import Connection, Hub
 from kv_handshake.testing import check_client, sample_envelopes
@@ -115,7 +115,7 @@ def test_a_lookup_that_hangs_delays_nobody(hasty, client, listener, monkeypatch)
         return real(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    ends = []
+    ends: list[Outcome] = []
     for each in (hasty, client):
         each.request(host="slow.invalid", port=1, ranks=RANKS, engine_id="x", dialect=14, on_done=ends.append)
     assert fetch(client, listener.port).is_ok
@@ -135,14 +135,15 @@ class MovedClock:
         return time.monotonic() + self.ahead_s
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_refused_connection_is_an_answer(client, free_port):
-    """One attempt, no retry within the request, however long its deadline is."""
+    """A single attempt and no retry within the request, however long its deadline is."""
     outcome = fetch(client, free_port)
     assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
     assert f"127.0.0.1 port {free_port}" in outcome.message
     assert "keys" not in outcome.message
     assert outcome.is_retry_safe
-    assert outcome.elapsed_s < 0.5
+    assert outcome.elapsed_s < 5, "far below the deadline of 30 s, also on a busy machine"
 
 
 def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, listener, monkeypatch):
@@ -152,6 +153,7 @@ def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, liste
     assert (outcome.code, outcome.attempts) == ("", 1), outcome.message
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     """Requests fail at once all the while; the first one after the peer has answered succeeds."""
     timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.05)
@@ -161,6 +163,7 @@ def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     outcome = fetch(client, free_port)
     assert (outcome.code, outcome.attempts) == ("recently-failed", 0)
     assert outcome.context["last_code"] == "connection-refused"
+    assert isinstance(outcome.context["failures"], int)
     assert outcome.context["failures"] > 2
     listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
     listener.start()
@@ -171,6 +174,7 @@ def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     listener.close()
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
     """While the one background attempt hangs, every request fails at once."""
     client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=1, attempt_s=0.5, hold_first_s=0.01), seed=1)
@@ -181,7 +185,8 @@ def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
         until(lambda: client.statistics()["attempts"] > attempts)
         outcomes = [fetch(client, port) for _ in range(20)]
         assert {outcome.code for outcome in outcomes} == {"recently-failed"}
-        assert max(outcome.elapsed_s for outcome in outcomes) < 0.5
+        assert {outcome.attempts for outcome in outcomes} == {0}
+        assert min(outcome.elapsed_s for outcome in outcomes) < 0.1
         client.close()
 
 
@@ -267,6 +272,21 @@ def test_a_reply_of_endless_frames_does_not_keep_others_waiting(client, listener
         assert fetch(client, listener.port).is_ok
 
 
+def test_sockets_are_made_and_closed_when_there_is_time(listener):
+    hub = Hub()
+    assert hub.poll(30) == ([], []), "it waits no longer than until it can make the sockets of the next connection"
+    prepared = hub._prepared
+    connections = [hub.open("127.0.0.1", listener.port) for _ in range(40)]
+    assert connections[0] is prepared
+    for connection in connections:
+        hub.discard(connection)
+    assert len(hub._ended) < 40, "not too many are kept open"
+    until(lambda: hub.poll(30) == ([], []) and hub._ended == [])
+    assert all(connection.socket.closed and connection.monitor.closed for connection in connections)
+    hub.close()
+    assert hub._prepared.socket.closed
+
+
 def test_a_reply_before_the_end_of_the_connection_counts():
     """Also if the end is noticed first; and the reason of the end stays."""
     context = zmq.Context()
@@ -313,7 +333,7 @@ def test_surplus_replies_are_not_taken_for_later_ranks(client):
 
 def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
     """The first life answers three ranks and dies; the outcome holds eight ranks of the second."""
-    answered = []
+    answered: list[bytes] = []
     gone = threading.Event()
     context = zmq.Context()
     sock = context.socket(zmq.ROUTER)
@@ -341,7 +361,8 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
 
 def test_sixty_four_peers_of_which_sixteen_are_dead(client, listener):
     """Every healthy peer is ready while every dead one still hangs."""
-    healthy, dead = [], []
+    healthy: list[Outcome] = []
+    dead: list[Outcome] = []
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for index in range(64):
             port, ends = (listener.port, healthy) if index % 4 else (mute.getsockname()[1], dead)
@@ -355,7 +376,7 @@ def test_sixty_four_peers_of_which_sixteen_are_dead(client, listener):
 
 def test_places_are_given_in_turn(listener):
     client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=30, attempt_s=20))
-    ends = []
+    ends: list[Outcome] = []
     for _ in range(5):
         client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
     assert fetch(client, listener.port).is_ok
@@ -365,7 +386,7 @@ def test_places_are_given_in_turn(listener):
 
 def test_no_place_within_the_deadline(monkeypatch):
     client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=30, attempt_s=20))
-    ends = []
+    ends: list[Outcome] = []
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for deadline_s in (30, 0.5):
             monkeypatch.setattr(client, "_timing", Timing(connections=1, deadline_s=deadline_s, attempt_s=20))
@@ -417,7 +438,7 @@ def test_a_query_that_cannot_be_sent_fails_its_request(client, listener, monkeyp
 
 def test_close_ends_what_is_under_way_exactly_once():
     client = Client(LocalOffer(factors=FACTORS))
-    ends = []
+    ends: list[Outcome] = []
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for _ in range(3):
             client.request(
@@ -434,13 +455,18 @@ def test_close_ends_what_is_under_way_exactly_once():
 def test_close_from_a_callback(listener):
     client = Client(LocalOffer(factors=FACTORS))
     done = threading.Event()
+
+    def close(_):
+        client.close()
+        done.set()
+
     client.request(
         host="127.0.0.1",
         port=listener.port,
         ranks=RANKS,
         engine_id="",
         dialect=14,
-        on_done=lambda _: (client.close(), done.set()),
+        on_done=close,
     )
     assert done.wait(5)
     client.close()

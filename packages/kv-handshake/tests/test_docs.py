@@ -9,6 +9,7 @@ import pytest
 
 from kv_handshake import CODES
 from kv_handshake._factors import FACTOR_GROUPS
+from kv_handshake._messages import METADATA_FIELDS
 from kv_handshake.machine import dialect_of, state_diagram
 
 PACKAGE = Path(__file__).parent.parent
@@ -52,6 +53,15 @@ def test_embedded_engine_runs():
     lines = done.stdout.splitlines()
     assert [line.endswith("True") for line in lines[:4]] == [True, False, True, True]
     assert 'factors-differ: dtype: local "float32", peer "float16"' in lines[4]
+
+
+@needs_docs
+def test_protocol_page_gives_each_field_its_first_dialect():
+    page = (WIRE / "protocol.md").read_text().split("## Agent metadata")[1].split("## Clock")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \| (\w+) \|", page, re.MULTILINE)
+    documented = {name: first for names, first in rows for name in re.findall(r"`(\w+)`", names)}
+    first = {each.key: str(max(2, each.wire.since)) if each.wire.since else "ours" for each in METADATA_FIELDS}
+    assert documented == first
 
 
 @needs_docs

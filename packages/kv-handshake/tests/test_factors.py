@@ -1,5 +1,6 @@
 import hashlib
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -180,7 +181,7 @@ def test_supposed_and_shown_values_cost_no_depth():
     """Two factors that were supposed, one that the peer shows, and two that are found by trying."""
     change = {"model": "/b", "num_hidden_layers": 200, "attn_backend_name": "NEW_ATTN"}
     tried = {"dtype": "torch.float32", "num_kv_heads": 4}
-    supposed = {"model": ["/a", "/b"], "num_hidden_layers": [200]}
+    supposed: dict[str, Sequence[object]] = {"model": ["/a", "/b"], "num_hidden_layers": [200]}
     peer_hash = compatibility_hash({**FULL, **change, **tried})
     shown = {"attn_backend_name": "NEW_ATTN"}
     assert explain_hash(FULL, peer_hash, dialect_of(14), supposed=supposed, shown=shown) == ()

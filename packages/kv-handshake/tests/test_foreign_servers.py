@@ -80,6 +80,7 @@ def test_a_peer_that_is_too_busy_to_open_the_connection_is_tried_again(hasty, mo
     assert outcome.is_retry_safe
 
 
+@pytest.mark.never_wrong("B4")
 def test_a_connection_reset_before_it_opens_is_refused_at_once(client):
     """As by a process that is being killed: its system accepts, and resets when the process is gone."""
     with socket.create_server(("127.0.0.1", 0)) as foreign:
@@ -95,4 +96,4 @@ def test_a_connection_reset_before_it_opens_is_refused_at_once(client):
         server.join()
     assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
     assert "keys" not in outcome.message
-    assert outcome.elapsed_s < 0.5
+    assert outcome.elapsed_s < 5, "far below the deadline of 30 s, also on a busy machine"

@@ -8,8 +8,9 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing, TransportError
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
 from kv_handshake._reading import decode_clock, decode_envelope
+from kv_handshake._zmq import RouterSocket
 from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import check_listener, sample_envelopes
@@ -130,6 +131,7 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=limits, clock=clock)
     listener.start()
     codes = []
+    refusal = None
     for _ in range(6):
         sock = raw(zmq.REQ, listener.port)
         sock.send(QUERY)
@@ -260,13 +262,13 @@ def keys():
 def secure_client(keys, name, *, server="server"):
     return Client(
         LocalOffer(policy="off"),
-        security=ClientSecurity(*keys[name], keys[server][0]),
+        security=ClientSecurity(keys[name][0], keys[name][1], keys[server][0]),
         timing=Timing(deadline_s=30, attempt_s=20),
     )
 
 
 def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
-    security = ServerSecurity(*keys["server"], authorized={keys["friend"][0]: "friend"})
+    security = ServerSecurity(keys["server"][0], keys["server"][1], {keys["friend"][0]: "friend"})
     listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=security)
     listener.start()
     friend, stranger = secure_client(keys, "friend"), secure_client(keys, "stranger")
@@ -301,3 +303,73 @@ def test_plain_client_and_wrong_server_key_get_nothing(keys):
         each.close()
     assert listener.statistics()["answered"] == 0
     listener.close()
+
+
+def test_a_message_of_endless_frames_stops_nobody(listener, raw):
+    """Its socket is dropped after 64 surplus frames, a new one is bound at once, and the next client is answered."""
+    flood = raw(zmq.DEALER, listener.port)
+    flood.send_multipart([b""] * 500_000)
+    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+    assert outcome.is_ok, outcome
+    assert listener.statistics()["restarts"] == 0
+    assert listener.is_alive
+    client.close()
+
+
+def test_peers_write_no_log_lines_of_their_own(caplog):
+    """Neither a line break nor an escape sequence nor a long text of a peer reaches the log; topics are few."""
+    factors = {"model": "a\nb\x1b[31m" + "x" * 100_000}
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)], factors=factors))
+    listener.start()
+    client = Client(LocalOffer(factors={"model": "other"}, policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    for engine_id in ("engine-a", ""):
+        for _ in range(10):
+            outcome = client.fetch(
+                host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id=engine_id, dialect=14
+            )
+            assert outcome.is_ok
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert len(text) < 1200
+    assert text.isprintable()
+    assert client.statistics()["log_lines_held_back"] == 19
+    client.close()
+    listener.close()
+
+
+def test_a_restart_refuses_no_connection(listener, monkeypatch):
+    """The port stays open: a client that comes between two sockets waits for the second one."""
+    gate = threading.Event()
+    real, failures = listener._core.respond, iter([RuntimeError("broken")])
+
+    def respond(query, *, clock_s):
+        for failure in failures:
+            raise failure
+        return real(query, clock_s=clock_s)
+
+    def made_later(port, *, security=None):
+        assert gate.wait(20)
+        return router_socket(port, security=security)
+
+    router_socket = RouterSocket
+    monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)
+    monkeypatch.setattr(listener._core, "respond", respond)
+    timing = Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01)
+    client = Client(LocalOffer(policy="off"), timing=timing)
+    ends: list[Outcome] = []
+
+    def ask():
+        client.request(
+            host="127.0.0.1", port=listener.port, ranks=[(0, 3)], engine_id="", dialect=14, on_done=ends.append
+        )
+
+    ask()
+    until(lambda: listener.statistics()["restarts"] == 1)
+    ask()
+    time.sleep(0.1)
+    assert ends == []
+    gate.set()
+    until(lambda: len(ends) == 2)
+    assert [outcome.code for outcome in ends] == ["", ""]
+    client.close()

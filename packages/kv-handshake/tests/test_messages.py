@@ -9,7 +9,7 @@ from kv_handshake import CODES, Codec, ConfigurationError, HandshakeError, WireE
 from kv_handshake._messages import METADATA_FIELDS, AgentMetadata
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import parse_query
-from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
+from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
 from kv_handshake._writing import encode_clock, encode_metadata
 from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
@@ -212,6 +212,43 @@ def test_an_envelope_is_short_besides_its_metadata():
     assert caught.value.code == "malformed-envelope"
 
 
+def read_reply(frame, repeated):
+    try:
+        envelope = decode_envelope(frame, repeated)
+        return envelope, decode_metadata(envelope, repeated)
+    except WireError as refusal:
+        return refusal.code, str(refusal)
+
+
+@given(st.randoms(use_true_random=False))
+def test_earlier_replies_change_nothing(rng):
+    """A reader that keeps values of other replies, good and damaged, reads every reply as one that keeps none."""
+    repeated = Repeated()
+    frames = list(sample_envelopes([(0, 0), (0, 1)]).values())
+    frames += sample_envelopes([(0, 2)], dialect=2, factors={"model": "other"}).values()
+    for _ in range(12):
+        frame = rng.choice(frames)
+        if rng.random() < 0.5:
+            envelope = msgspec.msgpack.decode(frame)
+            envelope["agent_metadata_bytes"] = mutate(rng, envelope["agent_metadata_bytes"])
+            envelope.pop("kvh_checksum")
+            frame = msgspec.msgpack.encode(envelope)
+        elif rng.random() < 0.5:
+            frame = mutate(rng, frame)
+        assert read_reply(frame, repeated) == read_reply(frame, None)
+
+
+def test_lists_that_ranks_repeat_are_read_once():
+    repeated = Repeated()
+    one, other = (
+        decode_metadata(decode_envelope(frame, repeated), repeated)
+        for frame in sample_envelopes([(0, 0), (0, 1)], regions=9).values()
+    )
+    assert one.kv_caches_base_addr != other.kv_caches_base_addr
+    for name in ("block_lens", "region_names", "region_mem_types", "factors"):
+        assert getattr(one, name) is getattr(other, name)
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_or_read(data):
     for read in (parse_query, decode_envelope, decode_clock):
@@ -241,3 +278,17 @@ def test_every_code_is_described():
 def test_bad_offers(arguments):
     with pytest.raises(ConfigurationError):
         LocalOffer(**arguments)
+
+
+@pytest.mark.never_wrong("B3")
+@pytest.mark.parametrize("generation", [2**53, 2**60, -1])
+def test_a_generation_that_a_float_rounds_is_not_written(generation):
+    with pytest.raises(ConfigurationError, match="generation") as caught:
+        Codec().encode_envelope({**sample_metadata(), "generation": generation}, {}, dialect=14)
+    assert caught.value.code == "invalid-argument"
+
+
+@pytest.mark.never_wrong("B11")
+def test_a_large_generation_of_release_0_1_is_read():
+    values = msgspec.msgpack.decode(sample_envelopes()[0, 0]) | {"kvh_generation": 2**60}
+    assert decode_metadata(decode_envelope(msgspec.msgpack.encode(values))).generation == 2**60

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError
 from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake.testing import sample_envelopes
 
 REQUEST_IDS = (
     st.text(min_size=1, max_size=60)
@@ -20,7 +21,7 @@ def test_read_complete_survives_the_way(request_id, count):
 
 @given(st.lists(st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)))
 def test_heartbeats_survive_the_way(request_ids):
-    found = []
+    found: list[str] = []
     for payload in encode_heartbeats([(each, "") for each in request_ids], target_bytes=64):
         seen = parse_notification(payload)
         assert seen.kind == "heartbeat"
@@ -81,3 +82,103 @@ def test_codec_offers_the_same():
     assert codec.heartbeats([("r", "")]) == (b"HB:r",)
     assert codec.parse_notification(b"r:2").reader_count == 2
     assert len(codec.compatibility_hash({})) == 64
+    envelope = codec.decode_envelope(sample_envelopes()[0, 0])
+    assert codec.decode_metadata(envelope).engine_id == "engine-a"
+
+
+NONCES = st.from_regex(r"[!-~]{1,64}", fullmatch=True)
+CONSUMERS = st.text(st.characters(categories=("L", "N", "P")), max_size=40)
+
+
+@pytest.mark.never_wrong("C6")
+@given(REQUEST_IDS.filter(lambda text: not text.startswith("KVH:")), NONCES, CONSUMERS, st.integers(1, 65_536))
+def test_read_with_nonce_and_consumer_survives_the_way(request_id, nonce, consumer, count):
+    seen = parse_notification(encode_read_complete(request_id, count, nonce=nonce, consumer=consumer))
+    assert (seen.kind, seen.request_ids, seen.reader_count) == ("read-complete", (request_id,), count)
+    assert (seen.nonces, seen.consumer) == ((nonce,), consumer)
+
+
+@pytest.mark.never_wrong("C6")
+@given(st.lists(st.tuples(REQUEST_IDS.filter(lambda text: not text.startswith("KVH:")), st.just("") | NONCES)))
+def test_heartbeats_with_and_without_nonces_survive_the_way(readers):
+    found: list[tuple[str, str]] = []
+    for payload in encode_heartbeats(readers, target_bytes=100):
+        seen = parse_notification(payload)
+        assert (seen.kind, len(seen.nonces)) == ("heartbeat", len(seen.request_ids))
+        found += zip(seen.request_ids, seen.nonces, strict=True)
+    assert sorted(found) == sorted(set(readers))
+
+
+@pytest.mark.never_wrong("C6")
+def test_vllms_form_is_unchanged_without_a_nonce():
+    codec = Codec()
+    assert codec.read_complete("r", 2) == b"r:2"
+    assert codec.heartbeats([("a", ""), ("b", "")]) == (b"HB:a,b",)
+    for payload in (b"r:2", b"HB:r"):
+        assert (parse_notification(payload).nonces, parse_notification(payload).consumer) == (("",), "")
+
+
+def test_a_nonce_never_stands_in_vllms_form():
+    codec = Codec()
+    assert codec.read_complete("r", 2, nonce="n", consumer="e") == b'KVH:["r","n","e"]:2'
+    assert codec.heartbeats([("a", ""), ("b", "n")]) == (b"HB:a", b'HB:,KVH:[["b","n"]]')
+    assert parse_notification(b"r:2").nonces != parse_notification(codec.read_complete("r", 2, nonce="n")).nonces
+
+
+def read_by_release_0_1(payload):
+    """The parser of our release 0.1 (and, for well-formed texts, of vLLM): request ids of a heartbeat or of a read."""
+    text = payload.decode()
+    if text.startswith("HB:,") and "," in text[4:]:
+        return "heartbeat", [text[4:]]
+    if text.startswith("HB:"):
+        return "heartbeat", text[3:].split(",")
+    request_id, _, count = text.rpartition(":")
+    assert count.isdigit()
+    return "read-complete", [request_id]
+
+
+@pytest.mark.never_wrong("C6")
+def test_older_peers_find_unknown_ids_in_our_forms():
+    """Nothing there raises, and no id that could be a request's own is among them."""
+    read = encode_read_complete("r,1", 4, nonce="n", consumer="e")
+    heartbeats = encode_heartbeats([("r1", "n"), ("r2", "n"), ("r,3", "n")])
+    for payload in (read, *heartbeats):
+        for request_id in read_by_release_0_1(payload)[1]:
+            assert request_id.startswith("KVH:")
+    assert int(read.decode().rsplit(":", 1)[1]) == 4, "vLLM takes the text behind the last colon for a number"
+
+
+@pytest.mark.never_wrong("B2")
+@pytest.mark.parametrize("prefix", Codec().reserved_prefixes)
+@pytest.mark.parametrize("nonce", ["", "n"])
+def test_ids_with_a_reserved_prefix_are_coded_refusals(prefix, nonce):
+    with pytest.raises(ConfigurationError) as caught:
+        Codec().read_complete(f"{prefix}x", 1, nonce=nonce)
+    assert (caught.value.code, caught.value.fault) == ("invalid-argument", "local")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"nonce": "a b"},
+        {"nonce": "n" * 65},
+        {"nonce": "\u6f22"},
+        {"consumer": "e"},
+        {"nonce": "n", "consumer": "a\nb"},
+        {"nonce": "n", "consumer": "e" * 513},
+        {"nonce": "n", "consumer": "\ud800"},
+    ],
+)
+def test_nonces_and_consumers_that_no_peer_could_read_are_refused(arguments):
+    with pytest.raises(ConfigurationError) as caught:
+        Codec().read_complete("r", 1, **arguments)
+    assert caught.value.code == "invalid-argument"
+    if "consumer" not in arguments:
+        with pytest.raises(ConfigurationError):
+            Codec().heartbeats([("r", arguments["nonce"])])
+
+
+def test_long_ids_are_cut_in_the_message():
+    with pytest.raises(ConfigurationError) as caught:
+        Codec().read_complete("r" * 100_000, 1)
+    assert len(str(caught.value)) < 500

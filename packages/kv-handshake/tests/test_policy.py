@@ -1,13 +1,14 @@
+import msgspec
 import pytest
 
 from kv_handshake import Codec, LocalOffer
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._reading import decode_envelope
+from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake._writing import encode_refusal
 from kv_handshake.machine import dialect_of
-from kv_handshake.testing import sample_metadata
+from kv_handshake.testing import load_vectors, sample_metadata
 
 VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {
     "vllm_version": "0.32.0",
@@ -122,3 +123,63 @@ def test_a_level_of_a_later_version_counts_as_absent():
 def test_refusal():
     verdict = judged(VLLM, decode_envelope(encode_refusal("not-ready", "soon")))
     assert (verdict.code, "not-ready: soon" in verdict.message) == ("refused", True)
+
+
+def test_a_hostile_envelope_makes_no_long_text():
+    factors = {"x" * 900 + str(index): "y" * 900 for index in range(120)}
+    offer = LocalOffer(factors=dict.fromkeys(factors, "z"), policy="negotiated")
+    frame = Codec().encode_envelope(sample_metadata(), factors, dialect=14)
+    verdict = judge(offer, decode_envelope(frame), 14)
+    assert verdict.code == "factors-differ"
+    assert len(verdict.message) < 10_000
+    assert "112 more" in verdict.message
+    refusal = decode_envelope(encode_refusal("unknown-rank", "m" * 100_000))
+    assert len(judge(offer, refusal, 14).message) < 1000
+
+
+OURS = Codec(capabilities={"nonce": "supported", "prompt-digest": "supported"})
+
+
+@pytest.mark.never_wrong("B11")
+def test_capabilities_are_those_of_both_sides():
+    offer = LocalOffer(capabilities={"nonce": "supported", "streaming": "supported"})
+    frame = OURS.encode_envelope(sample_metadata(), {}, dialect=14)
+    verdict = judge(offer, decode_envelope(frame), 14)
+    assert (verdict.code, verdict.capabilities) == ("", frozenset({"nonce"}))
+    assert decode_metadata(decode_envelope(frame)).capabilities == ("nonce", "prompt-digest")
+
+
+@pytest.mark.never_wrong("B11")
+def test_a_peer_of_release_0_1_is_recognised_and_accepted():
+    """Its envelope, a published vector, announces our protocol but not the capability."""
+    (vector,) = [each for each in load_vectors() if each.name == "envelope-extended-v14"]
+    envelope = decode_envelope(vector.data)
+    verdict = judge(LocalOffer(policy="off", capabilities={"nonce": "supported"}), envelope, 14)
+    assert verdict.is_accepted
+    assert envelope.protocol == (1, 1)
+    assert "nonce" not in decode_metadata(envelope).capabilities
+    assert "nonce" not in verdict.capabilities
+
+
+class EnvelopeOfRelease01(msgspec.Struct, frozen=True, kw_only=True):
+    """The envelope as our release 0.1 reads it."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+    kvh_protocol: tuple[int, int] | None = None
+    kvh_rank: tuple[int, int] | None = None
+    kvh_generation: int | None = None
+    kvh_factors: msgspec.Raw = msgspec.Raw(b"\x80")
+    kvh_checksum: int | None = None
+    kvh_capabilities: dict[str, str] = {}
+    kvh_refusal: dict | None = None
+
+
+@pytest.mark.never_wrong("B11")
+def test_release_0_1_reads_an_envelope_with_capabilities():
+    frame = OURS.encode_envelope(sample_metadata(), {"a": 1}, dialect=14, rank=(0, 0))
+    read = msgspec.msgpack.decode(frame, type=EnvelopeOfRelease01)
+    assert read.kvh_protocol == (1, 1)
+    assert read.kvh_capabilities == {"nonce": "supported", "prompt-digest": "supported"}
+    plain = Codec().encode_envelope(sample_metadata(), {"a": 1}, dialect=14, rank=(0, 0))
+    assert read.agent_metadata_bytes == msgspec.msgpack.decode(plain, type=EnvelopeOfRelease01).agent_metadata_bytes

@@ -9,7 +9,7 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
-from kv_handshake._states import EVENTS, TRANSITIONS, next_step
+from kv_handshake._states import EVENTS, TRANSITIONS, Cause, Event, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._writing import encode_clock
 from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
@@ -24,7 +24,7 @@ def session(ranks=RANKS, version=14, **arguments):
 
 def ask_all(asker, core, *, chunk=None, ahead=1, now_s=1.0):
     """Pipe a session into a core, with `ahead` queries under way, in chunks of bytes."""
-    replies = []
+    replies: list[tuple[bytes, ...]] = []
     while not asker.is_over:
         while asker.queries_left and len(replies) < ahead:
             replies.append(core.respond(asker.next_query(now_s=now_s), clock_s=100.0))
@@ -195,6 +195,23 @@ def test_values_that_python_takes_for_equal_are_judged_apart():
     assert judge(offer, other, 14).code == "factors-differ"
 
 
+def test_each_rank_that_claims_something_else_is_judged(monkeypatch):
+    judged = []
+    monkeypatch.setattr(
+        "kv_handshake._session.judge",
+        lambda offer, envelope, version: judged.append(envelope.rank) or judge(offer, envelope, version),
+    )
+    core = ServerCore(sample_envelopes(RANKS))
+    asker = session()
+    ask_all(asker, core, ahead=3)
+    assert (asker.error, judged) == (None, [(0, 0)]), "three ranks, one judgement"
+    judged.clear()
+    other = sample_envelopes([(0, 1)], factors={**FACTORS, "num_kv_heads": 8.0})
+    asker = session()
+    ask_all(asker, ServerCore(sample_envelopes(RANKS) | other), ahead=3)
+    assert (asker.error.code, judged) == ("hash-mismatch", [(0, 0), (0, 1)])
+
+
 def test_bytes_before_the_first_query_are_the_callers_fault():
     error = fails(good(), "illegal-event", asked=0).error
     assert error.fault == "local"
@@ -216,8 +233,8 @@ def test_bytes_that_answer_no_query_are_the_peers_fault():
 @pytest.mark.parametrize("state", TRANSITIONS)
 @pytest.mark.parametrize("cause", ["query", "bytes", "reply", "fault"])
 @pytest.mark.parametrize("left", ["outstanding", "unasked", "none"])
-def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, left):
-    events = [
+def test_every_cause_in_every_state_has_one_step_or_one_culprit(state: State, cause: Cause, left: RanksLeft):
+    events: list[Event] = [
         event for event in TRANSITIONS[state] if EVENTS[event].cause == cause and EVENTS[event].left in (None, left)
     ]
     step = next_step(state, cause, left)
@@ -225,4 +242,5 @@ def test_every_cause_in_every_state_has_one_step_or_one_culprit(state, cause, le
     if events:
         assert step == TRANSITIONS[state][events[0]]
     else:
+        assert isinstance(step, IllegalEvent)
         assert step.fault == ("peer" if cause in ("bytes", "reply") and state != "idle" else "local")

@@ -1,5 +1,6 @@
 """Streams, advertisements, pacing, endpoints, keys and states."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from kv_handshake import Advertisement, ConfigurationError, Timing, WireError
 from kv_handshake._endpoint import endpoint_of, parse_endpoint
-from kv_handshake._keys import read_authorized_keys, read_keypair, read_public_key
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake._text import printable, shortened
+from kv_handshake._zmq._keys import read_authorized_keys, read_keypair, read_public_key
 from kv_handshake.machine import StreamReader, encode_stream, state_diagram
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
@@ -156,12 +158,21 @@ def test_hosts_that_are_fine(host):
         "a:b",
         "[::1]",
         "eth0;127.0.0.1:1",
+        "::ffff:127.0.0.1%1]:0;[127.0.0.77",
+        "fe80::1%",
+        "fe80::1%eth0;x",
+        "127.0.0.1%1",
     ],
 )
 def test_hosts_that_are_not(host):
     with pytest.raises(ConfigurationError) as caught:
         endpoint_of(host, 1)
     assert caught.value.code == "invalid-endpoint"
+
+
+def test_an_address_is_written_anew():
+    assert endpoint_of("0:0:0:0:0:0:0:1", 1).url == "tcp://[::1]:1"
+    assert endpoint_of("fe80::1%eth0.7", 1).url == "tcp://[fe80::1%eth0.7]:1"
 
 
 @pytest.mark.parametrize(("port", "is_server"), [(0, False), (-1, True), (65_536, True)])
@@ -239,3 +250,47 @@ def test_state_diagram_shows_every_transition():
     assert text.startswith("stateDiagram-v2\n    [*] --> idle\n")
     assert "    receiving --> done: last-rank-accepted\n" in text
     assert "    failed --> [*]\n" in text
+
+
+@pytest.mark.never_wrong("B3")
+@pytest.mark.parametrize("generation", [2**53, 2**53 + 1, -1])
+def test_an_advertisement_holds_no_number_that_a_float_rounds(generation):
+    with pytest.raises(ConfigurationError):
+        changed(generation=generation).encode()
+
+
+@pytest.mark.never_wrong("B3")
+def test_numbers_up_to_2_53_survive_a_router_that_keeps_floats():
+    def through_floats(data):
+        return json.dumps(json.loads(data, parse_int=lambda text: int(float(text))))
+
+    sent = changed(generation=2**53 - 1)
+    assert Advertisement.decode(through_floats(sent.encode()).encode()) == sent
+
+
+def test_texts_of_peers_are_short_and_on_one_line():
+    assert printable("a\nb\x1b[31m\u202e\ud800") == "a\\nb\\x1b[31m\\u202e\\ud800"
+    assert printable("\u6f22") == "\u6f22"
+    assert len(printable("x" * 1_000_000)) < 1100
+    assert shortened("x" * 201).endswith("(201 characters)")
+
+
+def test_a_failure_keeps_little_of_its_message():
+    memory = FailureMemory(Backoff(1.0, 8.0))
+    memory.record("p", code="refused", message="x" * 30_000_000, now_s=0.0, chance=0.0)
+    assert len(memory.blocking("p", 0.0).message) == 500
+
+
+def test_a_held_failure_blocks_until_it_is_released():
+    memory = FailureMemory(Backoff(1.0, 8.0))
+    memory.hold("p")
+    memory.release("p")
+    assert memory.retried == 0, "nothing is remembered of this peer"
+    memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
+    memory.hold("p")
+    assert memory.retried == 1
+    assert memory.blocking("p", 1000.0).is_retried
+    assert memory.record("p", code="timed-out", message="m", now_s=1000.0, chance=1.0).is_retried
+    memory.release("p")
+    assert memory.blocking("p", 1000.0 + 2.0) is None
+    assert memory.blocking("p", 1000.0).wanted_s == 1000.0

@@ -2,10 +2,11 @@
 
 import pytest
 
-from kv_handshake import LocalOffer, TransportError, WireError
+from kv_handshake import LocalOffer, Outcome, TransportError, WireError
 from kv_handshake._endpoint import endpoint_of
-from kv_handshake._outcome import Timing, outcome_of
+from kv_handshake._outcome import outcome_of
 from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._timing import Timing
 from kv_handshake.machine import ServerCore
 from kv_handshake.testing import FakeClient, FakeListener, FakeNetwork, check_client, check_listener, sample_envelopes
 
@@ -14,7 +15,7 @@ FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 
 def fetch_with(network, client, listener):
     def fetch(ranks, engine_id, dialect):
-        ends = []
+        ends: list[Outcome] = []
         client.request(
             host="127.0.0.1", port=listener.port, ranks=ranks, engine_id=engine_id, dialect=dialect, on_done=ends.append
         )

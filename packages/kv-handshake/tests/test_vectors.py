@@ -5,6 +5,7 @@ import math
 import runpy
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -134,7 +135,7 @@ def test_text_has_a_line_per_vector():
 # An independent reader, written from docs/wire alone: it shares no code with the package or with msgspec.
 
 
-def unpack(data, at=0):
+def unpack(data, at=0) -> tuple[Any, int]:
     """Return (value, next position) of one MessagePack value of the types that the wire uses."""
     first = data[at]
     at += 1
@@ -161,7 +162,7 @@ def unpack(data, at=0):
     return unpack_items(data, at, count, is_map=first in (0xDE, 0xDF))
 
 
-def unpack_items(data, at, count, *, is_map):
+def unpack_items(data, at, count, *, is_map) -> tuple[Any, int]:
     items = []
     for _ in range(count * 2 if is_map else count):
         item, at = unpack(data, at)

@@ -229,6 +229,21 @@ def notifications():
         ("digits", "r:\u0661".encode(), "a digit that is not ASCII"),
         ("not-utf8", b"\xff\xfe:1", "no UTF-8"),
         ("push", b"PUSH_REG:\x80", "a registration of vLLM's push mode"),
+        (
+            "read-nonce",
+            encode_read_complete("r", 4, nonce="n1", consumer="e2"),
+            "a read under a lease's nonce, with its consumer",
+        ),
+        ("read-nonce-odd", b'KVH:["\\u6f22:,\\"","!~",""]:1', "a request id with every separator; no consumer"),
+        ("heartbeat-nonce", encode_heartbeats([("r1", "n1"), ("a,b", "n2")])[0], "two leases are renewed by nonce"),
+        ("heartbeat-both", b"HB:r1,KVH:[", "no form of ours: the prefix stands at the beginning only"),
+        ("nonce-no-json", b"KVH:[:1", "a read under a nonce that is no JSON"),
+        ("nonce-short", b'KVH:["r","n"]:1', "a consumer is missing"),
+        ("nonce-empty", b'KVH:["r","","e"]:1', "an empty nonce"),
+        ("nonce-control", b'KVH:["r","n","a\\nb"]:1', "a consumer with a line break"),
+        ("nonce-reserved", b'KVH:["HB:r","n","e"]:1', "a request id that is reserved"),
+        ("heartbeat-nonce-empty", b"HB:,KVH:[]", "no lease is renewed"),
+        ("heartbeat-nonce-no-json", b"HB:,KVH:[[", "a heartbeat that is no JSON"),
     )
     for name, data, meaning in cases:
         seen = parse_notification(data)
@@ -238,6 +253,8 @@ def notifications():
             "reader_count": seen.reader_count,
             "reason": seen.reason,
         }
+        if any(seen.nonces):  # vectors of before the nonces stay as they are
+            expect |= {"nonces": list(seen.nonces), "consumer": seen.consumer}
         yield f"notification-{name}", "notification", data, meaning, expect
 
 

@@ -26,7 +26,7 @@ class SyncMode(enum.Enum):
 
 
 class NixlHandle:
-    """What prepares or makes a transfer; holds its agent in the real one."""
+    """Prepared list or transfer; the real one holds its agent."""
 
 
 class StandIn:

@@ -66,7 +66,8 @@ def test_check(check, latency_polls):
         [(memory.ctypes.data, memory.nbytes, 0, "DRAM")],
         port_factory=recording_factory(fabric.port, ports),
     )
-    check(Stage(consumer, producer, lambda: memory, rows))
+    agents = [fabric.agent(name) for name in ("consumer", "producer")]
+    check(Stage(consumer, producer, lambda: memory, rows, open_sockets=lambda: sum(agent.sockets for agent in agents)))
     consumer.close()
     (port,) = ports
     assert isinstance(port, RecordingPort)

@@ -211,7 +211,7 @@ def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(1)
     assert pair.ports[1].open_handles()["transfer"] == 2, "data and fence"
-    pair.producer.write_fence(0, 4)  # whoever had posted the fence along with the data would not see it
+    pair.producer.write_fence(0, 4)  # a fence posted along with the data would not see it
     assert pair.run()["r"].outcome == "fence-rejected"
     assert pair.ports[1].open_handles()["transfer"] == 0
 

@@ -13,7 +13,7 @@ TOKENS, DIM_BYTES = 4, 16
 
 
 def layout_of(order_name, heads):
-    """One cell per head; a cell's canonical order is by token."""
+    """Return a layout with a cell per head; a cell's canonical order is by token."""
     offsets, cells = [], []
     for head in range(heads):
         for token in range(TOKENS):

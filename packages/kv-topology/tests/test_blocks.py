@@ -46,9 +46,10 @@ def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000):
     near = read(mine, BlockList(local, firsts[0] * mine.span_tokens, nulls[0]))
     far = read(theirs, BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1]), "peer")
     found = pair_blocks(pair, near, far, tokens)
-    return list(
-        zip(*(c.tolist() for c in (found.local_page, found.local_unit, found.peer_page, found.peer_unit)), strict=True)
+    near, far = (
+        divmod(side, units) for side, units in ((found.local, pair.local_units), (found.peer, pair.peer_units))
     )
+    return list(zip(*(column.tolist() for column in (*near, *far)), strict=True))
 
 
 def test_a_prefix_hit_reads_the_tail():
@@ -434,7 +435,7 @@ def test_every_page_and_unit_has_its_descriptor(drawn, before):
     assert len(rows) <= len(slices) * units
     pages = np.repeat(np.arange(min(r.page_count for r in regions)), units)
     unit = np.tile(np.arange(units), len(pages) // units)
-    found = _indices([(rule, pages, unit)]).reshape(len(slices), len(pages)) - before
+    found = _indices([(rule, (pages * units + unit).astype(np.int32))]).reshape(len(slices), len(pages)) - before
     for (number, start, jump), indices in zip(slices, found.tolist(), strict=True):
         base, stride = regions[number].base_address, regions[number].page_stride_bytes
         expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]

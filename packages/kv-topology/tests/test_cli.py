@@ -106,17 +106,34 @@ def test_bad_specifications(text, message, tmp_path, capsys):
     [
         ("[model]\nkinds = ['mamba2']\n[consumer]\n[producer]", "state-sizes-missing"),
         ("[model]\nlayers = 1\n[consumer]\nlayout = 'XYZ'\n[producer]", "bad-page-order"),
-        ("[model]\nlayers = 1\n[consumer]\n[producer]\ntp = 4\ndcp = 4\n[model.x]"[:-10], "no plan"),
         ("[model]\nlayers = 1\n[consumer]\ntp = 3\ndcp = 2\n[producer]", "dcp-not-divisor"),
+        ("[model]\nlayers = 1\nkv_heads = 0\n[consumer]\n[producer]", "size-out-of-range"),
+        ("[model]\nlayers = 2\n[consumer]\npp = 3\n[producer]", "stage-without-layers"),
+        ("[model]\nlayers = 1\n[consumer]\n[producer]\n[link]\nbandwidth_gb_s = nan", "finite"),
+        ("[model]\nlayers = 1\nheads = 1\n[consumer]\n[producer]", "layers"),
     ],
 )
-def test_no_plan(text, message, tmp_path, capsys):
+def test_specifications_that_make_no_engine(text, message, tmp_path, capsys):
     spec = tmp_path / "spec.toml"
-    if "tp = 4" in text:
-        text = "[model]\nlayers = 1\nkv_heads = 4\n[consumer]\n[producer]\ntp = 4\ndcp = 4"
     spec.write_text(text)
-    assert main(["plan", str(spec)]) == 3
+    assert main(["plan", str(spec), "--json"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_plan(tmp_path, capsys):
+    spec = tmp_path / "spec.toml"
+    spec.write_text("[model]\nlayers = 1\nkv_heads = 4\n[consumer]\n[producer]\ntp = 4\ndcp = 4")
+    assert main(["plan", str(spec)]) == 3
+    assert "no plan" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough():
+    command = [sys.executable, "-m", "kv_topology.tools", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
+        begun.stdout.read(1)
+        begun.stdout.close()
+        assert begun.stderr.read() == ""
+        assert begun.wait(60) == 0
 
 
 def test_other_refusals(tmp_path, capsys):
@@ -142,7 +159,7 @@ def test_prove(capsys):
 
 def test_as_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "kv_topology.tools._cli", "--help"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kv_topology.tools", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
     assert "exit codes" in done.stdout
@@ -158,6 +175,18 @@ def test_model_configurations():
     latent = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
     model = model_from_config(latent)
     assert (model.kinds, model.latent_dim, model.index_dim) == (("latent",), 576, 128)
+    linear = {
+        **dense,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+    }
+    model = model_from_config(linear)
+    assert (model.kinds, model.state.groups, model.state.heads) == (("gated-delta", "attention"), 4, 8)
+    assert (model.state.state_dim, model.state.head_dim, model.state.conv_rows) == (32, 64, 3)
     hybrid = json.loads((EXAMPLES / "granite_hybrid.config.json").read_text())
     model = model_from_config(hybrid)
     assert model.group_kinds == ("mamba2", "attention")

@@ -131,8 +131,8 @@ def test_descriptor_numbers_of_a_hybrid_list():
     assert mine.tolist() == peer.tolist()
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
     link = plan._links[0, 0]
-    zero, ids, states = np.zeros(2, dtype=np.int64), np.array([3, 5]), np.array([1, 2])
-    _, peer = link.indices([BlockPairs(ids, zero, ids, zero), BlockPairs(states, zero, states, zero)])
+    ids, states = np.array([3, 5], dtype=np.int32), np.array([1, 2], dtype=np.int32)
+    _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
     assert peer.tolist() == [3, 5, 103, 105, 201, 202, 301, 302, 401, 402, 501, 502]
 
 
@@ -142,8 +142,8 @@ def test_descriptor_numbers_with_kernel_blocks():
     local = build_engine(model, EngineSpec(2, **engine))[0, 0]
     plan = plan_transfer(local, build_engine(model, EngineSpec(1, **engine)))
     link = plan._links[0, 0]
-    zero, ids, states = np.zeros(2, dtype=np.int64), np.array([3, 7]), np.array([1, 2])
-    _, peer = link.indices([BlockPairs(ids, zero, ids, zero), BlockPairs(states, zero, states, zero)])
+    ids, states = np.array([3, 7], dtype=np.int32), np.array([1, 2], dtype=np.int32)
+    _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
     assert peer.tolist() == [3, 7, 403, 407, 801, 802, 901, 902, 1001, 1002, 1101, 1102]
     _, peer = plan.indices((0, 0), lists([1], []), lists([1], [2]), tokens=64)
     assert peer.tolist() == [4, 5, 6, 7, 404, 405, 406, 407]
@@ -301,7 +301,7 @@ def test_target_ranks_are_those_read_or_notified(tp, peer_tp, model, peer_dcps):
         asked = [target_ranks(consumers[0, rank], peer_tp=peer_tp, peer_dcp=peer_dcp) for rank in range(tp)]
         made = [plan_transfer(consumers[0, rank], producers) for rank in range(tp)]
         met = [{*plan.producer_ranks, *plan.notify_only_ranks} for plan in made]
-        if peer_dcp == 1 or max(tp, peer_tp) % min(tp, peer_tp) == 0:
+        if peer_dcp == 1 or tp % peer_tp == 0 or peer_tp % (tp * peer_dcp) == 0:
             assert met == [set(ranks) for ranks in asked]
         else:  # whether the producer deals out a group at all is not known yet
             assert all(one <= set(ranks) for one, ranks in zip(met, asked, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
 ELEMENT_BYTES = 4
@@ -10,7 +12,7 @@ TOKENS = 128
 
 
 def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **changes: object) -> EngineFacts:
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "engine_id": "engine",
         "host": "127.0.0.1",
         "port": 5600,
@@ -31,7 +33,7 @@ def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **cha
         "group_ids": (0,),
         "factors": {"model": "tiny"},
     }
-    return EngineFacts(**{**values, **changes})  # type: ignore[arg-type]
+    return EngineFacts(**{**values, **changes})
 
 
 def attention_cache(

@@ -10,57 +10,42 @@ from typing import Any
 
 import numpy as np
 
+from kv_scheduler_state import BlockList, HeartbeatOrder, PeerAddress, ReadOrder
 from vllm_adapter.ports import PeerSpec
 
 
-@dataclass(frozen=True)
-class Peer:
-    engine_id: str = "P"
-    host: str = "10.0.0.1"
-    port: int = 5600
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    generation: int | None = None
-    dialect: int | None = 14
+def peer(engine_id: str = "P", host: str = "10.0.0.1", port: int = 5600, **changes: Any) -> PeerAddress:
+    return PeerAddress(**{"engine_id": engine_id, "host": host, "port": port, "dialect": 14, **changes})
 
 
-@dataclass(frozen=True)
-class Blocks:
-    ids: tuple[int, ...] = ()
-    first_token: int = 0
-    null: int | None = 0
+def blocks(*ids: int) -> BlockList:
+    return BlockList(ids, 0, 0)
 
 
-@dataclass(frozen=True)
-class Order:
-    request_id: str = "r1"
-    peer: Peer = Peer()
-    peer_request_id: str = "p-r1"
-    peer_blocks: tuple[Blocks, ...] = (Blocks((7, 8)),)
-    local_blocks: tuple[Blocks, ...] = (Blocks((1, 2)),)
-    tokens: int = 256
-    fence: tuple[int, int] | None = (3, 99)
-    nonce: str = ""
-    lease_s: float | None = 30.0
-    is_reported: bool = True
-    prompt: str = ""
-
-    @property
-    def is_notify_only(self) -> bool:
-        return not any(blocks.ids for blocks in self.local_blocks)
+def order(request_id: str = "r1", **changes: Any) -> ReadOrder:
+    """A read of 256 tokens in two blocks, with a fence and a lease of 30 s."""
+    values: dict[str, Any] = {
+        "peer": peer(),
+        "peer_request_id": "p-r1",
+        "peer_blocks": (blocks(7, 8),),
+        "local_blocks": (blocks(1, 2),),
+        "tokens": 256,
+        "fence": (3, 99),
+        "nonce": "",
+        "lease_s": 30.0,
+        "is_reported": True,
+    }
+    return ReadOrder(request_id, **{**values, **changes})
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    peer: Peer = Peer()
-    readers: tuple[tuple[str, str], ...] = (("p-r1", ""),)
+def heartbeat(*readers: tuple[str, str]) -> HeartbeatOrder:
+    return HeartbeatOrder(peer(), readers or (("p-r1", ""),))
 
 
 @dataclass(frozen=True)
 class Result:
     transfer_id: str
-    outcome: str = "done"
+    outcome: Any = "done"
     code: str = ""
     message: str = ""
     is_memory_quiet: bool = True

@@ -23,22 +23,16 @@ DOCUMENT: Any = {}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, retries: int = 0) -> None:
+    def __init__(self, *, retries: int = 0, codec: Any = None) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.finished: list[FinishedRead] = []
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
-        parts = TransferParts(
-            self.agent,  # type: ignore[arg-type]
-            self.handshakes,  # type: ignore[arg-type]
-            FakeCodec(),  # type: ignore[arg-type]
-            self.recorder,  # type: ignore[arg-type]
-            lambda: self.now_s,
-            "D",
-        )
-        nothing: Any = None
-        planner = PeerPlanner(DOCUMENT, PeerGeometry(nothing, ()), self.planner, "DRAM")
+        untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
+        agent, handshakes, codec, recorder, plans = untyped
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14), retries=retries)
         self.reads = ReadCoordinator(parts, planner, limits, self.finished.append)
 

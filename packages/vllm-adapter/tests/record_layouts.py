@@ -114,6 +114,8 @@ def _spec_facts(spec: KVCacheSpec) -> dict[str, Any]:
             "tokens_per_state": int(spec.tokens_per_state),
         }
         facts["quantization"] = spec.kv_quant_mode.name
+        if hasattr(spec, "cache_role"):
+            facts["cache_role"] = spec.cache_role.name
     if isinstance(spec, SlidingWindowSpec):
         facts["window_tokens"] = spec.sliding_window
     return facts

@@ -60,7 +60,18 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
         kernel_order=KEYS_BY_CHANNEL if family["backend"] == "CPU_ATTN" else "",
         groups=groups,
         group_ids=tuple(range(len(groups))),
+        state_groups=_state_groups(name),
     )
+
+
+def _state_groups(name: str) -> int:
+    """Return the model's groups of B and C, which one rank alone holds without copies; 0 without Mamba-2 layers."""
+    for tensor in families()[name]["tp"]["1"]["tensors"].values():
+        spec = tensor["spec"]
+        if spec is not None and spec.get("mamba_type") == "MAMBA2":
+            heads, head_dim, state = spec["state_shapes"][1]
+            return (max(spec["state_shapes"][0]) - heads * head_dim) // (2 * state)
+    return 0
 
 
 def layer_caches(name: str, tp: int, address: int) -> list[LayerCache]:
@@ -103,7 +114,7 @@ def _spec_facts(tensor: dict[str, Any]) -> dict[str, Any]:
             "is_replicated": spec["is_replicated"],
         }
     if "MLA" in spec["class"]:
-        return {"is_latent": True}
+        return {"is_latent": True, "is_indexer": spec.get("cache_role") == "INDEXER"}
     return {"has_planes": spec["has_planes"], "key_size": spec["head_size"], "value_size": spec["head_size_v"]}
 
 

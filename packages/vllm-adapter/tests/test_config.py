@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
+from factories import facts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
+from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.worker.registration import read_limits
 
 
 def test_nothing_given_means_the_defaults() -> None:
@@ -90,3 +94,19 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     bad.write_text("[1]")
     assert main(["config", "--check", str(bad)]) == 1
     assert main(["config", "--check", str(tmp_path / "missing.json")]) == 1
+
+
+@pytest.mark.never_wrong("B10")
+def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
+    assert load_settings({})[0].max_inflight_bytes == 4 << 30
+    assert load_settings({"max_inflight_bytes": 0})[0].max_inflight_bytes == 0
+
+
+def test_an_engine_time_to_live_of_zero_means_never_as_in_the_hosts_own_connector() -> None:
+    settings, _ = load_settings({"engine_ttl": 0})
+    assert read_limits(WorkerParts(facts(), settings)).peers.engine_ttl_s == math.inf
+
+
+def test_a_network_with_host_bits_is_refused_by_the_check_and_not_only_at_start() -> None:
+    with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1/8"):
+        load_settings({"remote_hosts": ["10.0.0.1/8"]})

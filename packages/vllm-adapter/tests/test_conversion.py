@@ -118,9 +118,10 @@ def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permut
 
 
 def test_ranges_are_those_of_the_document() -> None:
-    document = {"regions": [{"base_address": 7, "page_stride_bytes": 9, "page_count": 3, "page_bytes": 8}]}
+    document: Any = {"regions": [{"base_address": 7, "page_stride_bytes": 9, "page_count": 3, "page_bytes": 8}]}
     assert page_ranges(document) == (PageRange(7, 9, 3),)
-    assert page_ranges({}) == ()
+    nothing: Any = {}
+    assert page_ranges(nothing) == ()
 
 
 @pytest.mark.parametrize("choice", ["auto", "never", "always"])
@@ -131,6 +132,6 @@ def test_the_choice_reaches_the_planner(choice: str) -> None:
     from vllm_adapter.wiring import WorkerParts
 
     settings, _ = load_settings({"receive_conversion": choice})
-    parts = WorkerParts(facts(), settings)
+    parts: Any = WorkerParts(facts(), settings)
     assert parts.make_planner("DRAM", can_convert=True)._staging == choice
     assert parts.make_planner("VRAM", can_convert=False)._staging == "never"

@@ -27,8 +27,6 @@ EQUAL_ENGINES_ONLY = {
     "rocm-planes-of-two-heads": "packing-differs",
     "replay-ring": "packing-differs",
     "ring-beside-latent": "axis-size-differs",
-    # The groups of B and C are copied to each rank, and the spec does not tell copies from groups.
-    "mamba-2-one-group": "axis-size-differs",
 }
 """Families that hand over between engines of the same size only, with the code of the refusal."""
 

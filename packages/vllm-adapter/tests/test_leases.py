@@ -25,15 +25,9 @@ class Bench:
         self.agent = FakeAgent()
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
-        unused: Any = None
-        parts = TransferParts(
-            self.agent,  # type: ignore[arg-type]
-            unused,
-            Codec(),
-            self.recorder,  # type: ignore[arg-type]
-            lambda: self.now_s,
-            "P",
-        )
+        untyped: Any = (self.agent, None, self.recorder)
+        agent, handshakes, recorder = untyped
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P")
         self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
 
     @property
@@ -232,6 +226,7 @@ def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------- nonces
 
 
+@pytest.mark.never_wrong("C6")
 def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
     bench.expect()
     bench.grant(nonce="mine")
@@ -245,6 +240,7 @@ def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) ->
     assert bench.sent == ["r"]
 
 
+@pytest.mark.never_wrong("C6")
 def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
     bench.expect()
     bench.grant(nonce="n")
@@ -257,6 +253,7 @@ def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
     assert bench.sent == ["r"]
 
 
+@pytest.mark.never_wrong("B12")
 def test_an_expiry_is_a_warning(bench: Bench) -> None:
     bench.expect()
     bench.grant()

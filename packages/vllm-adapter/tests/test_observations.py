@@ -1,4 +1,4 @@
-"""What a worker collects between two steps."""
+"""Observations that a worker collects between two steps."""
 
 from __future__ import annotations
 

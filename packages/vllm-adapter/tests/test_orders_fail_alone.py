@@ -1,14 +1,17 @@
-"""Whatever one order, ticket or peer contains, the others of the same step go on, and the failing one ends with a code."""
+"""An order can only fail itself: the others of its step go on, and the failing one ends with a code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from fakes import Blocks, FakeAgent, Heartbeat, Metadata, Order, Outcome, Peer, Plan
+from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order
+from hypothesis import given
+from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
-from kv_scheduler_state import StepPlan
+from kv_handshake import Codec
+from kv_scheduler_state import ReadOrder, StepPlan
 from vllm_adapter.worker.registration import Registration
 
 
@@ -31,38 +34,59 @@ def perform(bench: Bench, plan: StepPlan) -> None:
     Registration(unused, unused, bench.reads, leases, recorder, b"").perform(plan, ())
 
 
-def step(*orders: Order, **parts: Any) -> StepPlan:
-    return StepPlan(reads=orders, **parts)  # type: ignore[arg-type]
+def step(*orders: ReadOrder, **parts: Any) -> StepPlan:
+    return StepPlan(reads=orders, **parts)
 
 
+@pytest.mark.never_wrong("B2")
 def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench: Bench) -> None:
     """A ticket's `remote_request_id` of "HB:x" used to raise out of the step: every later order was lost without an end."""
-    perform(bench, step(Order("evil", peer_request_id="HB:x"), Order("honest")))
+    perform(bench, step(order("evil", peer_request_id="HB:x"), order("honest")))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"evil": "reserved-prefix"}
     bench.finish("honest/0.0")
     assert bench.codes() == {"evil": "reserved-prefix", "honest": ""}
 
 
+IDS = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(Codec().reserved_prefixes).flatmap(lambda prefix: st.text(max_size=20).map(prefix.__add__)),
+    st.sampled_from(["", ":", "a:1", "\ud800", "\x00", "x" * 5000, "r:\n", "\u0661:2"]),
+)
+
+
+@pytest.mark.never_wrong("B2")
+@given(st.lists(IDS, min_size=1, max_size=4), st.sampled_from(["", "n", "\ud800", ":", "n" * 500]))
+def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_is_read(
+    ids: list[str], nonce: str
+) -> None:
+    bench = Bench(codec=Codec())
+    orders = [order(f"r{n}", peer_request_id=text, nonce=nonce) for n, text in enumerate(ids)]
+    beats = tuple(heartbeat((text, nonce)) for text in ids)
+    perform(bench, step(*orders, order("honest"), heartbeats=beats))
+    bench.handshakes.answer(Outcome())
+    for transfer_id in list(bench.agent.posts):
+        bench.finish(transfer_id)
+    assert bench.codes()["honest"] == ""
+    assert len(bench.ends) == len(orders) + 1
+
+
 def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:
-    perform(bench, step(Order()))
+    perform(bench, step(order()))
     assert len(bench.handshakes.asked) == 1
     assert bench.counts["num_callback_errors"] == 1
 
 
-def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
-    class Hostile(Order):
-        @property
-        def peer(self) -> Peer:  # type: ignore[override]
-            if self.request_id == "evil":
-                raise OverflowError("a number that nobody thought of")
-            return Peer()
+class Unreadable:
+    """An address that nobody can look up."""
 
-    evil = object.__new__(Hostile)
-    for name, value in vars(Order("evil")).items():
-        if name != "peer":
-            object.__setattr__(evil, name, value)
-    perform(bench, step(evil, Order("honest")))
+    def __hash__(self) -> int:
+        raise OverflowError("a number that nobody thought of")
+
+
+@pytest.mark.never_wrong("B2")
+def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
+    perform(bench, step(order("evil", peer=Unreadable()), order("honest")))
     assert bench.codes() == {"evil": "OverflowError"}
     assert len(bench.handshakes.asked) == 1
     ((_, error),) = [entry for entry in bench.recorder.errors if isinstance(entry[1], OverflowError)]
@@ -70,15 +94,16 @@ def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
 
 
 def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     broken: Any = object()
-    perform(bench, step(heartbeats=(broken, Heartbeat())))
+    perform(bench, step(heartbeats=(broken, heartbeat())))
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
 
 
+@pytest.mark.never_wrong("B2")
 def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
 
     def broken(_result: Any) -> None:
@@ -91,8 +116,8 @@ def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) 
 
 
 def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None:
-    bench.reads.read(Order("evil", peer_blocks=(Blocks((5000,)),)))
-    bench.reads.read(Order("honest"))
+    bench.reads.read(order("evil", peer_blocks=(blocks(5000),)))
+    bench.reads.read(order("honest"))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"evil": "block-out-of-range"}
     assert set(bench.agent.posts) == {"honest/0.0"}
@@ -101,24 +126,26 @@ def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None
 # ------------------------------------------------------------------------------------------- tickets against engines
 
 
+@pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench: Bench) -> None:
-    bench.reads.read(Order(fence=None))
+    bench.reads.read(order(fence=None))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "fence-missing"}
     assert (bench.agent.posts, bench.agent.notified) == ({}, []), "and nobody's lease is ended by such a ticket"
 
 
+@pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(bench: Bench) -> None:
     peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers=peers))
     assert bench.codes() == {"r1": "prompt-missing"}
-    bench.reads.read(Order("r2", prompt="ab" * 32))
+    bench.reads.read(order("r2", prompt="ab" * 32))
     assert "r2/0.0" in bench.agent.posts
 
 
 def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(bench: Bench) -> None:
-    bench.reads.read(Order(fence=None))
+    bench.reads.read(order(fence=None))
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
     assert "r1/0.0" in bench.agent.posts
     (line,) = bench.log
@@ -129,26 +156,29 @@ def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(be
 # ------------------------------------------------------------------------------------------- notifications
 
 
+@pytest.mark.never_wrong("B1")
 def test_ranks_that_only_wait_for_a_notification_are_wired_without_rows(bench: Bench) -> None:
     """Latent caches, tp 2 to 1: rank 0.1 holds a replica; asking the plan for its rows raised `rank-not-read`."""
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     assert [len(bench.agent.peers[key].local_rows) for key in (KEY, OTHER_KEY)] == [1, 0]
     bench.finish()
     assert bench.codes() == {"r1": ""}
 
 
+@pytest.mark.never_wrong("C6")
 def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
-    bench.reads.read(Order(nonce="n1"))
+    bench.reads.read(order(nonce="n1"))
     bench.handshakes.answer(Outcome())
     assert bench.agent.posts["r1/0.0"]["notification"] == b"p-r1:1:n1:D"
-    bench.reads.heartbeat(Heartbeat(readers=(("p-r1", "n1"),)))
+    bench.reads.heartbeat(heartbeat(("p-r1", "n1")))
     assert bench.agent.notified == [(KEY, b"HB:p-r1n1")]
 
 
+@pytest.mark.never_wrong("B7")
 def test_a_hand_over_that_a_sibling_goes_on_reading_is_not_reported_as_read(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     perform(bench, step(cancels=("r1",), passes=("r1",)))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "cancelled"}
@@ -164,7 +194,7 @@ def idle(bench: Bench, seconds: float = 11) -> None:
 
 
 def met(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.finish()
 
@@ -184,6 +214,7 @@ def test_an_idle_engine_that_answers_probes_is_kept(bench: Bench) -> None:
     assert bench.counts["num_dropped_engines"] == 0
 
 
+@pytest.mark.never_wrong("B12")
 def test_two_silent_probes_let_an_idle_engine_go_within_seconds(bench: Bench) -> None:
     met(bench)
     idle(bench)
@@ -196,6 +227,7 @@ def test_two_silent_probes_let_an_idle_engine_go_within_seconds(bench: Bench) ->
     assert "2 probes had no answer" in bench.recorder.warnings[-1]
 
 
+@pytest.mark.never_wrong("B12")
 def test_an_idle_engine_whose_process_is_gone_is_let_go_at_the_first_probe(bench: Bench) -> None:
     met(bench)
     idle(bench)
@@ -205,27 +237,29 @@ def test_an_idle_engine_whose_process_is_gone_is_let_go_at_the_first_probe(bench
 
 
 def test_an_engine_that_is_read_from_is_not_probed(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     idle(bench, 40)
     assert bench.agent.probes == {}
 
 
+@pytest.mark.never_wrong("B4")
 def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench: Bench) -> None:
-    bench.reads.read(Order("hangs"))
+    bench.reads.read(order("hangs"))
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order("lost"))
+    bench.reads.read(order("lost"))
     bench.finish("lost/0.0", outcome="failed", code="peer-disconnected")
-    bench.reads.read(Order("late"))
+    bench.reads.read(order("late"))
     idle(bench, 14)
     assert "late" not in bench.codes()
     idle(bench, 2)
     assert bench.codes()["late"] == "handshake-overdue"
 
 
+@pytest.mark.never_wrong("B12")
 def test_quarantine_and_expiry_warn_once_per_request(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0), (0, 1)))
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     for rank in ("0.0", "0.1"):
         bench.finish(f"r1/{rank}", outcome="timed-out", code="timed-out", is_memory_quiet=False)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from fakes import (
-    Blocks,
     CodedFailure,
-    Heartbeat,
     Metadata,
-    Order,
     Outcome,
-    Peer,
     Plan,
     Stall,
+    blocks,
+    heartbeat,
+    order,
+    peer,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def bench() -> Bench:
 
 
 def test_a_first_read_meets_the_engine_then_posts_and_ends_once(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     assert bench.agent.posts == {}
     assert bench.handshakes.asked[0]["ranks"] == [(0, 0)]
     bench.handshakes.answer(Outcome())
@@ -42,32 +42,32 @@ def test_a_first_read_meets_the_engine_then_posts_and_ends_once(bench: Bench) ->
 
 
 def test_a_second_read_needs_no_second_handshake(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order(request_id="r2"))
     assert len(bench.handshakes.asked) == 1
     assert set(bench.agent.posts) == {"r1/0.0", "r2/0.0"}
 
 
 def test_a_failed_handshake_fails_what_waited_and_the_next_read_tries_again(bench: Bench) -> None:
-    bench.reads.read(Order())
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order())
+    bench.reads.read(order(request_id="r2"))
     bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="peer-silent", message="no answer"))
     assert bench.codes() == {"r1": "peer-silent", "r2": "peer-silent"}
-    bench.reads.read(Order(request_id="r3"))
+    bench.reads.read(order(request_id="r3"))
     assert len(bench.handshakes.asked) == 2
 
 
 def test_a_dead_engine_does_not_delay_another(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(engine_id="dead")))
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order(peer=peer(engine_id="dead")))
+    bench.reads.read(order(request_id="r2"))
     bench.handshakes.answer(Outcome(), 1)
     assert set(bench.agent.posts) == {"r2/0.0"}
 
 
 def test_an_incompatible_geometry_fails_the_request_and_leaves_nothing_behind(bench: Bench) -> None:
     bench.planner.refusal = CodedFailure("heads-differ")
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "heads-differ"}
     assert bench.agent.peers == {}
@@ -75,14 +75,14 @@ def test_an_incompatible_geometry_fails_the_request_and_leaves_nothing_behind(be
 
 
 def test_hostile_parallel_sizes_fail_the_request(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(tp=10**9)))
+    bench.reads.read(order(peer=peer(tp=10**9)))
     assert bench.handshakes.asked == []
     assert bench.codes() == {"r1": "too-many-ranks"}
     assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
 
 
 def test_block_ids_out_of_range_fail_before_anything_is_posted(bench: Bench) -> None:
-    bench.reads.read(Order(peer_blocks=(Blocks((7, 5000)),)))
+    bench.reads.read(order(peer_blocks=(blocks(7, 5000),)))
     bench.handshakes.answer(Outcome())
     assert bench.agent.posts == {}
     assert bench.codes() == {"r1": "block-out-of-range"}
@@ -91,7 +91,7 @@ def test_block_ids_out_of_range_fail_before_anything_is_posted(bench: Bench) -> 
 
 def test_nothing_to_read_only_notifies_and_is_not_reported(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
-    bench.reads.read(Order(local_blocks=(Blocks(),), is_reported=False))
+    bench.reads.read(order(local_blocks=(blocks(),), is_reported=False))
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     assert [peer for peer, _ in bench.agent.notified] == [KEY, OTHER_KEY]
     assert bench.ends == []
@@ -99,7 +99,7 @@ def test_nothing_to_read_only_notifies_and_is_not_reported(bench: Bench) -> None
 
 def test_replica_ranks_hear_of_the_end_of_the_read_only(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     assert bench.agent.notified == []
     bench.finish()
@@ -108,7 +108,7 @@ def test_replica_ranks_hear_of_the_end_of_the_read_only(bench: Bench) -> None:
 
 def test_a_request_over_two_ranks_ends_with_the_last_and_fails_with_the_first(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0), (0, 1)))
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
     bench.finish("r1/0.0", outcome="failed", code="peer-lost")
     assert bench.ends == []  # the other rank may still write into the pages
@@ -117,7 +117,7 @@ def test_a_request_over_two_ranks_ends_with_the_last_and_fails_with_the_first(be
 
 
 def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.finish(outcome="timed-out", code="transfer-timed-out", is_memory_quiet=False)
     assert bench.ends == []
@@ -129,7 +129,7 @@ def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
 
 def test_reads_that_do_not_get_on_are_told_once_and_by_engine(bench: Bench) -> None:
     for name in ("r1", "r2", "r3", "r4", "r5", "r6"):
-        bench.reads.read(Order(name))
+        bench.reads.read(order(name))
     bench.handshakes.answer(Outcome())
     bench.now_s += 7
     bench.reads.look_after()
@@ -153,22 +153,22 @@ def test_reads_that_do_not_get_on_are_told_once_and_by_engine(bench: Bench) -> N
 
 
 def test_a_fence_that_moved_voids_the_read_but_not_the_engine(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.finish(outcome="fence-rejected", code="fence-moved")
     assert bench.codes() == {"r1": "fence-moved"}
     assert bench.counts["num_fence_rejections"] == 1
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order(request_id="r2"))
     assert "r2/0.0" in bench.agent.posts
 
 
 def test_without_a_fence_a_read_after_the_lease_is_void_unless_it_was_renewed(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
     assert bench.agent.posts["r1/0.0"]["fence"] is None
-    bench.reads.read(Order(request_id="r2", peer_request_id="p-r2"))
+    bench.reads.read(order(request_id="r2", peer_request_id="p-r2"))
     bench.now_s += 25
-    bench.reads.heartbeat(Heartbeat(readers=(("p-r2", ""),)))
+    bench.reads.heartbeat(heartbeat(("p-r2", "")))
     bench.now_s += 10
     bench.finish("r1/0.0")
     bench.finish("r2/0.0")
@@ -176,11 +176,11 @@ def test_without_a_fence_a_read_after_the_lease_is_void_unless_it_was_renewed(be
 
 
 def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order(request_id="r2"))
     bench.finish("r1/0.0", outcome="failed", code="peer-lost")
-    bench.reads.read(Order(request_id="r3"))
+    bench.reads.read(order(request_id="r3"))
     assert "r3/0.0" not in bench.agent.posts
     assert bench.agent.has_peer(KEY)
     bench.finish("r2/0.0", outcome="failed", code="peer-lost")
@@ -191,28 +191,28 @@ def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None
 
 
 def test_a_changed_generation_makes_the_engine_be_met_anew(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(generation=1)))
+    bench.reads.read(order(peer=peer(generation=1)))
     bench.handshakes.answer(Outcome())
     bench.finish()
-    bench.reads.read(Order(request_id="r2", peer=Peer(generation=2)))
+    bench.reads.read(order(request_id="r2", peer=peer(generation=2)))
     assert len(bench.handshakes.asked) == 2
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(generation=2)}))
     assert "r2/0.0" in bench.agent.posts
 
 
 def test_a_forged_generation_fails_its_own_request_and_disturbs_nobody(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(generation=1)))
+    bench.reads.read(order(peer=peer(generation=1)))
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order(request_id="r2", peer=Peer(generation=99)))
+    bench.reads.read(order(request_id="r2", peer=peer(generation=99)))
     bench.handshakes.answer(Outcome(is_ok=False, code="generation-mismatch", message="the engine is at 1"))
     assert bench.codes() == {"r2": "generation-mismatch"}
-    bench.reads.read(Order(request_id="r3", peer=Peer(generation=1)))
+    bench.reads.read(order(request_id="r3", peer=peer(generation=1)))
     assert len(bench.handshakes.asked) == 2
     assert "r3/0.0" in bench.agent.posts
 
 
 def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.now_s += 4000
     bench.reads.look_after()
@@ -223,7 +223,7 @@ def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Be
 
 
 def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.now_s += 14
     bench.reads.look_after()
     assert bench.ends == []
@@ -235,10 +235,10 @@ def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> No
 
 
 def test_a_lying_address_never_lends_its_engine_to_an_honest_ticket(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(host="6.6.6.6")))
+    bench.reads.read(order(peer=peer(host="6.6.6.6")))
     bench.handshakes.answer(Outcome())
     bench.finish()
-    bench.reads.read(Order(request_id="r2"))
+    bench.reads.read(order(request_id="r2"))
     assert bench.handshakes.asked[1]["host"] == "10.0.0.1"
     bench.handshakes.answer(Outcome())
     assert bench.agent.posts["r2/0.0"]["peer"] == KEY
@@ -246,17 +246,17 @@ def test_a_lying_address_never_lends_its_engine_to_an_honest_ticket(bench: Bench
 
 
 def test_heartbeats_meet_an_engine_early(bench: Bench) -> None:
-    bench.reads.heartbeat(Heartbeat())
+    bench.reads.heartbeat(heartbeat())
     assert len(bench.handshakes.asked) == 1
     assert bench.counts["num_unsent_heartbeats"] == 1
     bench.handshakes.answer(Outcome())
-    bench.reads.heartbeat(Heartbeat())
+    bench.reads.heartbeat(heartbeat())
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
     assert bench.counts["num_unsent_heartbeats"] == 1
 
 
 def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.reads.cancel("r1")
     bench.reads.cancel("r1")
     assert bench.codes() == {"r1": "cancelled"}
@@ -267,7 +267,7 @@ def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
 
 
 def test_an_abort_while_waiting_for_an_engine_that_cannot_be_met_ends_the_request_once(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.reads.cancel("r1")
     bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
     assert bench.codes() == {"r1": "cancelled"}
@@ -275,7 +275,7 @@ def test_an_abort_while_waiting_for_an_engine_that_cannot_be_met_ends_the_reques
 
 
 def test_an_abort_in_flight_cancels_and_ends_when_the_pages_are_quiet(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.reads.cancel("r1")
     assert bench.agent.cancelled == ["r1/0.0"]
@@ -284,17 +284,17 @@ def test_an_abort_in_flight_cancels_and_ends_when_the_pages_are_quiet(bench: Ben
 
 
 def test_a_refused_post_fails_the_request(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.agent.refuse_post = True
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "post-refused"}
 
 
 def test_all_reads_end_with_one_code_when_their_pages_are_quiet(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order(request_id="waits", peer=Peer(engine_id="Q")))
-    bench.reads.read(Order(request_id="aborted", peer=Peer(engine_id="Q")))
+    bench.reads.read(order(request_id="waits", peer=peer(engine_id="Q")))
+    bench.reads.read(order(request_id="aborted", peer=peer(engine_id="Q")))
     bench.reads.cancel("aborted")
     bench.reads.end_all("asleep", "good night")
     assert bench.codes() == {"aborted": "cancelled", "waits": "asleep"}
@@ -306,30 +306,31 @@ def test_all_reads_end_with_one_code_when_their_pages_are_quiet(bench: Bench) ->
 
 
 def test_a_read_ends_although_its_producer_cannot_be_told(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.handshakes.answer(Outcome())
 
     def refuse(_peer: str, _payload: bytes) -> bool:
         raise CodedFailure("agent-closed")
 
-    bench.agent.send_notification = refuse  # type: ignore[method-assign]
+    agent: Any = bench.agent
+    agent.send_notification = refuse
     bench.finish(outcome="cancelled", code="cancelled")
     assert bench.codes() == {"r1": "cancelled"}
     assert bench.counts["num_failed_notifications"] == 1
 
 
 def test_a_ticket_without_a_generation_uses_the_record_that_there_is(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(generation=1)))
+    bench.reads.read(order(peer=peer(generation=1)))
     bench.handshakes.answer(Outcome())
-    bench.reads.read(Order(request_id="r2", peer=Peer(generation=None)))
+    bench.reads.read(order(request_id="r2", peer=peer(generation=None)))
     assert len(bench.handshakes.asked) == 1
     assert bench.agent.posts["r2/0.0"]["fence"] == (3, 99), "which its fence then proves to be of this life"
 
 
 def test_an_older_ticket_asks_for_the_generation_that_it_names(bench: Bench) -> None:
-    bench.reads.read(Order(peer=Peer(generation=2)))
+    bench.reads.read(order(peer=peer(generation=2)))
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(generation=2)}))
-    bench.reads.read(Order(request_id="r2", peer=Peer(generation=1)))
+    bench.reads.read(order(request_id="r2", peer=peer(generation=1)))
     assert bench.handshakes.asked[1]["generation"] == 1
     bench.handshakes.answer(Outcome(is_ok=False, code="generation-mismatch", message="the engine is at 2"))
     assert bench.codes() == {"r2": "generation-mismatch"}
@@ -364,7 +365,7 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
     for event in events:
         if event == "read":
             started += 1
-            bench.reads.read(Order(request_id=f"r{started}"))
+            bench.reads.read(order(request_id=f"r{started}"))
         elif event in {"answer", "fail-answer"} and answered < len(bench.handshakes.asked):
             outcome = Outcome(peers=peers) if event == "answer" else Outcome(is_ok=False, peers={}, code="silent")
             bench.handshakes.answer(outcome, answered)
@@ -372,7 +373,7 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
         elif event == "cancel" and started:
             bench.reads.cancel(f"r{started}")
         elif event == "heartbeat":
-            bench.reads.heartbeat(Heartbeat())
+            bench.reads.heartbeat(heartbeat())
         elif event == "evict":
             bench.now_s += 5000
             bench.reads.look_after()

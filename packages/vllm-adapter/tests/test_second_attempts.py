@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import CodedFailure, Metadata, Order, Outcome, Peer, Plan
+from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
 from read_bench import KEY, OTHER_KEY, Bench
 
 TWO_RANKS = {(0, 0): Metadata(), (0, 1): Metadata()}
@@ -17,12 +17,13 @@ def bench() -> Bench:
     return Bench(retries=1)
 
 
-def start(bench: Bench, ranks: int = 1, **order: Any) -> None:
+def start(bench: Bench, ranks: int = 1, **changes: Any) -> None:
     bench.planner.made = Plan(tuple((0, rank) for rank in range(ranks)))
-    bench.reads.read(Order(**order))
+    bench.reads.read(order(**changes))
     bench.handshakes.answer(Outcome(peers=dict(list(TWO_RANKS.items())[:ranks])))
 
 
+@pytest.mark.never_wrong("B5")
 def test_one_lost_peer_is_met_anew_and_read_once_more(bench: Bench) -> None:
     start(bench)
     bench.now_s += 10
@@ -45,6 +46,7 @@ def test_a_second_failure_is_the_requests(bench: Bench) -> None:
     assert bench.counts["num_retried_reads"] == 1
 
 
+@pytest.mark.never_wrong("B5")
 def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
@@ -56,6 +58,7 @@ def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: 
     assert KEY not in [peer for peer, _ in bench.agent.notified]
 
 
+@pytest.mark.never_wrong("B5")
 def test_ranks_that_are_done_are_not_told_of_the_failure_of_others(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
@@ -79,9 +82,10 @@ def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
     assert bench.codes() == {"r1": "peer-disconnected"}
 
 
+@pytest.mark.never_wrong("B5")
 def test_a_peer_whose_restart_would_not_be_noticed_is_not_read_again(bench: Bench) -> None:
     """vLLM's own peers: no fence words and no generation in the ticket."""
-    bench.reads.read(Order(fence=None))
+    bench.reads.read(order(fence=None))
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
     bench.finish(outcome="failed", code="peer-disconnected")
     assert bench.codes() == {"r1": "peer-disconnected"}
@@ -116,7 +120,7 @@ def test_an_abort_between_the_attempts_ends_the_read_once_and_tells_the_producer
 
 
 def test_an_engine_that_came_back_with_another_plan_is_not_mixed_with_what_has_arrived(bench: Bench) -> None:
-    start(bench, ranks=2, peer=Peer(generation=1))
+    start(bench, ranks=2, peer=peer(generation=1))
     bench.finish("r1/0.0")
     bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
     bench.planner.made = replace(bench.planner.made, producer_ranks=((0, 1),))
@@ -134,7 +138,7 @@ def test_a_second_attempt_never_outlasts_the_deadline(bench: Bench) -> None:
 
 
 def test_a_refused_post_is_not_tried_again(bench: Bench) -> None:
-    bench.reads.read(Order())
+    bench.reads.read(order())
     bench.agent.refuse_post = True
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "post-refused"}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import facts
-from fakes import Blocks, FakeAgent, FakeHandshakes, FakeRecorder, Metadata, Order, Outcome, Peer, Result
+from fakes import FakeAgent, FakeHandshakes, FakeRecorder, Metadata, Outcome, Result, blocks, order, peer
 
 from kv_handshake import Codec
 from kv_scheduler_state import LeaseTable
@@ -60,7 +60,7 @@ PAIRS = [
 
 
 class Rank:
-    """One rank's memory, geometry document and facts."""
+    """A rank's memory, geometry document and facts."""
 
     def __init__(self, family: Family, tp: int, rank: int) -> None:
         self.held = family.held(tp, rank) if family.heads else range(1)
@@ -137,18 +137,18 @@ def places(rows: Any, indices: Any) -> list[tuple[int, int]]:
 def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tuple[str, bytes]]) -> None:
     """Hand one read order to a production coordinator of this rank, and step it to the order's end."""
     agent, handshakes, finished = MovingAgent(delivered), FakeHandshakes(), list[FinishedRead]()
-    recorder: Any = FakeRecorder()
-    untyped: Any = (agent, handshakes)
-    parts = TransferParts(*untyped, Codec(), recorder, lambda: 0.0, "D")
     nobody: Any = None
+    untyped: Any = (agent, handshakes, FakeRecorder())
+    thread, client, recorder = untyped
+    parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D")
     planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
     limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
     reads = ReadCoordinator(parts, planner, limits, finished.append)
-    order = Order(
-        family, Peer(tp=len(producers)), peer_blocks=(Blocks(PEER_IDS),), local_blocks=(Blocks(LOCAL_IDS),),
+    wanted = order(
+        family, peer=peer(tp=len(producers)), peer_blocks=(blocks(*PEER_IDS),), local_blocks=(blocks(*LOCAL_IDS),),
         tokens=len(PEER_IDS) * TOKENS, nonce="n",
     )  # fmt: skip
-    reads.read(order)
+    reads.read(wanted)
     (asked,) = handshakes.asked
     peers = {
         (pp, tp): Metadata(geometry=pack_document(producers[tp].document), agent_metadata=b"%d" % tp)
@@ -161,6 +161,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     assert recorder.errors == []
 
 
+@pytest.mark.never_wrong("B1")
 @pytest.mark.parametrize(("name", "consumer_tp", "producer_tp"), PAIRS)
 def test_bytes_land_where_they_belong_and_every_producer_rank_is_released(
     name: str, consumer_tp: int, producer_tp: int

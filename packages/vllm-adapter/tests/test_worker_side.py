@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from factories import facts
-from fakes import Order
+from fakes import order
 
 from kv_scheduler_state import FenceOrder, StepPlan
 from vllm_adapter.config import Settings
@@ -24,8 +24,12 @@ def _worker() -> WorkerSide:
     return WorkerSide(facts(), WorkerParts(facts(), Settings()))
 
 
-def _end(code: str = "", **order: Any) -> FinishedRead:
-    return FinishedRead(ReadEnd(Order(**order), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
+def _use(worker: WorkerSide, registration: Any) -> None:
+    worker._registration = registration
+
+
+def _end(code: str = "", **changes: Any) -> FinishedRead:
+    return FinishedRead(ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
 
 
 def test_a_failed_read_is_reported_and_logged_once_with_who_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -33,18 +37,20 @@ def test_a_failed_read_is_reported_and_logged_once_with_who_what_and_why(caplog:
     worker._finished.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
     with caplog.at_level(logging.ERROR):
         results = worker.take_report()
-    assert (results.received, results.failed) == ({"r1", "r2"}, {"r1"})
+    assert results.received == {"r1", "r2"}
+    assert results.failed == {"r1"}
     (record,) = caplog.records
     for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
         assert part in record.getMessage()
-    assert worker.take_report().received == set()
+    assert not worker.take_report().received
 
 
 def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     worker = _worker()
     worker._finished.append(_end("peer-lost", is_reported=False))
     results = worker.take_report()
-    assert (results.received, results.failed) == (set(), set())
+    assert not results.received
+    assert not results.failed
     assert "could not notify" in caplog.text
     assert "peer-lost" in caplog.text
     assert "not taken over" not in caplog.text
@@ -58,19 +64,18 @@ def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
     worker = _worker()
     worker.apply(StepOrders(StepPlan(failures=("o1",))))
     results = worker.take_report()
-    assert (results.received, results.failed) == ({"o1"}, {"o1"})
+    assert results.received == {"o1"}
+    assert results.failed == {"o1"}
 
 
 def test_handing_a_step_over_waits_for_no_peer() -> None:
     """The transfer thread may be busy: only the fence words are written at once, so that no ticket is ahead of them."""
-    worker, queued, fences = _worker(), [], []
+    worker, queued, fences = _worker(), list[Any](), list[tuple[int, int]]()
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    worker._registration = SimpleNamespace(  # type: ignore[assignment]
-        agent=agent, perform=lambda *_orders: threading.Event().wait(60)
-    )
-    plan = StepPlan(reads=(Order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))  # type: ignore[arg-type]
+    _use(worker, SimpleNamespace(agent=agent, perform=lambda *_orders: threading.Event().wait(60)))
+    plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
     assert time.monotonic() - began_s < 5  # not 60
@@ -97,11 +102,12 @@ class Agent:
         return self.held
 
 
+@pytest.mark.never_wrong("B2", "B12")
 def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker, agent = _worker(), Agent()
-    worker._registration = SimpleNamespace(agent=agent)  # type: ignore[assignment]
+    _use(worker, SimpleNamespace(agent=agent))
     worker.take_report()
     agent.errors = 3
     for _ in range(3):
@@ -113,9 +119,10 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     assert sum(stats["num_callback_errors"]) == 3
 
 
+@pytest.mark.never_wrong("B12")
 def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
     worker, agent = _worker(), Agent()
-    worker._registration = SimpleNamespace(agent=agent)  # type: ignore[assignment]
+    _use(worker, SimpleNamespace(agent=agent))
     agent.state = "stuck"
     for _ in range(2):
         worker.take_report()
@@ -129,6 +136,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
     assert stats["stuck_threads"] == [1, -1]
 
 
+@pytest.mark.never_wrong("B12")
 def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
@@ -138,7 +146,7 @@ def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.L
 
 def test_quarantined_bytes_are_reported_as_changes() -> None:
     worker, agent = _worker(), Agent()
-    worker._registration = SimpleNamespace(agent=agent)  # type: ignore[assignment]
+    _use(worker, SimpleNamespace(agent=agent))
     for held in ([4096], [4096], [1024], []):
         agent.held = [SimpleNamespace(bytes_at_risk=size) for size in held]
         worker.take_report()

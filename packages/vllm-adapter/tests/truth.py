@@ -53,6 +53,9 @@ def _places(
     _, slots, tokens, content = tensor["shape"]
     _, head_step, token_step, _ = (step * size for step in tensor["stride"])
     is_apart = head_step * (slots - 1) >= tensor["stride"][0] * size or head_step > tokens * content * size
+    if spec.get("cache_role") == "INDEXER":
+        # `indexer_k_quant_and_cache`: the values of all tokens of a page (tiled on ROCm), then a scale for each.
+        return [(0, _opaque(prod(tensor["shape"][1:]) * size, None, "index"))]
     if "MLA" in spec["class"] and tokens == page_tokens:
         axes = (Axis("token", tokens, 0, tokens, token_step), Axis("channel", content, 0, content, size))
         return [(0, Layout((FieldLayout("latent", size, 0, axes),)))]

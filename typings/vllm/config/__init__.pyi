@@ -22,9 +22,11 @@ class ParallelConfig:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     decode_context_parallel_size: int
+    cp_kv_cache_interleave_size: int
     data_parallel_index: int
 
 class CacheConfig:
+    enable_prefix_caching: bool
     cache_dtype: str
 
 class SchedulerConfig:
@@ -40,10 +42,14 @@ class SpeculativeConfig:
 class ObservabilityConfig:
     otlp_traces_endpoint: str | None
 
+class CompilationConfig:
+    static_forward_context: dict[str, object]
+
 class VllmConfig:
     instance_id: str
     model_config: ModelConfig
     parallel_config: ParallelConfig
+    compilation_config: CompilationConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     kv_transfer_config: KVTransferConfig | None

@@ -1,5 +1,5 @@
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,17 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = ...
     FINISHED_IGNORED = ...
     FINISHED_ERROR = ...
+
+class _PlaceholderRange:
+    offset: int
+    length: int
+
+class _MediaItem:
+    identifier: str
+    mm_position: _PlaceholderRange
+
+class _LoRARequest:
+    lora_name: str
 
 class Request:
     request_id: str
@@ -23,3 +34,9 @@ class Request:
     num_computed_tokens: int
     num_preemptions: int
     max_tokens: int
+    mm_features: Sequence[_MediaItem]
+    lora_request: _LoRARequest | None
+    cache_salt: str | None
+    all_token_ids: Sequence[int]
+    @property
+    def num_tokens(self) -> int: ...

@@ -13,8 +13,9 @@ from kv_handshake._factors import compatibility_id
 from kv_handshake._listener import Listener, QueryLimits
 from kv_handshake._messages import AgentMetadata
 from kv_handshake._notifications import Notification
-from kv_handshake._outcome import Outcome, Timing
+from kv_handshake._outcome import Outcome
 from kv_handshake._policy import LocalOffer
+from kv_handshake._timing import Timing
 
 __version__ = "0.2.0"
 

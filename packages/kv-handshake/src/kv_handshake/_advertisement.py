@@ -16,6 +16,7 @@ from kv_handshake._dialect import dialect_of
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_RANK
+from kv_handshake._numbers import check_number
 from kv_handshake._policy import PROTOCOL_RANGE
 
 __all__ = ["Advertisement", "Mode"]
@@ -28,7 +29,7 @@ _DIGEST = frozenset("0123456789abcdef")
 
 @final
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in short.
+    """An engine in short.
 
     Attributes:
         engine_id: The engine.
@@ -68,6 +69,7 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             _check(self)
+            check_number("generation", self.generation)
         except HandshakeError as error:
             raise ConfigurationError("invalid-argument", f"advertisement cannot be used: {error}") from error
         return msgspec.json.encode(self)

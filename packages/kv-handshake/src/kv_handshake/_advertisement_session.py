@@ -10,6 +10,7 @@ from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._queries import ADVERTISEMENT_QUERY, Rank
 from kv_handshake._reading import decode_envelope
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, State, next_step
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,8 @@ class AdvertisementSession:
         if self.data.startswith(b"{"):
             return Advertisement.decode(self.data)
         refusal = decode_envelope(self.data).refusal
-        raise WireError("refused", f"the peer refused: {refusal.code if refusal else 'no advertisement in its reply'}")
+        reason = shortened(refusal.code) if refusal is not None else "no advertisement in its reply"
+        raise WireError("refused", f"the peer refused: {reason}")
 
     def _step(self, cause: Cause) -> bool:
         step = next_step(self._state, cause, "none")

@@ -13,13 +13,13 @@ from kv_handshake._compare import Snapshot, compare
 from kv_handshake._dialect import NEWEST_DIALECT, dialect_of, dialect_of_vllm
 from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import ConfigurationError, HandshakeError
-from kv_handshake._keys import ClientSecurity
 from kv_handshake._listener import Listener
-from kv_handshake._log import printable
 from kv_handshake._probe import probe, probe_advertisement
 from kv_handshake._recording import Recording
 from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
+from kv_handshake._text import printable
 from kv_handshake._vectors import vectors_text
+from kv_handshake._zmq import ClientSecurity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

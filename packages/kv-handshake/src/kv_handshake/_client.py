@@ -15,18 +15,19 @@ from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
 from kv_handshake._log import GatedLog
 from kv_handshake._loop import Loop
-from kv_handshake._outcome import Outcome, Timing, outcome_of
+from kv_handshake._outcome import Outcome, outcome_of
 from kv_handshake._pacing import Backoff, FailureMemory
 from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake._keys import ClientSecurity
     from kv_handshake._pacing import RememberedFailure
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
     from kv_handshake._session import ClientSession
+    from kv_handshake._zmq import ClientSecurity
 
 __all__ = ["Client"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 import msgspec
 
 from kv_handshake._dialect import dialect_of
-from kv_handshake._factors import compatibility_hash, hashed_factors
+from kv_handshake._factors import check_factors, compatibility_hash, hashed_factors
 from kv_handshake._messages import AgentMetadata, Envelope, checksum_of
 from kv_handshake._notifications import (
     RESERVED_PREFIXES,
@@ -16,6 +16,7 @@ from kv_handshake._notifications import (
     encode_read_complete,
     parse_notification,
 )
+from kv_handshake._numbers import check_number
 from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
 from kv_handshake._queries import Rank, check_rank
 from kv_handshake._reading import decode_envelope, decode_metadata
@@ -65,11 +66,13 @@ class Codec:
             WireError: ``malformed-metadata`` or ``invalid-metadata`` if every peer would refuse the metadata.
         """
         version = dialect_of(dialect)
-        offer = LocalOffer(factors=factors)
+        check_factors(factors)
         if rank is not None:
             check_rank(rank)
         encoded = encode_metadata(metadata, version)
         generation = metadata.get("generation")
+        if isinstance(generation, int):
+            check_number("generation", generation)
         return _encoder.encode(
             Envelope(
                 compatibility_hash=compatibility_hash(hashed_factors(factors, version)),
@@ -77,7 +80,7 @@ class Codec:
                 protocol=self._offer.protocol,
                 rank=rank,
                 generation=generation if isinstance(generation, int) else None,
-                factors=dict(offer.factors),
+                factors=dict(factors),
                 checksum=checksum_of(encoded),
                 capabilities=dict(self._offer.capabilities),
             )

@@ -27,7 +27,7 @@ _COMPARED = tuple(each.name for each in METADATA_FIELDS if each.wire.is_compared
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One engine as a probe or a recording shows it.
+    """An engine as a probe or a recording shows it.
 
     Attributes:
         name: Name for messages.

@@ -1,4 +1,4 @@
-"""The wire family, version by version: what a peer of each connector version sends and expects.
+"""The wire family, version by version: the messages that a peer of each connector version sends and expects.
 
 A *dialect* is the version number of vLLM's NIXL connector (2 to 15). It decides how many fields a query has, whether
 a reply carries a clock frame, which keys the agent metadata holds and which factors enter the compatibility hash. It
@@ -60,7 +60,7 @@ _RELEASES: tuple[tuple[tuple[int, int], int], ...] = (
 @final
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One version of the wire.
+    """A version of the wire.
 
     Attributes:
         version: vLLM's connector version.

@@ -51,7 +51,7 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "wrong-frames": _facts("peer", False, "The message has too many or too few frames for a query."),
         # Findings of a client in a reply.
         "refused": _facts("peer", None, "The peer's listener refused the query; its own code is in the context."),
-        "unexpected-reply": _facts("peer", False, "A reply has the wrong number of frames, or nobody asked for it."),
+        "unexpected-reply": _facts("peer", False, "A reply has the wrong number of frames, or answers no query."),
         "oversized-reply": _facts("peer", False, "A reply exceeds the size limit."),
         "malformed-envelope": _facts("peer", False, "The outer message of a reply does not decode."),
         "malformed-metadata": _facts("peer", False, "The agent metadata in an accepted envelope does not decode."),

@@ -1,9 +1,9 @@
-"""Which factor differs, when the peer sends nothing but a digest.
+"""Naming the factor that differs when the peer sends nothing but a digest.
 
 vLLM's own connector sends the hash of its factors and not the factors. But most factors can take few values, so they
 can be tried: if this engine's factors with another dtype give exactly the peer's hash, then the dtype is what
-differs, as surely as two hashes do not collide. What cannot be enumerated (the model's name, the speculation
-settings) remains a suspicion.
+differs, as surely as two hashes do not collide. Factors that cannot be enumerated (the model's name, the
+speculation settings) remain suspects.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def explain_hash(
 
 @lru_cache(maxsize=64)
 def _explain_memoized(hashed: str, peer_hash: str) -> tuple[Difference, ...]:
-    """Every rank of a peer, and every retry, brings the same question."""
+    """Explain a hash, and keep the last answers: every rank of a peer, and every retry, asks the same."""
     factors = json.loads(hashed)
     return _explain(factors, peer_hash, [factors], 1)
 
@@ -105,7 +105,7 @@ def _explain_memoized(hashed: str, peer_hash: str) -> tuple[Difference, ...]:
 def _bases(
     hashed: Mapping[str, object], supposed: Mapping[str, Sequence[object]], shown: Mapping[str, object]
 ) -> Iterator[Mapping[str, object]]:
-    """Yield what the peer's factors may be but for a few changes: each factor as this engine's, shown, or supposed."""
+    """Yield candidate factors of the peer: each factor as this engine's, shown, or supposed."""
     choices: list[list[object]] = []
     for name, value in hashed.items():
         others = [*supposed.get(name, ()), *([shown[name]] if name in shown else [])]
@@ -151,7 +151,7 @@ def suspected_factors(factors: Mapping[str, object], dialect: Dialect) -> tuple[
 
 
 def _changes(base: Mapping[str, object]) -> list[list[tuple[Mapping[str, object], Mapping[str, str]]]]:
-    """Return the changes to try, as they are and as JSON, in groups of which a trial takes one change at most."""
+    """Return candidate changes, grouped by factor, as values and as JSON; a trial applies at most one change per group."""
     groups: list[list[dict[str, object]]] = [
         [{name: other} for other in _VALUES.get(name, ()) if other != value or type(other) is not type(value)]
         for name, value in base.items()

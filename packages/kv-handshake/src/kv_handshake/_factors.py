@@ -1,14 +1,14 @@
-"""Compatibility factors: what two engines must share, the digest of it, and which of it differs.
+"""Compatibility factors: their digest, their differences, and the meaning of a difference.
 
 A *factor* is a named JSON value. vLLM's own connector hashes about a dozen of them (which ones depends on the
 dialect) and sends only the digest. We send the factors too, and some more that its hash leaves out, so that a
 mismatch can be named.
 
-Groups decide what a difference means under the negotiated policy:
+Groups give a difference its meaning under the negotiated policy:
 
 - ``must-match``: the bytes of one engine's cache would mean something else in the other.
 - ``may-differ``: the transfer plan deals with it, or refuses it with a better reason.
-- ``informative``: says where something came from, not what it is.
+- ``informative``: names an origin, not a property of the cache.
 
 A factor that one side does not send counts as None, which is also the value for "the model has none of it". So an
 engine that knows nothing of sliding windows still matches a model without one, and never one with.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._limits import MAX_FACTORS
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,13 +92,13 @@ _PLAIN = frozenset({str, int, bool, type(None)})
 @final
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One factor with two values.
+    """A factor with two values.
 
     Attributes:
         name: The factor.
         local: This engine's value; None if it has none.
         peer: The peer's value; None if it has none or is not known.
-        group: What the difference means when it is negotiated.
+        group: Meaning of the difference under the negotiated policy.
     """
 
     name: str
@@ -106,7 +107,8 @@ class Difference:
     group: Group
 
     def __str__(self) -> str:
-        return f"{self.name}: local {_canonical(self.local)}, peer {_canonical(self.peer)}"
+        local, peer = shortened(_canonical(self.local)), shortened(_canonical(self.peer))
+        return f"{shortened(self.name)}: local {local}, peer {peer}"
 
 
 def compatibility_hash(factors: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ MAX_QUERY_BYTES = 256
 """A metadata query takes 16 to 32 bytes, whichever integer widths the sender picks."""
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
-"""One rank's envelope. Thousands of regions and a dozen network rails stay below a tenth of this."""
+"""Bytes of a rank's envelope. Thousands of regions and a dozen network rails stay below a tenth of this."""
 
 MAX_ENVELOPE_BYTES = 256 * 1024
 """An envelope without its metadata bytes: the hash and the factors. The factors of a model of 1000 layers take 50 kB."""

@@ -1,4 +1,4 @@
-"""A supervised side-channel listener: a thread that serves a `ServerCore` and cannot be stopped by what it receives."""
+"""A supervised side-channel listener: a thread that serves a `ServerCore` and that no message can stop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._log import GatedLog
 from kv_handshake._pacing import TokenBuckets
 from kv_handshake._server import ServerCore
-from kv_handshake._zmq import RouterSocket, TooManyFrames
+from kv_handshake._zmq import ListeningPort, RouterSocket, TooManyFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kv_handshake._keys import ServerSecurity
     from kv_handshake._queries import Rank
-    from kv_handshake._zmq._router import Incoming
+    from kv_handshake._zmq import Incoming, ServerSecurity
 
 __all__ = ["Listener", "QueryLimits"]
 
@@ -128,9 +127,16 @@ class Listener:
         with self._lifecycle:
             if self._thread is not None or self._closing.is_set():
                 raise ConfigurationError("invalid-argument", "a listener starts once")
-            self._socket = RouterSocket(self._endpoint, security=self._security)
-            self._endpoint = replace(self._endpoint, port=self._socket.port)
-            self._thread = threading.Thread(target=self._supervise, name="kv-handshake-listener", daemon=True)
+            port = ListeningPort(self._endpoint)
+            try:
+                self._socket = RouterSocket(port, security=self._security)
+            except HandshakeError:
+                port.close()
+                raise
+            self._endpoint = replace(self._endpoint, port=port.endpoint.port)
+            self._thread = threading.Thread(
+                target=self._supervise, args=(port,), name="kv-handshake-listener", daemon=True
+            )
             self._thread.start()
 
     def replace(self, payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> None:
@@ -168,14 +174,20 @@ class Listener:
             if threading.current_thread() is not self._thread:
                 self._thread.join(_JOIN_S)
 
-    def _supervise(self) -> None:
+    def _supervise(self, port: ListeningPort) -> None:
         """Serve until closed; an early end of the loop is counted, logged, and followed by a fresh socket."""
+        try:
+            self._keep_serving(port)
+        finally:
+            port.close()
+
+    def _keep_serving(self, port: ListeningPort) -> None:
         failures = 0
         while not self._closing.is_set():
             began_s = time.monotonic()
             try:
                 if self._socket is None:
-                    self._socket = RouterSocket(self._endpoint, security=self._security)
+                    self._socket = RouterSocket(port, security=self._security)
                 self._serve(self._socket)
             except TooManyFrames as message:
                 self._counts["refused.wrong-frames"] += 1

@@ -7,8 +7,9 @@ import time
 from typing import final
 
 from kv_handshake._pacing import LogGate
+from kv_handshake._text import printable
 
-__all__ = ["GatedLog", "printable"]
+__all__ = ["GatedLog"]
 
 _logger = logging.getLogger("kv_handshake")
 
@@ -30,12 +31,3 @@ class GatedLog:
         held = self._gate.admit(topic, time.monotonic())
         if held is not None:
             _logger.warning("%s%s", printable(text), f" ({held} more like this were not logged)" if held else "")
-
-
-def printable(text: str, *, most_chars: int = 1000) -> str:
-    """Return a text on one line, at most so long, with escapes for everything that is not printable.
-
-    Peers write parts of many texts. A newline would fake a log line, and an escape sequence would reach a terminal.
-    """
-    cut = text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text)} characters)"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in cut)

@@ -21,10 +21,10 @@ from kv_handshake._zmq import Connection, Hub
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_handshake._keys import ClientSecurity
     from kv_handshake._log import GatedLog
-    from kv_handshake._outcome import Timing
     from kv_handshake._task import Task
+    from kv_handshake._timing import Timing
+    from kv_handshake._zmq import ClientSecurity
 
 __all__ = ["Loop"]
 

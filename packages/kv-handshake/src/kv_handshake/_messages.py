@@ -7,6 +7,7 @@ decoder skips keys that it does not know, so the same bytes serve both kinds of 
 These two classes are the only list of fields in the package. `Envelope` is read and written as it stands. The rows of
 `AgentMetadata` carry a `Wire` each, and `METADATA_FIELDS` collects them: the reader's decoder and range checks, the
 writer's order and defaults, the keys of every dialect and the comparison of two engines all follow from that table.
+Types say the least value of every number: `Natural` from 0, `Positive` from 1.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ __all__ = [
     "checksum_of",
     "usable_capabilities",
 ]
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 OURS = 0
 """Stands for "first dialect" of the keys that are ours: written in every dialect, but only if they are set."""
@@ -85,7 +89,6 @@ class Wire:
 
     Attributes:
         since: First dialect with this key, or `OURS`.
-        least: Smallest number that may stand in the value; None for values without numbers.
         is_per_region: Whether the value is a list with one entry per region.
         is_compared: Whether a comparison of two engines reports a difference. No hash holds these values, and a
             transfer plan can bridge some of the differences.
@@ -93,7 +96,6 @@ class Wire:
     """
 
     since: int = 1
-    least: int | None = None
     is_per_region: bool = False
     is_compared: bool = False
     unset: object = ...
@@ -101,7 +103,7 @@ class Wire:
 
 @final
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer rank's metadata: where its KV cache lies and how it is laid out.
+    """Metadata of a peer rank: where its KV cache lies and how it is laid out.
 
     Names are those of vLLM's wire; lists are parallel, one entry per registered region. The order is that in which
     vLLM 0.32 writes the keys.
@@ -139,23 +141,23 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: Annotated[str, Wire()]
     agent_metadata: Annotated[bytes, Wire()]
-    kv_caches_base_addr: Annotated[tuple[int, ...], Wire(least=0)]
-    device_id: Annotated[int, Wire(least=0)]
-    num_blocks: Annotated[int, Wire(least=1)]
-    block_lens: Annotated[tuple[int, ...], Wire(least=1, is_per_region=True, is_compared=True)]
-    block_strides: Annotated[tuple[int, ...] | None, Wire(since=9, least=1, is_per_region=True)] = None
+    kv_caches_base_addr: Annotated[tuple[Natural, ...], Wire()]
+    device_id: Annotated[Natural, Wire()]
+    num_blocks: Annotated[Positive, Wire()]
+    block_lens: Annotated[tuple[Positive, ...], Wire(is_per_region=True, is_compared=True)]
+    block_strides: Annotated[tuple[Positive, ...] | None, Wire(since=9, is_per_region=True)] = None
     kv_cache_layout: Annotated[str, Wire(is_compared=True)]
-    block_size: Annotated[int, Wire(least=1, is_compared=True)]
-    ssm_sizes: Annotated[tuple[int, int], Wire(least=0, is_compared=True)]
+    block_size: Annotated[Positive, Wire(is_compared=True)]
+    ssm_sizes: Annotated[tuple[Natural, Natural], Wire(is_compared=True)]
     attn_backend_name: Annotated[str, Wire(is_compared=True)]
-    physical_blocks_per_logical_kv_block: Annotated[int, Wire(since=3, least=0, is_compared=True, unset=1)] = 0
-    region_num_blocks: Annotated[tuple[int, ...] | None, Wire(since=11, least=0, is_per_region=True)] = None
+    physical_blocks_per_logical_kv_block: Annotated[Natural, Wire(since=3, is_compared=True, unset=1)] = 0
+    region_num_blocks: Annotated[tuple[Natural, ...] | None, Wire(since=11, is_per_region=True)] = None
     region_group_ids: Annotated[tuple[int, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
     region_names: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
     region_mem_types: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True)] = None
-    dcp_size: Annotated[int, Wire(since=8, least=1, is_compared=True)] = 1
-    pcp_size: Annotated[int, Wire(since=8, least=1, is_compared=True)] = 1
-    ple_block_len: Annotated[int | None, Wire(since=14, least=1)] = None
+    dcp_size: Annotated[Positive, Wire(since=8, is_compared=True)] = 1
+    pcp_size: Annotated[Positive, Wire(since=8, is_compared=True)] = 1
+    ple_block_len: Annotated[Positive | None, Wire(since=14)] = None
     region_members: Annotated[tuple[tuple[str, ...], ...], Wire(since=12)] = ()
     packed_member_layouts: Annotated[dict[str, tuple[int, int]], Wire(since=13)] = msgspec.field(
         default_factory=dict[str, tuple[int, int]]
@@ -170,7 +172,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
 @final
 @dataclass(frozen=True, slots=True)
 class MetadataField:
-    """One row of the field table.
+    """A row of the field table.
 
     Attributes:
         name: The attribute's name.
@@ -197,6 +199,7 @@ def _rows() -> tuple[MetadataField, ...]:
         MetadataField(info.name, info.encode_name, info, wire)
         for info in msgspec.structs.fields(AgentMetadata)
         for wire in getattr(info.type, "__metadata__", ())
+        if isinstance(wire, Wire)
     )
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, final
 
-from kv_handshake._dialect import dialect_of
+from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._explain import explain_hash
 from kv_handshake._factors import Difference, check_factors, compatibility_hash, differing_factors, hashed_factors
-from kv_handshake._limits import MAX_ENGINE_ID_CHARS
 from kv_handshake._messages import usable_capabilities
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,9 @@ __all__ = ["PROTOCOL_RANGE", "LocalOffer", "Policy", "Verdict", "judge"]
 Policy = Literal["exact", "negotiated", "off"]
 Level = Literal["required", "supported", "absent"]
 
+_SHOWN = 8
+"""Differences that a message names."""
+
 PROTOCOL_RANGE = (1, 1)
 """(oldest, newest) version of our extensions that this release speaks."""
 
@@ -30,7 +33,7 @@ PROTOCOL_RANGE = (1, 1)
 @final
 @dataclass(frozen=True, slots=True)
 class LocalOffer:
-    """What this engine is and how strictly it takes differences.
+    """This engine's factors, and how strictly it takes differences.
 
     Attributes:
         factors: This engine's factors.
@@ -40,6 +43,7 @@ class LocalOffer:
         may_differ: Factor names that this operator allows to differ, whatever their group.
         protocol: (oldest, newest) version of our extensions.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
+        hashes: Compatibility hash of the factors by dialect.
     """
 
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -47,6 +51,7 @@ class LocalOffer:
     may_differ: frozenset[str] = frozenset()
     protocol: tuple[int, int] = PROTOCOL_RANGE
     capabilities: Mapping[str, Level] = field(default_factory=dict[str, Level])
+    hashes: Mapping[int, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_factors(self.factors)
@@ -62,6 +67,11 @@ class LocalOffer:
             raise ConfigurationError("invalid-argument", f"protocol range {self.protocol} is empty")
         object.__setattr__(self, "factors", MappingProxyType(dict(self.factors)))
         object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
+        hashes = {
+            version: compatibility_hash(hashed_factors(self.factors, dialect_of(version)))
+            for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1)
+        }
+        object.__setattr__(self, "hashes", MappingProxyType(hashes))
 
 
 @final
@@ -71,9 +81,9 @@ class Verdict:
 
     Attributes:
         code: Empty if the peer is accepted, else the reason's code.
-        message: The reason in words, with names and values.
+        message: The reason in words, with names and values, cut where a peer could make it long.
         differences: Every factor that differs, as far as it is known.
-        warnings: What an operator should hear although the peer is accepted.
+        warnings: Texts for the operator although the peer is accepted.
         protocol: Version of our extensions to use; None with vLLM's own connector.
         capabilities: Names that both sides have.
     """
@@ -100,7 +110,9 @@ def judge(offer: LocalOffer, envelope: Envelope, version: int) -> Verdict:
         version: The dialect in which the peer was asked.
     """
     if envelope.refusal is not None:
-        return Verdict("refused", f"the peer refused: {envelope.refusal.code}: {envelope.refusal.message}")
+        return Verdict(
+            "refused", f"the peer refused: {shortened(envelope.refusal.code)}: {shortened(envelope.refusal.message)}"
+        )
     protocol, problem = _common_protocol(offer.protocol, envelope.protocol)
     if problem:
         return Verdict("protocol-range", problem)
@@ -127,7 +139,7 @@ def _common_capabilities(offer: LocalOffer, envelope: Envelope) -> tuple[frozens
             return frozenset(), f"this engine requires {name!r}, the peer does not have it"
     for name in sorted(peer - local):
         if envelope.capabilities[name] == "required":
-            return frozenset(), f"the peer requires {name!r}, this engine does not have it"
+            return frozenset(), f"the peer requires {shortened(name)!r}, this engine does not have it"
     return frozenset(local & peer), ""
 
 
@@ -136,7 +148,7 @@ def _compare(
 ) -> tuple[str, str, tuple[Difference, ...], tuple[str, ...]]:
     """Return (code, message, differences, warnings) of the comparison that the policy asks for."""
     dialect = dialect_of(version)
-    local_hash = compatibility_hash(hashed_factors(offer.factors, dialect))
+    local_hash = offer.hashes[version]
     is_same_hash = local_hash == envelope.compatibility_hash
     if envelope.factors:
         differences = differing_factors(offer.factors, envelope.factors)
@@ -162,6 +174,6 @@ def _compare(
 
 def _describe(differences: tuple[Difference, ...], local_hash: str, peer_hash: str) -> str:
     if differences:
-        return "; ".join(str(each) for each in differences)
-    shown = peer_hash[: max(64, MAX_ENGINE_ID_CHARS // 4)]
-    return f"local hash {local_hash}, peer hash {shown}; the peer does not send its factors"
+        more = f"; {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        return "; ".join(str(each) for each in differences[:_SHOWN]) + more
+    return f"local hash {local_hash}, peer hash {shortened(peer_hash)}; the peer does not send its factors"

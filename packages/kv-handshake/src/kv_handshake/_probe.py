@@ -12,20 +12,20 @@ from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._log import GatedLog
 from kv_handshake._loop import Loop
-from kv_handshake._outcome import Timing
 from kv_handshake._policy import LocalOffer
 from kv_handshake._reading import decode_envelope
 from kv_handshake._recording import Recording
 from kv_handshake._task import HandshakeRequest, Question, Session, Task
+from kv_handshake._timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake._advertisement import Advertisement
-    from kv_handshake._keys import ClientSecurity
     from kv_handshake._messages import AgentMetadata
     from kv_handshake._queries import Rank
     from kv_handshake._task import TaskRequest
+    from kv_handshake._zmq import ClientSecurity
 
 __all__ = ["ProbeResult", "probe", "probe_advertisement"]
 

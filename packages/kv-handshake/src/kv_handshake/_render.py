@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from kv_handshake._log import printable
 from kv_handshake._reading import decode_envelope
+from kv_handshake._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

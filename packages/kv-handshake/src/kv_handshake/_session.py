@@ -20,8 +20,9 @@ from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, encode_query
-from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
+from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["ClientSession", "Reply"]
 
 _MAX_FRAMES = 2
+_MAX_NAMES = 64
 
 
 class Reply(NamedTuple):
-    """One accepted reply.
+    """An accepted reply.
 
     Attributes:
         envelope: The envelope's bytes.
@@ -88,6 +90,8 @@ class ClientSession:
         self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
+        self._repeated = Repeated()
+        self._judged: Envelope | None = None
         self._verdict = Verdict()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
@@ -242,8 +246,10 @@ class ClientSession:
         self._step("reply")
 
     def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
-        envelope = decode_envelope(frames[0])
-        self._verdict = judge(self._offer, envelope, self._dialect.version)
+        envelope = decode_envelope(frames[0], self._repeated)
+        if not _is_same_claim(envelope, self._judged):
+            self._verdict = judge(self._offer, envelope, self._dialect.version)
+            self._judged = envelope
         if not self._verdict.is_accepted:
             raise self._refusal(rank, envelope)
         wanted = 2 if self._dialect.has_clock_frame else 1
@@ -262,7 +268,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = decode_metadata(envelope)
+        metadata = decode_metadata(envelope, self._repeated)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
@@ -285,9 +291,12 @@ class ClientSession:
             )
 
     def _refusal(self, rank: Rank, envelope: Envelope) -> WireError:
-        context: dict[str, object] = {"rank": rank, "names": tuple(each.name for each in self._verdict.differences)}
+        context: dict[str, object] = {
+            "rank": rank,
+            "names": tuple(shortened(each.name) for each in self._verdict.differences[:_MAX_NAMES]),
+        }
         if envelope.refusal is not None:
-            context |= {"peer_code": envelope.refusal.code, "retry_after_s": envelope.refusal.retry_after_s}
+            context |= {"peer_code": shortened(envelope.refusal.code), "retry_after_s": envelope.refusal.retry_after_s}
         return WireError(self._verdict.code, self._verdict.message, **context)
 
     def _measure_clock(self, frames: list[bytes], rtt_s: float, middle_s: float) -> None:
@@ -297,3 +306,14 @@ class ClientSession:
             self._best_rtt_s = rtt_s
             if peer_clock_s is not None:
                 self._clock_offset_s = peer_clock_s - middle_s
+
+
+def _is_same_claim(one: Envelope, other: Envelope | None) -> bool:
+    """Return whether two envelopes of a session get the same verdict: only their rank and metadata differ."""
+    return (
+        other is not None
+        and one.factors is other.factors  # equal bytes; equal values could be 1 and True
+        and one.refusal is None is other.refusal
+        and (one.compatibility_hash, one.protocol, one.capabilities)
+        == (other.compatibility_hash, other.protocol, other.capabilities)
+    )

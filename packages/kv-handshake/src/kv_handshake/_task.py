@@ -1,4 +1,4 @@
-"""One request under way: its attempts, their sessions, and the decision to try again. No input or output."""
+"""A request under way: its attempts, their sessions, and the decision to try again. No input or output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_handshake._endpoint import Endpoint
-    from kv_handshake._outcome import Timing
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
+    from kv_handshake._timing import Timing
 
 __all__ = ["HandshakeRequest", "Question", "Session", "Task", "TaskRequest", "may_retry"]
 
@@ -24,7 +24,7 @@ _SHOWN_RANKS = 16
 
 
 class Session(Protocol):
-    """One connection's worth of protocol, as the client loop drives it."""
+    """Protocol of a single connection, as the client loop drives it."""
 
     @property
     def is_over(self) -> bool:

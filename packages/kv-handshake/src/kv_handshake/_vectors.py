@@ -16,7 +16,7 @@ __all__ = ["Vector", "load_vectors", "vectors_text"]
 @final
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One conformance vector.
+    """A conformance vector.
 
     Attributes:
         name: Unique, stable name.

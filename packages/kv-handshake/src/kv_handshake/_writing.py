@@ -1,4 +1,4 @@
-"""Writing what a listener sends: agent metadata, refusals and the clock."""
+"""Writing the messages of a listener: agent metadata, refusals and the clock."""
 
 from __future__ import annotations
 

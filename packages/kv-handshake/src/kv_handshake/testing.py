@@ -15,12 +15,13 @@ from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import TransportError
-from kv_handshake._outcome import Timing, outcome_of
+from kv_handshake._outcome import outcome_of
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_clock, decode_envelope
 from kv_handshake._server import ServerCore
 from kv_handshake._task import HandshakeRequest, Question, Task
+from kv_handshake._timing import Timing
 from kv_handshake._vectors import load_vectors
 
 if TYPE_CHECKING:
@@ -228,10 +229,10 @@ class _ListenerPort(Protocol):
 
 
 def check_listener(listener: _ListenerPort, ask: Callable[[bytes], Sequence[bytes]]) -> None:
-    """Check that a running listener answers what it should and survives what it should refuse.
+    """Check that a running listener answers valid queries and survives and refuses bad ones.
 
     Args:
-        listener: The listener; what it serves is replaced.
+        listener: The listener; its envelopes are replaced.
         ask: Sends one query to it and returns the frames of the reply.
     """
     ranks = [(0, 0), (0, 1), (1, 0)]
@@ -270,7 +271,7 @@ def check_client(fetch: Callable[[Sequence[Rank], str, int], Outcome], listener:
 
     Args:
         fetch: Performs a handshake with the listener for (ranks, engine id, dialect) with the sample factors.
-        listener: The listener that it talks to; what it serves is replaced.
+        listener: The listener that it talks to; its envelopes are replaced.
     """
     ranks = [(0, 0), (0, 1)]
     for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1):

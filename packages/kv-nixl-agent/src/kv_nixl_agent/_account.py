@@ -20,7 +20,7 @@ __all__ = ["Account"]
 class Account:
     """Collects what a result reports. Decisions are never taken from it."""
 
-    __slots__ = ("_carried", "_entered_s", "check_s", "descriptor_count", "merged_count", "payload_bytes", "post_s")
+    __slots__ = ("_carried", "check_s", "descriptor_count", "entered_s", "merged_count", "payload_bytes", "post_s")
 
     def __init__(self, descriptor_count: int, payload_bytes: int) -> None:
         self.descriptor_count = descriptor_count
@@ -30,12 +30,9 @@ class Account:
         self.check_s = 0.0
         """Time of the integrity check."""
         self.merged_count = 0
-        self._entered_s: dict[State, float] = {}
+        self.entered_s: dict[State, float] = {}
+        """Time at which each state was entered."""
         self._carried: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
-
-    def entered(self, state: State, now_s: float) -> None:
-        """Note the time at which a state was entered."""
-        self._entered_s[state] = now_s
 
     def complete(self, part: Part, telemetry: WireTelemetry | None) -> None:
         """Note that a part is done, and NIXL's account of it."""
@@ -57,7 +54,7 @@ class Account:
         is_notified: bool,
     ) -> TransferResult:
         """Return the result of the transfer as of now; `ending` is (outcome, code, message)."""
-        entered_s = self._entered_s
+        entered_s = self.entered_s
         first_s, data_s = entered_s.get("posted"), entered_s.get("data-done")
         was_moved = data_s is not None
         outcome, code, message = ending
@@ -81,7 +78,7 @@ class Account:
         )
 
     def _fence_s(self) -> float:
-        entered_s = self._entered_s
+        entered_s = self.entered_s
         if "fence-posted" not in entered_s or "verified" not in entered_s:
             return 0.0
         return entered_s["verified"] - entered_s["data-done"]

@@ -8,7 +8,7 @@ Theory of operation. An order becomes a `Transfer` with one or more *parts*, eac
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from ._admission import admit
 from ._bindings import open_nixl
@@ -43,12 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TransferAgent"]
 
-_CLOSE_POLL_S: Final = 1e-3
-
 
 @final
 class TransferAgent:
-    """One rank's NIXL endpoint. Not thread-safe: one thread owns it and calls `advance` again and again.
+    """NIXL endpoint of a rank. Not thread-safe: one thread owns it and calls `advance` again and again.
 
     Args:
         name: NIXL agent name, unique among the agents that meet.
@@ -337,14 +335,10 @@ class TransferAgent:
 
     def snapshot(self) -> Snapshot:
         """Return the same for another thread to summarise."""
-        entries = self._handles.entries()
-        gauges = {
-            "strays": float(self._handles.watched_count),
-            "quarantined": float(len(entries)),
-            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in entries)),
-            "scratch_words_free": float(self._memory.fences.free_scratch_words),
-        }
-        return self._statistics.snapshot({**self._transfers.gauges(), **gauges, **self._peers.statistics()})
+        own = {"scratch_words_free": float(self._memory.fences.free_scratch_words)}
+        return self._statistics.snapshot(
+            {**self._transfers.gauges(), **self._handles.gauges(), **self._peers.statistics(), **own}
+        )
 
     # --------------------------------------------------------------------------------------------------------- close
 
@@ -364,15 +358,8 @@ class TransferAgent:
         self._memory.fences.void_all()
         self.end_all("cancelled", "the agent was closed")
         self._is_closed = True
-        self._await_handles()
-        self._handles.close()
+        self._handles.close(self._options.close_wait_s)
         self._words.close()
         self._peers.close()
         self._memory.deregister_all()
         self._port.close()
-
-    def _await_handles(self) -> None:
-        until_s = time.monotonic() + self._options.close_wait_s
-        while self._handles.may_end and time.monotonic() < until_s:
-            if not self._handles.poll(self._clock(), at_once=True):
-                time.sleep(_CLOSE_POLL_S)

@@ -21,7 +21,7 @@ from ._errors import AgentError
 from ._values import QuarantineEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ._parts import Part
     from ._peer import Peer
@@ -155,11 +155,6 @@ class Handles:
         """Watched handles that land in our own words."""
         return len(self._watched)
 
-    @property
-    def may_end(self) -> bool:
-        """Whether NIXL can still report the end of a handle that is kept."""
-        return bool(self._watched) or any(not transfer.peer.is_lost for transfer, _ in self._held.values())
-
     def entries(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
         return [
@@ -172,6 +167,15 @@ class Handles:
             )
             for transfer_id, (transfer, since_s) in self._held.items()
         ]
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the numbers of kept handles and transfers, and the bytes at risk."""
+        entries = self.entries()
+        return {
+            "strays": float(len(self._watched)),
+            "quarantined": float(len(entries)),
+            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in entries)),
+        }
 
     # --------------------------------------------------------------------------------------------------------- polling
 
@@ -256,8 +260,12 @@ class Handles:
         self._give_up(held[0])
         return True
 
-    def close(self) -> None:
-        """Release everything, ended or not: the agent is about to be destroyed."""
+    def close(self, wait_s: float) -> None:
+        """Release everything, ended or not, since the agent is about to be destroyed; first poll it for up to `wait_s`."""
+        until_s = time.monotonic() + wait_s
+        while self._may_end() and time.monotonic() < until_s:
+            if not self.poll(0.0, at_once=True):
+                time.sleep(1e-3)
         for transfer, _ in list(self._held.values()):
             self._give_up(transfer)
         watched, self._watched = self._watched, []
@@ -265,6 +273,10 @@ class Handles:
             self._end_watched(one, AgentError("agent-closed", "the agent was closed"))
         self._unreleased = [handle for handle in self._unreleased if not self._is_released(handle)]
         self._unreleased.clear()
+
+    def _may_end(self) -> bool:
+        """Return whether NIXL can still report the end of a handle that is kept."""
+        return bool(self._watched) or any(not transfer.peer.is_lost for transfer, _ in self._held.values())
 
     def _give_up(self, transfer: Transfer) -> None:
         active, transfer.active = transfer.active, []

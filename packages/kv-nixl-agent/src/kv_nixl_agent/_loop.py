@@ -85,11 +85,11 @@ class Loop:
         if bound_s is not None:
             SwitchInterval.lower(bound_s)
         try:
-            agent = self._set_up()
+            agent = self.set_up()
             if agent is not None:
                 self.ready.set()
                 self._turn_until_closed(agent)
-                self._tear_down(agent)
+                self.tear_down(agent)
         finally:
             if bound_s is not None:
                 SwitchInterval.restore(bound_s)
@@ -106,17 +106,18 @@ class Loop:
         else:
             agent.refuse(order, self.failure)
 
-    def _set_up(self) -> TransferAgent | None:
+    def set_up(self) -> TransferAgent | None:
+        """Make the agent; None, with `failure` set, if that fails."""
         try:
             if self._options.on_thread_start is not None:
                 self._options.on_thread_start()
             agent = self._make_agent()
             self.metadata = agent.agent_metadata()
         except AgentError as error:
-            self._fail(error)
+            self.fail(error)
             return None
         except Exception as error:  # noqa: BLE001 - handed to the starter
-            self._fail(AgentError("thread-dead", f"the set-up raised {type(error).__name__}: {error}"))
+            self.fail(AgentError("thread-dead", f"the set-up raised {type(error).__name__}: {error}"))
             return None
         self.fence = agent.fence
         self.agent = agent
@@ -124,7 +125,8 @@ class Loop:
         self._publish(agent)
         return agent
 
-    def _fail(self, failure: AgentError) -> None:
+    def fail(self, failure: AgentError) -> None:
+        """Accept no more calls and orders, for this reason."""
         self.failure = failure
         self.mailbox.shut(failure.code, str(failure))
 
@@ -134,22 +136,23 @@ class Loop:
         crashes = 0
         while not self.is_closing:
             try:
-                self._turn(agent)
+                self.turn(agent)
                 crashes = 0
             except Exception as error:  # noqa: BLE001 - one bad turn must not strand every request
                 self.errors.loop_raised(error)
                 crashes += 1
                 if crashes >= _MAX_CRASHES_IN_A_ROW:
                     last = self.errors.last[0]
-                    self._fail(AgentError("thread-dead", f"the loop raised {crashes} times in a row, last {last}"))
+                    self.fail(AgentError("thread-dead", f"the loop raised {crashes} times in a row, last {last}"))
                     return
                 time.sleep(self._options.max_sleep_s)
             except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the thread, but no order is lost
                 self.errors.loop_raised(error)
-                self._fail(AgentError("thread-dead", f"the loop was ended by {self.errors.last[0]}"))
+                self.fail(AgentError("thread-dead", f"the loop was ended by {self.errors.last[0]}"))
                 return
 
-    def _turn(self, agent: TransferAgent) -> None:
+    def turn(self, agent: TransferAgent) -> None:
+        """Do one turn."""
         self.turns += 1
         now_s = self.turn_began_s = self._clock()
         self.timers.begin_turn(now_s)
@@ -159,7 +162,7 @@ class Loop:
         for function in self.timers.take_due(now_s, given_count=given, taken_count=taken):
             self._guarded(function)
         moved = agent.advance() or moved
-        moved = self._deliver_ends(agent) or moved
+        moved = self.deliver_ends(agent) or moved
         if moved:
             self.pacer.progressed()
         elif agent.is_busy:
@@ -193,7 +196,8 @@ class Loop:
                 self._guarded(self._callbacks.on_notification, sender, payload)
         return bool(arrived)
 
-    def _deliver_ends(self, agent: TransferAgent) -> bool:
+    def deliver_ends(self, agent: TransferAgent) -> bool:
+        """Invoke the callbacks of results and quiet memory; True if there were any."""
         results, quiet = agent.take_results(), agent.take_quiet()
         for result in results:
             self._guarded(self._callbacks.on_result, result)
@@ -215,7 +219,8 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------------ tear-down
 
-    def _tear_down(self, agent: TransferAgent) -> None:
+    def tear_down(self, agent: TransferAgent) -> None:
+        """End everything that was accepted, close the agent, and deliver the last ends."""
         if self.failure is None:
             self.mailbox.shut("agent-closed", f"transfer thread {self._name!r} was closed")
         # Calls that were handed over before still run; what they order after a failure is reported failed.
@@ -226,9 +231,9 @@ class Loop:
         else:
             failure = self.failure
             self._protected(lambda: agent.end_all("thread-dead", str(failure)))
-        self._protected(lambda: self._deliver_ends(agent))
+        self._protected(lambda: self.deliver_ends(agent))
         self._protected(agent.close)
-        self._protected(lambda: self._deliver_ends(agent))
+        self._protected(lambda: self.deliver_ends(agent))
         self._protected(lambda: self._publish(agent))
         self.agent = None
 
@@ -246,5 +251,5 @@ class Loop:
             if not agent.advance():
                 self.pacer.wait_busy()
             self._deliver_notifications(agent)
-            self._deliver_ends(agent)
+            self.deliver_ends(agent)
         self._deliver_notifications(agent)

@@ -110,7 +110,7 @@ class NixlBinding:
 
     @property
     def features(self) -> PortFeatures:
-        """What this agent can do."""
+        """Features of this agent."""
         agent = self._live()
         return PortFeatures(
             implementation=self._implementation,

@@ -28,7 +28,7 @@ def _demand(holds: bool, message: str, **context: object) -> None:
 @final
 @dataclass(frozen=True)
 class BackendOptions:
-    """One NIXL backend and its parameters.
+    """NIXL backend and its parameters.
 
     The defaults of UCX follow measurements (docs/transfers.md): four worker threads read many pages, and long runs
     of host memory, faster, and let posting return sooner. Error handling stays at UCX's `peer`,

@@ -1,4 +1,4 @@
-"""One peer rank, and the prepared lists that stand for its memory and ours."""
+"""A peer rank, and the prepared lists that stand for its memory and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port: what this package needs from NIXL, and nothing more.
+"""The port: everything that this package needs from NIXL.
 
 `_bindings.py` implements it over the real library, `testing.py` with memory copies. All handles are opaque.
 """
@@ -25,7 +25,7 @@ Handle = object
 @final
 @dataclass(frozen=True)
 class PortFeatures:
-    """What the installed NIXL can do."""
+    """Features of the installed NIXL."""
 
     implementation: str
     """Import name and version of the Python package, for example `nixl_cu12 1.5.1`."""
@@ -52,11 +52,11 @@ class WireTelemetry:
 
 
 class NixlPort(Protocol):
-    """One NIXL agent, used by one thread. Every method raises only `AgentError` with a `nixl-*` code."""
+    """NIXL agent, used by a single thread. Every method raises only `AgentError` with a `nixl-*` code."""
 
     @property
     def features(self) -> PortFeatures:
-        """What this agent can do."""
+        """Features of this agent."""
         ...
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:

@@ -6,6 +6,7 @@ main thread stands for the engine: it can be told to compute in pure Python whil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,15 +28,25 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PeerProcess", "page_pattern", "stop_process"]
+__all__ = ["PeerProcess", "count_sockets", "page_pattern", "stop_process"]
 
 _REPLY_TIMEOUT_S = 60.0
+_PAUSE_S = 0.5
 
 
 def stop_process(pid: int) -> None:
     """SIGSTOP a child process and wait until its last thread stands: on a busy machine that takes tens of milliseconds."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
+def count_sockets(pid: int) -> int:
+    """Return how many sockets a process holds open."""
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += str(link.readlink()).startswith("socket:")
+    return count
 
 
 def page_pattern(seed: int, page_count: int, page_bytes: int) -> npt.NDArray[np.uint8]:
@@ -172,11 +184,13 @@ class _Child:
         self._pages = np.zeros((page_count, page_bytes), dtype=np.uint8)
         self._pages[:] = page_pattern(0, page_count, page_bytes)
         self._arrived: list[tuple[str, bytes, float]] = []
+        self._events: list[str] = []
+        self._ticked_s = 0.0
         self.thread = TransferThread(
             name,
             [(self._pages.ctypes.data, self._pages.nbytes, 0, "DRAM")],
             on_result=lambda _: None,
-            on_notification=lambda sender, payload: self._arrived.append((sender, payload, time.monotonic())),
+            on_notification=self._note,
             options=AgentOptions(backends=(BackendOptions(engine_config=engine_config),)),
             thread_options=ThreadOptions(),
         )
@@ -197,6 +211,35 @@ class _Child:
     def notifications(self) -> list[tuple[str, bytes, float]]:
         taken, self._arrived = self._arrived, []
         return taken
+
+    def _note(self, sender: str, payload: bytes) -> None:
+        self._note_pause()
+        self._arrived.append((sender, payload, time.monotonic()))
+        self._events.append(payload.decode(errors="replace"))
+
+    def _note_pause(self) -> None:
+        now_s = time.monotonic()
+        if self._ticked_s and now_s - self._ticked_s > _PAUSE_S:
+            self._events.append("pause")
+        self._ticked_s = now_s
+
+    def _tick(self) -> None:
+        self._note_pause()
+        self._events.append("timer")
+
+    def watch_timer(self, period_s: float) -> None:
+        """Run a timer that is written down among the events; the first call starts it, later ones begin a new list."""
+        if not self._ticked_s:
+            self.thread.call_every(period_s, self._tick)
+        time.sleep(5 * period_s)
+        self._events.clear()
+
+    def events_until(self, payload: str) -> list[str]:
+        """Return notifications, timer runs and pauses of more than half a second, in order, once `payload` has come."""
+        end_s = time.monotonic() + 10.0
+        while payload not in self._events and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return list(self._events)
 
     def lend_and_revoke(self, slot: int, count: int, hold_s: float) -> int:
         """Grant and end `count` leases on one slot, as fast as told; returns the last generation."""

@@ -133,7 +133,7 @@ class RowTable:
                 "bad-indices", f"{side} indices have dtype {array.dtype} and shape {array.shape}, not int32 (n,)"
             )
         if array.dtype == np.int32 and array.size and int(array.astype(np.uint32).max()) < self.count:
-            return np.ascontiguousarray(array, dtype=np.int32)  # one look at each: negative ones are huge
+            return np.ascontiguousarray(array, dtype=np.int32)  # a single pass: negative numbers become huge
         if array.size:
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= self.count:

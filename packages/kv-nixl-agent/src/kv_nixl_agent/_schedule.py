@@ -117,6 +117,10 @@ class Deadlines:
             heapq.heapify(self._heap)
             self._ended = 0
 
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the first deadline has passed."""
+        return bool(self._heap) and self._heap[0][0] < now_s
+
     def take_late(self, now_s: float) -> Iterator[Transfer]:
         """Return the transfers in progress whose deadline has passed, once each."""
         while self._heap and (self._heap[0][0] < now_s or self._heap[0][2].has_ended):

@@ -39,7 +39,7 @@ Effect = Literal["report", "hold", "report-quiet"]
 @final
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One legal step.
+    """Legal step of a transfer.
 
     Attributes:
         state: State before.

@@ -37,7 +37,8 @@ class Timers:
         self._timers: list[_Timer] = []
         self._seen_s = now_s
         self._hold_until_s = now_s
-        self._due_after: int | None = None
+        self._round: tuple[int, float] | None = None
+        """(calls that come first, time at which it was opened) of the timers that have fallen due and wait."""
 
     def add(self, period_s: float, function: Callable[[], None], now_s: float) -> None:
         """Run `function` about every `period_s`."""
@@ -53,12 +54,13 @@ class Timers:
         """Return the functions to run now, given how many calls were handed over and how many of them have run."""
         if now_s < self._hold_until_s or all(timer.due_s > now_s for timer in self._timers):
             return []
-        if self._due_after is None:
-            self._due_after = given_count
-        if taken_count < self._due_after:
+        if self._round is None:
+            self._round = (given_count, now_s)
+        due_after, opened_s = self._round
+        if taken_count < due_after:
             return []
-        self._due_after = None
-        due = [timer for timer in self._timers if timer.due_s <= now_s]
+        self._round = None
+        due = [timer for timer in self._timers if timer.due_s <= opened_s]
         for timer in due:
             timer.due_s = now_s + timer.period_s
         return [timer.function for timer in due]

@@ -18,6 +18,7 @@ from ._account import Account
 from ._errors import AgentError, transfer_code
 from ._handles import has_left_the_wire, was_rejected
 from ._states import step
+from ._word_check import WordCheck
 
 if TYPE_CHECKING:
     from collections import deque
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from ._peers import PeerTable
     from ._port import Handle, NixlPort, Progress
     from ._schedule import Schedule
-    from ._states import Event, State
+    from ._states import Event, State, Transition
     from ._statistics import Statistics, Tracer
     from ._values import Outcome, PageCheck, TransferOrder, TransferResult
-    from ._word_reads import WordRead, WordReader
+    from ._word_reads import WordReader
 
 __all__ = ["Transfer", "Wiring"]
 
@@ -58,7 +59,7 @@ class Wiring:
 
 @final
 class Transfer:
-    """One transfer.
+    """Life of one order: posting, polling, verification, end.
 
     Args:
         order: As accepted.
@@ -69,9 +70,10 @@ class Transfer:
 
     __slots__ = (
         "_account",
+        "_clock",
         "_is_attached",
         "_wiring",
-        "_word_read",
+        "_word",
         "active",
         "deadline_s",
         "order",
@@ -82,6 +84,7 @@ class Transfer:
 
     def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
         self._wiring = wiring
+        self._clock = wiring.clock
         self.order = order
         self.peer = peer
         self.pending = parts
@@ -95,8 +98,9 @@ class Transfer:
             len(parts) == 1 and order.notification and order.fence is None and order.page_check is None
         )
         """Whether the notification travels with the data; otherwise it is sent once all is verified."""
-        self._word_read: WordRead | None = None
-        self.deadline_s = self._go("accept") + order.deadline_s
+        self._word = WordCheck(order, peer, wiring.words)
+        self._go("accept")
+        self.deadline_s = self._account.entered_s["queued"] + order.deadline_s
         wiring.trace(order, "queued")
 
     @property
@@ -104,22 +108,23 @@ class Transfer:
         """Whether its result is out."""
         return self.state in ("gone", "quarantined")
 
-    def _go(self, event: Event) -> float:
-        """Take the step that the table lists for an event; return the time."""
-        now_s = self._wiring.clock()
-        target = step(self.state, event).target
+    def _go(self, event: Event) -> Transition:
+        """Take the step that the table lists for an event."""
+        row = step(self.state, event)
+        target = row.target
         if target != self.state:
             self.state = target
-            self._account.entered(target, now_s)
-        return now_s
+            self._account.entered_s[target] = self._clock()
+        return row
 
     # --------------------------------------------------------------------------------------------------------- posting
 
     def post(self, part: Part) -> None:
         """Post one of its parts, the next one of `pending`."""
         wiring = self._wiring
+        started_s = self._clock()
         is_first = self.state == "queued"
-        started_s = self._go("post")
+        self._go("post")
         if is_first:
             wiring.trace(self.order, "posted")
         self.active.append(part)
@@ -130,11 +135,11 @@ class Transfer:
             part.handle = self._make(part)
             wiring.handles.made(self.peer)
             if self.order.fence is not None and not self.pending:
-                self._make_fence_read_early()
+                self._word.make_early()
             progress = wiring.port.post(part.handle)
         except AgentError as error:
             failure = error
-        self._account.post_s += wiring.clock() - started_s
+        self._account.post_s += self._clock() - started_s
         if failure is not None:
             self._fail_part(part, failure, is_off_wire=part.handle is None or was_rejected(failure))
         elif progress == "done":
@@ -203,10 +208,10 @@ class Transfer:
     def _finish_data_if_complete(self) -> None:
         if self.active or self.pending or self.state != "posted":
             return
-        now_s = self._go("last-part-done")
+        self._go("last-part-done")
         self._wiring.trace(self.order, "data-done")
         self.peer.is_wired = True
-        if now_s > self.deadline_s:
+        if self._account.entered_s["data-done"] > self.deadline_s:
             self.end_late()
         else:
             self._verify()
@@ -215,16 +220,12 @@ class Transfer:
 
     def _verify(self) -> bool:
         """Begin or continue to read the peer's word; True if that is over."""
-        wiring, read = self._wiring, self._word_read
-        if self.state == "data-done" and self.order.fence is None and self.order.operation != "probe":
+        if self.state == "data-done" and not self._word.is_wanted:
             self._go("trust")
             self._confirm()
             return True
         try:
-            if self.state == "fence-posted":
-                is_done = wiring.words.check(read) == "done" if read is not None else False
-            else:
-                is_done = self._post_word_read()
+            is_done = self._word.is_done() if self.state == "fence-posted" else self._post_word_read()
         except AgentError as error:
             self._note_disconnection(error)
             self._end_unread(error)
@@ -233,52 +234,27 @@ class Transfer:
             self._judge()
         return is_done
 
-    def _make_fence_read_early(self) -> None:
-        slot, generation = self.order.fence or (0, 0)
-        try:
-            self._word_read = self._wiring.words.make_fence_read(self.peer, slot, generation, is_early=True)
-        except AgentError:
-            return  # made again when it is needed, and then an error counts
-
     def _post_word_read(self) -> bool:
-        """Post the read of the peer's word; make it first, if no scratch word was free so far."""
-        words = self._wiring.words
-        if self._word_read is None:
-            if self.order.operation == "probe":
-                self._word_read = words.make_probe(self.peer)
-            else:
-                slot, generation = self.order.fence or (0, 0)
-                self._word_read = words.make_fence_read(self.peer, slot, generation)
-        if self._word_read is None:
+        if not self._word.make():
             return False  # all scratch words are in use; the next turn tries again
         self._go("post-fence")
-        return words.post(self._word_read) == "done"
+        return self._word.post()
 
     def _judge(self) -> None:
-        read, self._word_read = self._word_read, None
-        if read is None:
-            raise AssertionError("a word was judged that was not read")
-        found = self._wiring.words.finish(read)
+        found, objection = self._word.judge()
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", str(found))
-        if self.order.fence is None or found == self.order.fence[1]:
+        if objection:
+            self.end("fence-rejected", "fence-mismatch", objection)
+        else:
             self._go("match")
             self._confirm()
-            return
-        slot, generation = self.order.fence
-        self.end(
-            "fence-rejected",
-            "fence-mismatch",
-            f"fence slot {slot} of peer {self.peer.key!r} shows generation {found}, the lease had {generation}: "
-            "the producer gave the blocks away before they were read",
-        )
 
     def _end_unread(self, error: AgentError) -> None:
         """End it because the word cannot be read: the data is there, but nothing vouches for it."""
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", error.code)
-        is_made = self.state == "fence-posted"
-        code = transfer_code(error) if is_made else "transfer-rejected"
+        code = transfer_code(error) if self.state == "fence-posted" else "transfer-rejected"
         self.end("failed", code, f"the fence of peer {self.peer.key!r} could not be read: {error}")
 
     def _confirm(self) -> None:
@@ -332,11 +308,7 @@ class Transfer:
         if self.has_ended:
             return
         wiring = self._wiring
-        read, self._word_read = self._word_read, None
-        if read is not None and self.state == "fence-posted":
-            wiring.words.abandon(read)
-        elif read is not None:
-            wiring.words.discard(read)
+        self._word.drop(is_posted=self.state == "fence-posted")
         wiring.schedule.forget(self)
         self.pending.clear()
         for part in self.active:
@@ -345,8 +317,8 @@ class Transfer:
 
     def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
         """Take the step that reports the result, and do what the table demands of it."""
-        effects = step(self.state, event).effects
-        now_s = self._go(event)
+        effects = self._go(event).effects
+        now_s = self._account.entered_s[self.state]
         result = self._account.result(
             self.order, self.peer, ending, now_s=now_s, is_memory_quiet=not self.active, is_notified=is_notified
         )

@@ -63,6 +63,7 @@ class TransferTable:
             "queued_bytes": float(self.schedule.waiting_bytes()),
             "inflight": float(len(self._posted)),
             "inflight_bytes": float(self.schedule.inflight_bytes),
+            "deadlines_kept": float(len(self._deadlines)),
         }
 
     # ----------------------------------------------------------------------------------------------------------- turn
@@ -102,8 +103,9 @@ class TransferTable:
 
     def end_late(self, now_s: float) -> None:
         """End the transfers whose deadline has passed."""
-        for transfer in self._deadlines.take_late(now_s):
-            transfer.end_late()
+        if self._deadlines.is_due(now_s):
+            for transfer in self._deadlines.take_late(now_s):
+                transfer.end_late()
 
     # ----------------------------------------------------------------------------------------------------------- ends
 

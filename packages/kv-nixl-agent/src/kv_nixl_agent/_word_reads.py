@@ -38,7 +38,7 @@ _FIRST: Final = np.zeros(1, dtype=np.int32)
 
 @final
 class WordRead:
-    """One read of one word of a peer into a word of our fence array."""
+    """Read of one word of a peer into a word of our fence array."""
 
     __slots__ = ("handle", "lists", "peer", "word")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_scheduler_state._errors import InvalidEvent
+from kv_scheduler_state._plan import new_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,12 +54,19 @@ class BlockRules:
         null: The engine's id for "no block here", or None.
     """
 
-    __slots__ = ("_count", "_groups", "_null", "nothing")
+    __slots__ = ("_columns", "_count", "_groups", "_null", "nothing")
 
     def __init__(self, groups: tuple[GroupConfig, ...], null: int | None = None) -> None:
         self._groups = groups
         self._count = len(groups)
         self._null = null
+        # Kinds, spans, window blocks and scratch blocks, each group by group: read for every hand-over.
+        self._columns = (
+            [group.kind for group in groups],
+            [group.span_tokens for group in groups],
+            [group.window_blocks for group in groups],
+            [group.scratch_blocks for group in groups],
+        )
         self.nothing = tuple([BlockList(()) for _ in groups])
 
     def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
@@ -74,18 +82,20 @@ class BlockRules:
                 expected=self._count,
             )
 
-    def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[BlockList, ...]:
-        """Return the blocks that a producer offers of a request whose first `tokens` tokens are computed."""
-        return tuple(
-            [self._offered_group(group, ids, tokens) for group, ids in zip(self._groups, block_ids, strict=True)]
-        )
-
-    def _offered_group(self, group: GroupConfig, block_ids: Sequence[int], tokens: int) -> BlockList:
-        if group.kind == "state":
-            return BlockList(running_state(group, block_ids), 0, self._null)
-        ids = tuple(block_ids[: -(-tokens // group.span_tokens)])
-        first = max(0, len(ids) - group.window_blocks) if group.window_blocks else 0
-        return BlockList(ids[first:], first * group.span_tokens, self._null)
+    def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
+        """Return the blocks that a producer offers of its first `tokens` tokens, and the first token of each list."""
+        lists: list[list[int]] = []
+        first_tokens: list[int] = []
+        for kind, span, window_blocks, scratch_blocks, ids in zip(*self._columns, block_ids, strict=True):
+            if kind == "state":
+                lists.append(list(running_state(scratch_blocks, ids)))
+                first_tokens.append(0)
+                continue
+            kept = list(ids[: -(-tokens // span)])
+            first = max(0, len(kept) - window_blocks) if window_blocks else 0
+            lists.append(kept[first:] if first else kept)
+            first_tokens.append(first * span)
+        return lists, first_tokens
 
     def wanted(
         self, block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]], start: int, tokens: int
@@ -102,39 +112,36 @@ class BlockRules:
             InvalidEvent: `invalid-event`, for another number of groups, a prefix hit that ends inside a block, or fewer blocks
                 than the tokens need.
         """
-        self.require_groups(block_ids)
-        self.require_groups(new_block_ids)
+        if len(block_ids) != self._count or len(new_block_ids) != self._count:
+            self.require_groups(block_ids)
+            self.require_groups(new_block_ids)
         if not any(new_block_ids):
             return self.nothing
-        return tuple(
-            [
-                self._wanted_group(group, ids, new, start, tokens)
-                for group, ids, new in zip(self._groups, block_ids, new_block_ids, strict=True)
-            ]
-        )
-
-    def _wanted_group(
-        self, group: GroupConfig, block_ids: Sequence[int], new_ids: Sequence[int], start: int, tokens: int
-    ) -> BlockList:
-        if group.kind == "state":
-            return BlockList(running_state(group, new_ids), 0, self._null)
-        span = group.span_tokens
-        first, end = start // span, -(-tokens // span)
-        if start % span or len(block_ids) < end:
-            raise InvalidEvent(
-                f"a read of tokens {start} to {tokens} needs whole blocks of {span} tokens from the first on, and {end} of "
-                f"them; the request has {len(block_ids)}",
-                start=start,
-                tokens=tokens,
-                span_tokens=span,
-                blocks=len(block_ids),
-            )
-        if group.window_blocks:
-            first = max(first, end - group.window_blocks)
-        ids = tuple(block_ids[first:end])
-        if ids != tuple(new_ids[: len(ids)]):
-            ids = self._without_hits(ids, new_ids)
-        return BlockList(ids, first * span, self._null)
+        null = self._null
+        lists: list[BlockList] = []
+        for kind, span, window_blocks, scratch_blocks, ids, new in zip(
+            *self._columns, block_ids, new_block_ids, strict=True
+        ):
+            if kind == "state":
+                lists.append(BlockList(running_state(scratch_blocks, new), 0, null))
+                continue
+            first, end = start // span, -(-tokens // span)
+            if start % span or len(ids) < end:
+                raise InvalidEvent(
+                    f"a read of tokens {start} to {tokens} needs whole blocks of {span} tokens from the first on, and {end} of "
+                    f"them; the request has {len(ids)}",
+                    start=start,
+                    tokens=tokens,
+                    span_tokens=span,
+                    blocks=len(ids),
+                )
+            if window_blocks:
+                first = max(first, end - window_blocks)
+            kept = tuple(ids[first:end])
+            if kept != tuple(new[: len(kept)]):
+                kept = self._without_hits(kept, new)
+            lists.append(new_tuple(BlockList, (kept, first * span, null)))
+        return tuple(lists)
 
     def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids with null in place of every block that a prefix hit covers."""
@@ -157,7 +164,7 @@ class BlockRules:
         return tuple([tuple(ids[-group.window_blocks :]) for group, ids in zip(self._groups, block_ids, strict=True)])
 
 
-def running_state(group: GroupConfig, ids: Sequence[int]) -> tuple[int, ...]:
+def running_state(scratch_blocks: int, ids: Sequence[int]) -> tuple[int, ...]:
     """Return the block with the running state: the last one in front of the scratch blocks.
 
     Example: `scratch_blocks` 2 and the blocks 1 2 3 4: block 2. Scratch blocks may not be allocated yet, so the running state is
@@ -165,5 +172,5 @@ def running_state(group: GroupConfig, ids: Sequence[int]) -> tuple[int, ...]:
     """
     if not ids:
         return ()
-    last = len(ids) - 1 - min(group.scratch_blocks, len(ids) - 1)
+    last = len(ids) - 1 - min(scratch_blocks, len(ids) - 1)
     return (ids[last],)

@@ -61,6 +61,10 @@ class Consumers:
         "_arrival",
         "_backoff_tokens",
         "_config",
+        "_has_state",
+        "_has_windows",
+        "_on_finish",
+        "_on_hit",
         "_outbox",
         "_rules",
         "_trace_length",
@@ -80,7 +84,13 @@ class Consumers:
         # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
         self.on_failure = table.on(self.failure_event)
+        self._on_hit = {is_shared: table.on("hit-shared" if is_shared else "hit") for is_shared in (False, True)}
+        self._on_finish = {
+            is_shared: table.on("finish-shared" if is_shared else "finish") for is_shared in (False, True)
+        }
         self._arrival = table.on("arrive").get(NEW)
+        self._has_state = config.has_state
+        self._has_windows = any(group.kind == "window" for group in config.groups)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
         self.hand_overs = HandOvers()
         self._config = config
@@ -154,9 +164,10 @@ class Consumers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        is_waiting = record.state == "queued"
-        event = "hit-shared" if is_waiting and record.hand_over.is_wanted_by_others else "hit"
-        self.settle(request_id, record, self.table.find(request_id, record.state, event), now_s)
+        state = record.state
+        is_waiting = state == "queued"
+        rows = self._on_hit[is_waiting and record.hand_over.is_wanted_by_others]
+        self.settle(request_id, record, rows.get(state) or self.table.refuse(request_id, state, "hit"), now_s)
         if is_waiting:
             self.hand_overs.leave(record.hand_over)
 
@@ -168,7 +179,7 @@ class Consumers:
         """
         state, hand_over = record.state, record.hand_over
         is_shared = hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
-        row = self.table.find(request_id, state, "finish-shared" if is_shared else "finish")
+        row = self._on_finish[is_shared].get(state) or self.table.refuse(request_id, state, "finish")
         self.settle(request_id, record, row, now_s)
         if state == "queued":
             self.hand_overs.leave(hand_over)
@@ -211,22 +222,23 @@ class Consumers:
         held = ticket.peer_tokens
         if ticket.kind == "readback":
             # A recurrent state cannot be cut: it fits only a prompt that contains all it has seen.
-            if held is None or (self._config.has_state and held > prompt_tokens):
+            if held is None or (self._has_state and held > prompt_tokens):
                 return 0
             tokens = min(held, prompt_tokens)
         else:
             loadable = prompt_tokens - self._backoff_tokens
-            if self._config.has_state and held is not None and held > loadable:
+            if self._has_state and held is not None and held > loadable:
                 return 0  # a state of more tokens than are wanted: it cannot be set back, see above
             # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
             tokens = max(0, min(loadable, held) if held else loadable)
-        return tokens if self._covers_windows(ticket, tokens) else 0
+        return tokens if not self._has_windows or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
         """Return whether the peer's window lists reach back to the first token that the next token looks at.
 
-        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 48, 0 being
-        null: block 6 begins with token 64. A prompt of 80 tokens needs tokens 49 to 79, so it is computed here.
+        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 32 on, 0 being
+        null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79 and is read, one of 70 needs tokens 39 to 69
+        and is computed here.
         """
         spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
         return all(

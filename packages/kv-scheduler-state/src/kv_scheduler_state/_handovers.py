@@ -59,7 +59,7 @@ class HandOvers:
 
     def join(self, ticket: HandoffTicket) -> HandOver:
         """Return the ticket's hand-over, with one more waiting holder."""
-        key = (ticket.peer, ticket.peer_request_id, ticket.nonce, ticket.fence)
+        key = (ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence)
         hand_over = self._by_key.get(key)
         if hand_over is None:
             hand_over = self._by_key[key] = HandOver(key)

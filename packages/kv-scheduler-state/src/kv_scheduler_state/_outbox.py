@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["Outbox"]
 
 
+_READS: Final = StepPlan._fields.index("reads")
+_FENCES: Final = StepPlan._fields.index("fences")
+
+
 class _Part(Protocol):
     def clear(self) -> None: ...
     def __iter__(self) -> Iterator[object]: ...
+    def __len__(self) -> int: ...
 
 
 @final
@@ -58,8 +63,9 @@ class Outbox:
         self.passes: Final[list[str]] = []
         self.voids: Final[list[str]] = []
         self.failures: Final[dict[str, None]] = {}
-        # The parts of a plan after its reads, in its order; `fences` holds values, all others iterate as they are.
+        # The parts of a plan in its order. Reads and fences are kept by request and leave as values.
         self._parts: Final[tuple[_Part, ...]] = (
+            self.reads,
             self.expects,
             self.fences,
             self.grants,
@@ -126,17 +132,20 @@ class Outbox:
 
     def holds_orders(self) -> bool:
         """Return whether any part has an order; `has_orders` remembers the same."""
-        return bool(self.reads) or any(self._parts)
+        return any(self._parts)
 
     def take(self) -> StepPlan:
         """Return all orders that wait and start afresh."""
         if not (self.has_orders or self.heartbeats):
             return EMPTY_PLAN
         self.has_orders = False
-        fences = tuple(self.fences.values()) if self.fences else ()
-        expects, _, *others = map(tuple, self._parts)
-        plan = new_tuple(StepPlan, (tuple(self.reads.values()), expects, fences, *others))
-        self.reads.clear()
-        for part in filter(None, self._parts):
-            part.clear()
-        return plan
+        parts = self._parts
+        orders: list[tuple[object, ...]] = [tuple(part) if part else () for part in parts]
+        if self.reads:
+            orders[_READS] = tuple(self.reads.values())
+        if self.fences:
+            orders[_FENCES] = tuple(self.fences.values())
+        for part in parts:
+            if part:
+                part.clear()
+        return new_tuple(StepPlan, orders)

@@ -135,4 +135,4 @@ def _state(group: GroupConfig, ids: tuple[int, ...], *, is_cut: bool) -> tuple[i
             f"remote_block_ids lists {len(ids)} blocks for a state group, which has one running state",
             field="remote_block_ids",
         )
-    return running_state(group, ids)
+    return running_state(group.scratch_blocks, ids)

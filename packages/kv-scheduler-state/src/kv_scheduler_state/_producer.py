@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
+from hashlib import sha512
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._fences import FencePool
@@ -68,13 +68,20 @@ class Producers:
         "_config",
         "_grants",
         "_handoff",
+        "_has_state",
         "_leased",
+        "_nonces",
+        "_on_allocate",
+        "_on_preempt",
         "_outbox",
         "_readback",
         "_revoked",
         "_rules",
+        "_spans",
         "_trace_length",
         "fences",
+        "on_drop",
+        "on_hand_over",
         "on_revoke",
         "on_sent",
         "table",
@@ -84,13 +91,20 @@ class Producers:
         self.table = table
         self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
+        self.on_hand_over = table.on("hand-over")
+        self.on_drop = table.on("drop")
+        self._on_allocate = table.on("allocate")
+        self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
         self.fences = FencePool(config.fence_slots, config.fence_seed)
         self._config = config
         self._rules = rules
         self._outbox = outbox
         self._trace_length = config.trace_length
+        self._has_state = config.has_state
+        self._spans = [group.span_tokens for group in config.groups]
         self._grants = 0
+        self._nonces: list[str] = []
         # Requests with a lease, oldest grant first, and those whose lease was revoked, with the time.
         self._leased: dict[str, ProducerRecord] = {}
         self._revoked: dict[str, float] = {}
@@ -119,20 +133,20 @@ class Producers:
             IllegalTransition: `illegal-transition`.
         """
         table, state = self.table, record.state
-        if preemptions > record.preemptions and state in table.on("preempt"):
-            preempt = table.find(request_id, state, "preempt")
+        if preemptions > record.preemptions and state in self._on_preempt:
+            preempt = self._on_preempt[state]
             return preempt, table.find(request_id, preempt.target, "allocate")
-        return (table.find(request_id, state, "allocate"),)
+        return (self._on_allocate.get(state) or table.refuse(request_id, state, "allocate"),)
 
     def allocate(
         self, request_id: str, record: ProducerRecord, rows: tuple[Transition, ...], preemptions: int, now_s: float
     ) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence."""
         record.preemptions = preemptions
-        if len(rows) > 1:
-            self.preempt(request_id, record, rows[0], now_s)
+        *before, row = rows
+        for preemption in before:
+            self.preempt(request_id, record, preemption, now_s)
             record.is_preemption_due = True
-        row = rows[-1]
         advance(record, row, now_s, self._trace_length)
         if "announce" in row.effects:
             record.fence = self.fences.take()
@@ -189,10 +203,11 @@ class Producers:
         code = "withheld" if withhold else "cache-reset" if record.is_void else "" if any(block_ids) else "no-blocks"
         if not code:
             self._rules.require_groups(block_ids)
-            row = self.table.find(request_id, record.state, "hand-over")
-            if self._config.fence_slots and record.fence is None:
+            state = record.state
+            row = self.on_hand_over.get(state) or self.table.refuse(request_id, state, "hand-over")
+            if record.fence is None and self.fences.slots:
                 code = "no-fence-slot"
-            elif self._config.has_state and computed_tokens > self._tokens_of(record, computed_tokens):
+            elif self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
                 code = "state-too-long"
             else:
                 return row, ""
@@ -218,18 +233,16 @@ class Producers:
     ) -> dict[str, object]:
         """Grant the lease and return the ticket's params."""
         template, lease_s = self._readback if record.is_readback else self._handoff
-        nonce = self._nonce()
+        nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
         self._outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, record.fence, nonce)))
         self._outbox.has_orders = True
         self._leased[request_id] = record
         tokens = self._tokens_of(record, computed_tokens)
-        blocks = self._rules.offered(block_ids, tokens)
         params = template.copy()
-        params["remote_block_ids"] = [list(group.ids) for group in blocks]
+        params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
         params["remote_request_id"] = request_id
         params["remote_num_tokens"] = tokens
-        params["kv_first_tokens"] = [group.first_token for group in blocks]
-        params["kv_span_tokens"] = [group.span_tokens for group in self._config.groups]
+        params["kv_span_tokens"] = self._spans.copy()
         params["kv_nonce"] = nonce
         if record.fence is not None:
             params["kv_fence"] = list(record.fence)
@@ -276,9 +289,13 @@ class Producers:
             self.fences.give_back(record.fence[0])
             record.fence = None
 
-    def _nonce(self) -> str:
+    def _draw_nonce(self) -> str:
+        """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes eight of them."""
+        config = self._config
         self._grants += 1
-        return sha256(f"{self._config.nonce_seed}/{self._config.engine_id}/{self._grants}".encode()).hexdigest()[:16]
+        digits = sha512(f"{config.nonce_seed}/{config.engine_id}/{self._grants}".encode()).hexdigest()
+        self._nonces = [digits[at : at + 16] for at in range(0, 128, 16)]
+        return self._nonces.pop()
 
 
 def _params_template(

@@ -180,9 +180,10 @@ class SchedulerState:
         try:
             request = self._find(request_id, "allocate")
             consumer, producer = request.consumer, request.producer
-            for name, count in (("external_tokens", external_tokens), ("preemptions", preemptions)):
-                if type(count) is not int or count < 0:
-                    refuse_count(name, count)
+            if type(external_tokens) is not int or external_tokens < 0:
+                refuse_count("external_tokens", external_tokens)
+            if type(preemptions) is not int or preemptions < 0:
+                refuse_count("preemptions", preemptions)
             if consumer is None and external_tokens:
                 raise InvalidEvent(
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
@@ -287,7 +288,7 @@ class SchedulerState:
         if producer is not None and hands_over:
             row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
         elif producer is not None:
-            row = producers.table.find(request_id, producer.state, "drop")
+            row = producers.on_drop.get(producer.state) or producers.table.refuse(request_id, producer.state, "drop")
         if request.consumer is not None:
             self._consumers.finish(request_id, request.consumer, at_s)
         request.is_finished = True

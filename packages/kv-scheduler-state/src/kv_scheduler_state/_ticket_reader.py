@@ -146,9 +146,9 @@ class TicketReader:
                 _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
-                _matching(fields, "kv_nonce", _NONCE) or "",
-                _matching(fields, "kv_prompt", _DIGEST),
-                self._peer_blocks.spans(fields),
+                "" if fields.get("kv_nonce") is None else _matching(fields, "kv_nonce", _NONCE),
+                None if fields.get("kv_prompt") is None else _matching(fields, "kv_prompt", _DIGEST),
+                () if fields.get("kv_span_tokens") is None else self._peer_blocks.spans(fields),
                 None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
                 None if fields.get("transfer_mode") is None else "pull",
                 NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
@@ -299,10 +299,8 @@ def _are_block_ids(group: list[int], most: int) -> bool:
     return most >= _MAX_UINT32 or not group or max(group) <= most
 
 
-def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None:
+def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str:
     value = fields.get(name)
-    if value is None:
-        return None
     if type(value) is not str:
         _refuse_type(name, value, "a string")
     if not pattern.match(value):

@@ -32,7 +32,7 @@ from kv_topology._arrays import count_up, flat_outer_sum
 from kv_topology._errors import InvalidBlocks
 
 if TYPE_CHECKING:
-    from kv_topology._arrays import Bools, Ints
+    from kv_topology._arrays import Bools, Indices, Ints
     from kv_topology._boxes import Pairing
     from kv_topology._lists import Blocks
     from kv_topology._model import Group
@@ -43,22 +43,18 @@ __all__ = ["BlockPairs", "pair_blocks"]
 @final
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
-    """Pairs of units to move, ascending at the peer; all int64 (n,).
+    """Pairs of units to move, ascending at the peer; a unit's number is page * units of a page + unit in the page.
 
     Attributes:
-        local_page: Page number here.
-        local_unit: Unit in that page.
-        peer_page: Page number at the peer.
-        peer_unit: Unit in that page.
+        local: int32 (n,), unit numbers here.
+        peer: int32 (n,), unit numbers at the peer.
     """
 
-    local_page: Ints
-    local_unit: Ints
-    peer_page: Ints
-    peer_unit: Ints
+    local: Indices
+    peer: Indices
 
     def __len__(self) -> int:
-        return len(self.local_page)
+        return len(self.local)
 
 
 def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> BlockPairs:
@@ -92,13 +88,9 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     if not held.all():
         _check_missing(pairing, units[~held], tokens, peer)
         source, place = source[held], place[held]
-    inside, peer_inside = source % per_local, place % per_peer
     return _ascending(
-        local.ids[source // per_local] * pairing.local.pages_per_block + inside // pairing.local_units,
-        inside % pairing.local_units,
-        peer.ids[place // per_peer] * pairing.peer.pages_per_block + peer_inside // pairing.peer_units,
-        peer_inside % pairing.peer_units,
-        pairing.peer_units,
+        local.ids[source // per_local] * per_local + source % per_local,
+        peer.ids[place // per_peer] * per_peer + place % per_peer,
     )
 
 
@@ -127,8 +119,7 @@ def _pair_equal(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
         _check_missing(pairing, missing, tokens, peer)
     high = max(low, high)
     near, far = local.ids[low - start : high - start], peer.ids[low - peer.first : high - peer.first]
-    zeros = np.zeros(len(near), dtype=np.int64)
-    return _ascending(near, zeros, far, zeros, 1)
+    return _ascending(near, far)
 
 
 def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> None:
@@ -147,15 +138,17 @@ def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> 
         )
 
 
-def _ascending(local_page: Ints, local_unit: Ints, peer_page: Ints, peer_unit: Ints, peer_units: int) -> BlockPairs:
-    """Sort by the peer's place, so that NIXL can merge neighbours where both sides ascend together."""
-    place = peer_page if peer_units == 1 else peer_page * peer_units + peer_unit
-    if bool((place[1:] < place[:-1]).any()):
-        order = np.argsort(place)
-        same = local_unit is peer_unit
-        local_page, peer_page, local_unit = local_page[order], peer_page[order], local_unit[order]
-        peer_unit = local_unit if same else peer_unit[order]
-    return BlockPairs(local_page, local_unit, peer_page, peer_unit)
+def _ascending(local: Ints, peer: Ints) -> BlockPairs:
+    """Sort pairs of unit numbers by the peer's, so that NIXL can merge neighbours where both sides ascend together.
+
+    Both numbers are below 2**31, as descriptor indices are, so a pair is sorted as one number: peer * 2**32 + local.
+    """
+    keys: Ints = peer << 32
+    keys |= local
+    keys.sort()
+    lower = keys.astype(np.int32)  # a cast keeps the lower half
+    keys >>= 32
+    return BlockPairs(lower, keys.astype(np.int32))
 
 
 def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
@@ -180,8 +173,7 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
             context={"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
         )
     pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
-    zeros = np.zeros(len(pages), dtype=np.int64)
-    return BlockPairs(pages, zeros, peer_pages, zeros)
+    return _ascending(pages, peer_pages)
 
 
 def _real(blocks: Blocks) -> Ints:

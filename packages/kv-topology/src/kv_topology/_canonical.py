@@ -157,7 +157,7 @@ def explain(link: Link, geometry: RankGeometry, index: int, *, is_local: bool) -
         region = int((columns.local_region if is_local else columns.peer_region)[slot])
         if index - int(rule.first[slot]) >= geometry.regions[region].page_count * units:
             continue
-        page, unit = rule.page_and_unit(slot, index, units)
+        page, unit = rule.page_and_unit(slot, index)
         number = pairing.local_group if is_local else pairing.peer_group
         step = columns.local_step if is_local else columns.peer_step
         offset = int((columns.local_offset if is_local else columns.peer_offset)[slot]) + unit * int(step[slot])

@@ -228,7 +228,8 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
         document: Mapping of the schema above, possibly sent by a peer.
 
     Raises:
-        InvalidGeometry: `document-malformed`, `document-version`, `document-too-large`, or any code of a geometry that contradicts itself.
+        InvalidGeometry: `document-malformed`, `document-version`, `document-too-large`, or any code of a geometry that
+            contradicts itself.
     """
     table = _table(document, "document")
     schema, version = table.get("schema"), table.get("version")

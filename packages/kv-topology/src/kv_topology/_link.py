@@ -20,7 +20,7 @@ from kv_topology._validate import LIMITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology._arrays import Indices, Ints, Rows
+    from kv_topology._arrays import Indices, Rows
     from kv_topology._blocks import BlockPairs
     from kv_topology._errors import Fault
     from kv_topology._lists import BlockListLike, Blocks
@@ -83,36 +83,19 @@ class Link:
 
     def indices(self, pairs: Sequence[BlockPairs]) -> tuple[Indices, Indices]:
         """Return int32 descriptor indices, slice by slice, ascending at the peer inside a slice."""
-        local = [(rule, pair.local_page, pair.local_unit) for rule, pair in zip(self.local_rules, pairs, strict=True)]
-        peer = [(rule, pair.peer_page, pair.peer_unit) for rule, pair in zip(self.peer_rules, pairs, strict=True)]
-        return _indices(local), _indices(peer)
+        return (
+            _indices([(rule, pair.local) for rule, pair in zip(self.local_rules, pairs, strict=True)]),
+            _indices([(rule, pair.peer) for rule, pair in zip(self.peer_rules, pairs, strict=True)]),
+        )
 
 
-def _indices(parts: Sequence[tuple[IndexRule, Ints, Ints]]) -> Indices:
-    total = sum(len(rule.first) * len(page) for rule, page, _ in parts)
-    out = np.empty(total, dtype=np.int32)
+def _indices(parts: Sequence[tuple[IndexRule, Indices]]) -> Indices:
+    if len(parts) == 1:
+        return parts[0][0].indices(parts[0][1])
+    out = np.empty(sum(len(rule.first) * len(units) for rule, units in parts), dtype=np.int32)
     start = 0
-    for rule, page, unit in parts:
-        stop = start + len(rule.first) * len(page)
-        _fill(grid(out[start:stop], len(rule.first), len(page)), rule, page, unit)
+    for rule, units in parts:
+        stop = start + len(rule.first) * len(units)
+        rule.fill(grid(out[start:stop], len(rule.first), len(units)), units)
         start = stop
     return out
-
-
-def _fill(out: Indices, rule: IndexRule, page: Ints, unit: Ints) -> None:
-    """Write first + page * page_step + unit * unit_step; one outer sum where all slices share the two steps."""
-    first = rule.first.astype(np.int32)
-    steps = np.stack([rule.page_step, rule.unit_step], axis=1)
-    if bool((steps == steps[0]).all()):
-        np.add(first[:, None], _place(steps[0], page, unit), out=out)
-        return
-    for step in np.unique(steps, axis=0):
-        chosen = np.flatnonzero((steps == step).all(axis=1))
-        out[chosen] = first[chosen][:, None] + _place(step, page, unit)
-
-
-def _place(step: Ints, page: Ints, unit: Ints) -> Indices:
-    place: Ints = page * step[0]
-    if unit.any():
-        place += unit * step[1]
-    return place.astype(np.int32)

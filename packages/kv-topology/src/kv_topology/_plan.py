@@ -96,9 +96,10 @@ class TransferPlan:
         by_group: dict[int, list[Ints]] = {}
         for link, pairs in self._pairs(local, peer, tokens):
             for table, pair in zip(link.tables, pairs, strict=True):
-                by_group.setdefault(table.pairing.local_group, []).append(pair.local_page)
-        pages = {group: np.unique(np.concatenate(parts)) for group, parts in by_group.items()}
-        return tuple((region, pages[region.group]) for region in self._staged)
+                pages = np.floor_divide(pair.local, table.pairing.local_units, dtype=np.int64)
+                by_group.setdefault(table.pairing.local_group, []).append(pages)
+        written = {group: np.unique(np.concatenate(parts)) for group, parts in by_group.items()}
+        return tuple((region, written[region.group]) for region in self._staged)
 
     def reader_count(self, producer_rank: Rank) -> int:
         """Return how many consumer ranks report a request to this producer rank, by reading or by notification."""

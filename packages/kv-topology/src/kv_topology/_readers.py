@@ -240,7 +240,8 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
         mine.update(*_readable(options, local.tp_size, local.tp_rank, peer_tp))
         if peer_pp == 1:
             for rank in range(local.tp_size):
-                certain.update(frozenset.intersection(*_readable(options, local.tp_size, rank, peer_tp)))
+                first, *others = _readable(options, local.tp_size, rank, peer_tp)
+                certain.update(first.intersection(*others))
     found = {(stage, rank) for stage in range(peer_pp) for rank in mine}
     # A rank that is certain to be read needs no notification; a stage may turn out to hold none of our layers.
     found.update(_notified(local, (peer_pp, peer_tp), ((0, rank) for rank in certain)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def shown(value: object) -> str:
         return repr(value) if len(value) <= _LONGEST else f"{value[:_LONGEST]!r}..."
     if value is None or isinstance(value, float):
         return repr(value)
-    length = len(value) if hasattr(value, "__len__") else None
+    length = len(value) if isinstance(value, Sized) else None
     return f"a {type(value).__name__}" + (f" of {length} items" if length is not None else "")
 
 

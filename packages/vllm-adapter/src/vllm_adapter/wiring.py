@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
@@ -39,6 +39,10 @@ __all__ = ["SchedulerParts", "WorkerParts", "prompt_digest"]
 _SEED_BITS = 52
 _NULL_BLOCK = 0
 """Block id that stands for "no block here". Source: vLLM's block pool takes its first block for that."""
+
+_CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prompt-digest": "supported"}
+"""Announced in our envelopes: notifications with a nonce are understood, tickets carry a digest of their prompt."""
+
 _CORES_TO_SPARE = 8
 _PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
 """Speed of putting pages in order, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
@@ -112,7 +116,7 @@ class WorkerParts:
     @property
     def codec(self) -> ports.WireCodec:
         """Reads and writes what crosses between engines."""
-        return Codec()
+        return Codec(capabilities=_CAPABILITIES)
 
     @property
     def peer_geometry(self) -> PeerGeometry:
@@ -171,6 +175,7 @@ class WorkerParts:
         offer = LocalOffer(
             factors={**self.facts.factors, **self.facts.extra_factors},
             policy=policy,
+            capabilities=_CAPABILITIES,
         )
         attempt_s = settings.handshake_timeout_s
         return Client(offer, timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s))
@@ -220,7 +225,7 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 
 def _reserved_prefixes() -> tuple[str, ...]:
     """Return how ids begin that no notification can name."""
-    return tuple(getattr(Codec(), "reserved_prefixes", ("HB:", "PUSH_REG:")))
+    return Codec().reserved_prefixes
 
 
 if TYPE_CHECKING:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from kv_handshake._zmq._connections import Connection, Hub
-from kv_handshake._zmq._curve import generate_keypair, read_certificate
-from kv_handshake._zmq._router import RouterSocket, TooManyFrames
+from kv_handshake._zmq._curve import generate_keypair
+from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
+from kv_handshake._zmq._port import ListeningPort
+from kv_handshake._zmq._router import Incoming, RouterSocket, TooManyFrames
 
-__all__ = ["Connection", "Hub", "RouterSocket", "TooManyFrames", "generate_keypair", "read_certificate"]
+__all__ = [
+    "ClientSecurity",
+    "Connection",
+    "Hub",
+    "Incoming",
+    "ListeningPort",
+    "RouterSocket",
+    "ServerSecurity",
+    "TooManyFrames",
+    "generate_keypair",
+]

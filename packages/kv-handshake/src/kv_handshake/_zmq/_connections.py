@@ -32,7 +32,7 @@ from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 
 if TYPE_CHECKING:
-    from kv_handshake._keys import ClientSecurity
+    from kv_handshake._zmq._keys import ClientSecurity
 
 __all__ = ["Connection", "Hub", "WakeupPipe"]
 
@@ -47,6 +47,11 @@ _OPENING_MS = 30_000
 _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
 _LONGEST_POLL_MS = 60_000
+_UPKEEP_MS = 2
+_MOST_ENDED = 32
+"""Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
+wait: either takes as long as several replies (see ``tools/bench/handshake.py``)."""
+
 _EVENT = struct.Struct("=HI")  # kind, value
 _MONITORED = (
     zmq.EVENT_CLOSED
@@ -60,7 +65,7 @@ _MONITORED = (
 
 @final
 class Connection:
-    """One client connection to one listener; belongs to its hub's thread."""
+    """A client connection to a listener; belongs to its hub's thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -182,6 +187,9 @@ class Hub:
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, Connection] = {}
         self._wakeup = WakeupPipe()
+        self._prepared: Connection | None = None
+        self._ended: list[Connection] = []
+        self._needs_upkeep = True
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def open(self, address: str, port: int) -> Connection:
@@ -192,7 +200,8 @@ class Hub:
             ConfigurationError: ``invalid-endpoint``.
         """
         try:
-            connection = Connection(self._context, self._security)
+            connection = self._prepared or Connection(self._context, self._security)
+            self._prepared, self._needs_upkeep = None, True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         try:
@@ -206,21 +215,26 @@ class Hub:
         return connection
 
     def discard(self, connection: Connection) -> None:
-        """Forget and close a connection."""
+        """Forget a connection; `poll` closes it when there is time."""
         for each in (connection.socket, connection.monitor):
             self._poller.unregister(each)
             del self._by_socket[each]
-        connection.close()
+        self._ended.append(connection)
+        self._needs_upkeep = True
+        if len(self._ended) >= _MOST_ENDED:
+            self._do_upkeep()
 
     def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
-        """Wait until a connection is readable or changes, `wake` is called, or the time is over.
+        """Wait until a connection is readable or changes, `wake` is called, or the time is over; at times less.
 
         Returns:
             The connections with replies to read, and those with an event for `fault` to read.
         """
         readable: list[Connection] = []
         changed: list[Connection] = []
-        for each, _ in self._poller.poll(max(0, min(_LONGEST_POLL_MS, math.ceil(timeout_s * 1000)))):
+        longest_ms = _UPKEEP_MS if self._needs_upkeep else _LONGEST_POLL_MS
+        found = self._poller.poll(max(0, min(longest_ms, math.ceil(timeout_s * 1000))))
+        for each, _ in found:
             connection = self._by_socket.get(each)
             if connection is None:
                 self._wakeup.drain()
@@ -228,7 +242,18 @@ class Hub:
                 readable.append(connection)
             else:
                 changed.append(connection)
+        if self._needs_upkeep and not found:
+            self._do_upkeep()
         return readable, changed
+
+    def _do_upkeep(self) -> None:
+        """Close ended connections and prepare the next one."""
+        self._needs_upkeep = False
+        while self._ended:
+            self._ended.pop().close()
+        if self._prepared is None:
+            with contextlib.suppress(zmq.ZMQError):  # `open` tries again and reports it
+                self._prepared = Connection(self._context, self._security)
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
@@ -236,7 +261,8 @@ class Hub:
 
     def close(self) -> None:
         """Close all connections and the wake-up."""
-        for connection in set(self._by_socket.values()):
+        prepared = [self._prepared] if self._prepared is not None else []
+        for connection in {*self._by_socket.values(), *self._ended, *prepared}:
             connection.close()
         self._wakeup.close()
         self._context.destroy(linger=0)

@@ -21,8 +21,8 @@ from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_op
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kv_handshake._endpoint import Endpoint
-    from kv_handshake._keys import ServerSecurity
+    from kv_handshake._zmq._keys import ServerSecurity
+    from kv_handshake._zmq._port import ListeningPort
 
 __all__ = ["Incoming", "RouterSocket", "TooManyFrames"]
 
@@ -41,7 +41,7 @@ class TooManyFrames(Exception):  # noqa: N818 - a signal to the listener, not an
 
 
 class Incoming(NamedTuple):
-    """One message from a peer.
+    """A message from a peer.
 
     Attributes:
         envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
@@ -56,13 +56,14 @@ class Incoming(NamedTuple):
 
 @final
 class RouterSocket:
-    """A bound listening socket, used by one thread; only `wake` may be called from others.
+    """A socket on a listening port, used by one thread; only `wake` may be called from others.
 
     Raises:
         TransportError: ``bind-failed``.
     """
 
-    def __init__(self, endpoint: Endpoint, *, security: ServerSecurity | None = None) -> None:
+    def __init__(self, port: ListeningPort, *, security: ServerSecurity | None = None) -> None:
+        endpoint = port.endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._wakeup_url = f"inproc://wake-{uuid.uuid4().hex}"
@@ -82,15 +83,14 @@ class RouterSocket:
             )
             if security is not None:
                 self._encrypt(security)
+            self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)
-            self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
             self._socket.bind(self._wakeup_url)
         except zmq.ZMQError as error:
             self.close()
             raise TransportError(
                 "bind-failed",
-                f"cannot listen on {endpoint.host} port {endpoint.port}: {error.strerror}; is the port taken or the "
-                "address not local?",
+                f"cannot listen on {endpoint.host} port {endpoint.port}: {error.strerror}",
                 host=endpoint.host,
                 port=endpoint.port,
                 errno=error.errno,

@@ -1,4 +1,4 @@
-"""What can be told about a machine without moving a byte: devices, limits, environment variables, plugins."""
+"""Findings about a machine that need no transfer: devices, limits, environment variables, plugins."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MIN_FILES: Final = 4096
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Finding about one aspect of the machine.
 
     Attributes:
         name: Stable kebab-case name.
         severity: `ok`, `warning` (works, but not as hoped) or `error` (does not work).
-        message: What was found, and what to do unless it is ok.
+        message: The finding, and the remedy unless it is ok.
     """
 
     name: str

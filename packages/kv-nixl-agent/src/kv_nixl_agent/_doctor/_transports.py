@@ -1,4 +1,4 @@
-"""Which UCX transports really carry reads: parsed from UCX's own protocol tables, not from what was configured."""
+"""UCX transports that really carry reads: parsed from UCX's own protocol tables, not from its settings."""
 
 from __future__ import annotations
 

@@ -7,190 +7,18 @@ bodies run on the fake fabric, on real NIXL over DRAM between two processes, and
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._producer_process import page_pattern
-from kv_nixl_agent._values import PeerSpec, TransferOrder, TransferResult
+from kv_nixl_agent.testing._stage import Stage, expect, expect_error, make_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
-    from kv_nixl_agent._agent import TransferAgent
-    from kv_nixl_agent._port import MemoryKind
-
-__all__ = ["CHECKS", "FAULT_CHECKS", "ProducerControl", "Stage"]
-
-_LIMIT_S = 20.0
-
-
-class ProducerControl(Protocol):
-    """What the checks need from a producer; `page_pattern(seed, ...)` is the content of its pages."""
-
-    @property
-    def agent_metadata(self) -> bytes:
-        """Sealed metadata."""
-        ...
-
-    @property
-    def fence(self) -> tuple[int, int, int]:
-        """Location of the fence array."""
-        ...
-
-    @property
-    def rows(self) -> npt.NDArray[np.uint64]:
-        """One strided row over the pages."""
-        ...
-
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page."""
-        ...
-
-    @property
-    def page_count(self) -> int:
-        """Number of pages."""
-        ...
-
-    def fill(self, seed: int) -> None:
-        """Set the content of all pages."""
-        ...
-
-    def read_page(self, number: int) -> bytes:
-        """Return the content of a page."""
-        ...
-
-    def write_fence(self, slot: int, generation: int) -> None:
-        """Write a fence word."""
-        ...
-
-    def take_notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Return (sender, payload) since the last call."""
-        ...
-
-    def stop(self) -> None:
-        """Freeze the producer."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-    def kill(self) -> None:
-        """End the producer without a word."""
-        ...
-
-
-@final
-@dataclass
-class Stage:
-    """One consumer and one producer.
-
-    Attributes:
-        consumer: Agent under test, driven by `run_until`.
-        producer: The other side.
-        read_pages: Returns the consumer's pages, uint8 (page_count, page_bytes); a copy where they are not host
-            memory.
-        local_rows: One strided row over the consumer's pages, as many and as large as the producer's.
-        memory_kinds: Memory kinds of (local, peer) pages.
-    """
-
-    consumer: TransferAgent
-    producer: ProducerControl
-    read_pages: Callable[[], npt.NDArray[np.uint8]]
-    local_rows: npt.NDArray[np.uint64]
-    memory_kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
-    results: dict[str, TransferResult] = field(default_factory=dict[str, TransferResult])
-    quiet: set[str] = field(default_factory=set[str])
-
-    def spec(self, key: str = "p", *, has_fence: bool = True, **changes: object) -> PeerSpec:
-        """Return the producer's description, with changes."""
-        local_kind, peer_kind = self.memory_kinds
-        spec = PeerSpec(
-            key,
-            self.producer.agent_metadata,
-            self.local_rows,
-            self.producer.rows,
-            peer_kind,
-            local_kind,
-            self.producer.fence if has_fence else None,
-        )
-        return replace(spec, **changes)  # type: ignore[arg-type]
-
-    def connect(self, key: str = "p", *, has_fence: bool = True) -> None:
-        """Add the producer as a peer."""
-        self.consumer.add_peer(self.spec(key, has_fence=has_fence))
-
-    def read(self, transfer_id: str, local: object, peer: object, **arguments: object) -> TransferResult:
-        """Read and wait for the result."""
-        self.consumer.post(make_order(transfer_id, local, peer, **arguments))
-        return self.wait(transfer_id)
-
-    def wait(self, transfer_id: str, limit_s: float = _LIMIT_S) -> TransferResult:
-        """Drive the consumer until a transfer has ended."""
-        self.run_until(lambda: transfer_id in self.results, limit_s, f"the end of {transfer_id}")
-        return self.results[transfer_id]
-
-    def run_until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Drive the consumer until `condition`; fails after `limit_s`."""
-        end_s = time.monotonic() + limit_s
-        while not condition():
-            expect(time.monotonic() < end_s, f"{what} did not come within {limit_s} s")
-            moved = self.consumer.advance()
-            for result in self.consumer.take_results():
-                expect(result.transfer_id not in self.results, f"{result.transfer_id} ended twice")
-                self.results[result.transfer_id] = result
-            self.quiet.update(self.consumer.take_quiet())
-            if not moved:
-                time.sleep(20e-6)
-
-    def await_notifications(self, count: int) -> list[tuple[str, bytes]]:
-        """Wait until the producer has received `count` notifications."""
-        received: list[tuple[str, bytes]] = []
-
-        def arrived() -> bool:
-            received.extend(self.producer.take_notifications())
-            return len(received) >= count
-
-        self.run_until(arrived, _LIMIT_S, f"{count} notifications")
-        return received
-
-    def expect_pages(self, seed: int, local: Sequence[int], peer: Sequence[int]) -> None:
-        """Compare pages that were read with the producer's content."""
-        pattern = page_pattern(seed, self.producer.page_count, self.producer.page_bytes)
-        mine = self.read_pages()
-        for ours, theirs in zip(local, peer, strict=True):
-            expect(
-                bool((mine[ours] == pattern[theirs]).all()), f"local page {ours} is not the producer's page {theirs}"
-            )
-
-
-def expect(holds: bool, message: str) -> None:
-    """Fail a check."""
-    if not holds:
-        raise AssertionError(message)
-
-
-def expect_error(code: str, call: Callable[[], object]) -> None:
-    """Fail unless `call` raises that code."""
-    try:
-        call()
-    except AgentError as error:
-        expect(error.code == code, f"code {error.code} instead of {code}: {error}")
-        return
-    expect(False, f"no error instead of {code}")
-
-
-def make_order(transfer_id: str, local: object, peer: object, **arguments: object) -> TransferOrder:
-    """Return an order to the peer `p`."""
-    fields: dict[str, object] = {"peer": "p", "deadline_s": _LIMIT_S, **arguments}
-    mine, theirs = np.asarray(local, dtype=np.int32), np.asarray(peer, dtype=np.int32)
-    return TransferOrder(transfer_id, local_indices=mine, peer_indices=theirs, **fields)  # type: ignore[arg-type]
+__all__ = ["CHECKS", "FAULT_CHECKS"]
 
 
 def check_random_read(stage: Stage) -> None:
@@ -333,6 +161,64 @@ def check_remove_and_add_again(stage: Stage) -> None:
     expect(stage.read("c", [2], [2]).outcome == "done", "third")
 
 
+def check_sockets_stay_flat(stage: Stage) -> None:
+    """A living peer that is removed and known again 300 times holds as many sockets afterwards as after ten times."""
+
+    def cycle(count: int) -> int:
+        for _ in range(count):
+            stage.connect()
+            expect(stage.consumer.has_peer("p"), "not known")
+            stage.consumer.remove_peer("p")
+        stage.connect()
+        number = len(stage.results)
+        expect(stage.read(f"r{number}", [0], [0]).outcome == "done", "does not work")
+        stage.consumer.remove_peer("p")
+        return stage.open_sockets()
+
+    before = cycle(10)
+    after = cycle(300)
+    expect(after <= before + 2, f"{before} sockets after 10 cycles, {after} after 300 more")
+
+
+def check_order_without_descriptors(stage: Stage) -> None:
+    """An order without descriptors verifies its fence before it notifies."""
+    stage.connect()
+    stage.producer.write_fence(2, 8)
+    good = stage.read("good", [], [], fence=(2, 8), notification=b"good:1")
+    expect((good.outcome, good.is_notified, good.bytes_moved) == ("done", True, 0), f"{good}")
+    expect(stage.await_notifications(1) == [(stage.consumer.name, b"good:1")], "wrong notification")
+    stage.producer.write_fence(2, 9)
+    bad = stage.read("bad", [], [], fence=(2, 8), notification=b"bad:1")
+    expect((bad.outcome, bad.code, bad.is_notified) == ("fence-rejected", "fence-mismatch", False), f"{bad}")
+    expect(stage.consumer.send_notification("p", b"end"), "not sent")
+    expect(stage.await_notifications(1) == [(stage.consumer.name, b"end")], "a voided order notified")
+
+
+def check_probe(stage: Stage) -> None:
+    """A probe of a peer that answers is done, with or without a fence array, and whatever the word says."""
+    stage.connect()
+    stage.producer.write_fence(0, 123)
+    expect(stage.read("with", [], [], operation="probe").outcome == "done", "with a fence")
+    stage.consumer.remove_peer("p")
+    stage.connect(has_fence=False)
+    expect(stage.read("without", [], [], operation="probe").outcome == "done", "without a fence")
+    expect_error("bad-options", lambda: stage.consumer.post(make_order("x", [0], [0], operation="probe")))
+
+
+def check_notified_peer_without_rows(stage: Stage) -> None:
+    """A peer without rows is notified, its fence verified and probed; pages are refused."""
+    nothing = stage.local_rows[:0]
+    stage.consumer.add_peer(stage.spec(local_rows=nothing, peer_rows=nothing))
+    stage.producer.write_fence(1, 5)
+    expect(stage.read("n", [], [], fence=(1, 5), notification=b"n:2").outcome == "done", "not notified")
+    expect(stage.await_notifications(1) == [(stage.consumer.name, b"n:2")], "wrong notification")
+    expect(stage.read("p", [], [], operation="probe").outcome == "done", "not probed")
+    expect_error("bad-indices", lambda: stage.consumer.post(make_order("x", [0], [0])))
+    expect_error(
+        "bad-rows", lambda: stage.consumer.replace_peer(stage.spec(local_rows=nothing, peer_rows=stage.producer.rows))
+    )
+
+
 def check_killed_producer(stage: Stage) -> None:
     """After the producer was killed, a read fails with a disconnect, and its memory becomes quiet."""
     stage.connect()
@@ -365,6 +251,16 @@ def check_stopped_producer(stage: Stage) -> None:
     expect(np.array_equal(stage.read_pages(), quiet), "memory changed after it was reported quiet")
 
 
+def check_probe_of_a_killed_producer(stage: Stage) -> None:
+    """A probe of a peer that was killed fails within its deadline."""
+    stage.connect()
+    expect(stage.read("before", [], [], operation="probe").outcome == "done", "before")
+    stage.producer.kill()
+    result = stage.read("after", [], [], operation="probe", deadline_s=5.0)
+    expect((result.outcome, result.code) == ("failed", "peer-disconnected"), f"{result}")
+    expect(result.is_memory_quiet, "a probe touches no page")
+
+
 CHECKS: tuple[Callable[[Stage], None], ...] = (
     check_random_read,
     check_descending_pairs_merge,
@@ -375,8 +271,16 @@ CHECKS: tuple[Callable[[Stage], None], ...] = (
     check_metadata_flips,
     check_unequal_lengths,
     check_remove_and_add_again,
+    check_order_without_descriptors,
+    check_probe,
+    check_notified_peer_without_rows,
+    check_sockets_stay_flat,
 )
 """Checks on a fresh stage each, with a healthy producer."""
 
-FAULT_CHECKS: tuple[Callable[[Stage], None], ...] = (check_killed_producer, check_stopped_producer)
+FAULT_CHECKS: tuple[Callable[[Stage], None], ...] = (
+    check_killed_producer,
+    check_stopped_producer,
+    check_probe_of_a_killed_producer,
+)
 """Checks on a fresh stage each, that stop or kill the producer."""

@@ -44,7 +44,7 @@ class RecordingPort:
 
     @property
     def features(self) -> PortFeatures:
-        """What the port can do."""
+        """Features of the port."""
         return self._port.features
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:

@@ -295,10 +295,12 @@ class DecodeSide:
             answer.status = "gone"
             answer.is_passed = False
             answer.may_tell = self._may_tell(request_id)
-        elif failed and self.fails_requests:
-            answer.status = "failing"
         else:
-            answer.status = "running"
+            answer.status = "failing" if failed and self.fails_requests else "running"
+            told = self.state.explain(request_id, now_s=now_s)["state"]
+            demand(
+                told == {"failing": "failed", "running": "local"}[answer.status], f"{request_id}: {told} after its read"
+            )
 
     def _rank_step(self, name: str, request_id: str, answer: _Answer, rank: int, now_s: float) -> None:
         peer_id = self._peer_id(request_id)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_scheduler_state._lease import Lease
+    from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["PrefillSide"]
 
@@ -137,7 +138,7 @@ class PrefillSide:
         elif name == "p-allocate":
             self.state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
             prompt.status, prompt.chunks, prompt.saved = "running", 0, frozenset()
-            prompt.is_stepped = False
+            prompt.is_stepped, prompt.is_start_due = False, True
         elif name in {"p-chunk", "p-last", "p-decode"}:
             self._chunk_step(name, request_id, prompt)
         elif name == "p-again":
@@ -147,6 +148,7 @@ class PrefillSide:
             self.state.preempt(request_id, now_s=now_s)
             prompt.status = "preempted"
             prompt.preemptions += 1
+            prompt.completes_due = False
         elif name == "p-revoke":
             self.state.revoke(request_id, now_s=now_s)
             prompt.is_revoked = True
@@ -167,6 +169,7 @@ class PrefillSide:
         new = blocks[prompt.chunks :] if name == "p-last" else blocks[:1]
         self.state.scheduled(request_id, new_block_ids=[new], is_prompt_complete=name == "p-last")
         prompt.chunks = 2 if name == "p-last" else 1
+        prompt.completes_due = name == "p-last"
         prompt.is_stepped = False
 
     def _end(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
@@ -189,6 +192,7 @@ class PrefillSide:
 
     def _step(self, now_s: float) -> None:
         plan = self.state.take_step_plan(now_s=now_s)
+        self._check_starts(plan)
         for request_id, blocks in plan.saves:
             prompt = self.prompts[request_id]
             demand(prompt.status == "running", f"{request_id}: saved while {prompt.status}")
@@ -209,6 +213,20 @@ class PrefillSide:
         for prompt in self.prompts.values():
             prompt.is_stepped = True
             prompt.is_revocation_told = prompt.is_revoked
+
+    def _check_starts(self, plan: StepPlan) -> None:
+        """Demand a new fence word for every start of a prompt, and word of every prompt that is complete."""
+        written = {order.request_id: order.generation for order in plan.fences}
+        for request_id, prompt in self.prompts.items():
+            if prompt.status == "running" and prompt.is_start_due:
+                word = written.get(request_id)
+                demand(word is not None and word not in prompt.words, f"{request_id}: starts under the word {word}")
+                prompt.words = (*prompt.words, word or 0)
+            is_told = request_id in plan.completes
+            demand(
+                is_told == (prompt.completes_due and prompt.status == "running"), f"{request_id}: complete: {is_told}"
+            )
+            prompt.is_start_due = prompt.completes_due = False
 
     def _poll(self, now_s: float) -> None:
         for worker, table in enumerate(self.tables):
@@ -379,6 +397,7 @@ class PrefillSide:
             readers if is_named else sorted(readers),
             tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
             tuple(sorted(prompt.reported)),
+            (prompt.is_start_due, prompt.completes_due, request_id in outbox.restarts, request_id in outbox.completes),
             (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
             live and live.producer and live.producer.state,
             [_lease_key(lease, now_s) for lease in leases],

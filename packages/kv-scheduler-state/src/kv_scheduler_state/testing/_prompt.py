@@ -46,6 +46,7 @@ class Prompt:
 
     __slots__ = (
         "chunks",
+        "completes_due",
         "deadlines",
         "decoded",
         "delivered",
@@ -54,6 +55,7 @@ class Prompt:
         "is_release_told",
         "is_revocation_told",
         "is_revoked",
+        "is_start_due",
         "is_stepped",
         "preemptions",
         "released",
@@ -61,6 +63,7 @@ class Prompt:
         "saved",
         "status",
         "ticket",
+        "words",
     )
 
     def __init__(self, workers: int) -> None:
@@ -74,6 +77,10 @@ class Prompt:
         self.is_allocated_twice = False
         self.is_release_told = False
         self.decoded = 0
+        # Orders that the next plan must have, and the fence words of all starts so far.
+        self.is_start_due = False
+        self.completes_due = False
+        self.words: tuple[int, ...] = ()
         self.released: frozenset[int] = frozenset()
         self.saved: frozenset[int] = frozenset()
         self.ticket: dict[str, object] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +62,9 @@ def _plan(options: argparse.Namespace) -> int:
         return 2
     try:
         found = survey(run)
+    except InvalidGeometry as error:
+        print(f"kv-topology: the specification makes no engine ({error.code}): {error}", file=sys.stderr)
+        return 2
     except TopologyError as error:
         print(f"kv-topology: no plan ({error.code}): {error}", file=sys.stderr)
         return 3
@@ -107,8 +111,10 @@ def _prove(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = _parser().parse_args(arguments)
-    return _plan(options) if options.command == "plan" else _prove(options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = _plan(options) if options.command == "plan" else _prove(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code

@@ -1,4 +1,4 @@
-"""Whole engines from a few numbers: every rank's geometry, for dry runs and proofs.
+"""Engines from a few numbers: every rank's geometry, for dry runs and proofs.
 
 The memory map is invented (addresses count up from a base), but shapes, strides, shards and groups are those that an
 engine of that kind registers. Layers of one kind form one group. With state layers, the n-th layer of each group shares
@@ -249,6 +249,10 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
             code="dcp-not-divisor",
         )
     count = len(model.kinds)
+    if engine.pp > count:
+        raise InvalidGeometry(
+            f"{engine.pp} pipeline stages for {count} layers leave a stage without any.", code="stage-without-layers"
+        )
     stages = tuple(
         tuple(range(stage * count // engine.pp, (stage + 1) * count // engine.pp)) for stage in range(engine.pp)
     )

@@ -18,10 +18,11 @@ bandwidth_gb_s = 40.0
 from __future__ import annotations
 
 import json
-import sys
+import math
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
+
+import tomllib
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
@@ -66,25 +67,21 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
     known = {field.name: field for field in fields(kind)}
     for name, value in values.items():
         if name not in known:
-            raise _bad(f"{what} has no setting {name!r}; known: {', '.join(known)}.")
+            also = ", layers" if kind is ModelSpec else ""
+            raise _bad(f"{what} has no setting {name!r}; known: {', '.join(known)}{also}.")
         wanted = str(known[name].type)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
         if not is_ok:
             raise _bad(f"{what}.{name} must be of type {wanted}, not {value!r}.")
+        if is_number and not math.isfinite(value):
+            raise _bad(f"{what}.{name} must be a finite number, not {value!r}.")
         if is_number and value < 0:
             raise _bad(f"{what}.{name} must not be negative, not {value!r}.")
     try:
         return kind(**values)
     except TypeError as error:
         raise _bad(f"{what} is incomplete: {error}.") from None
-
-
-def _read_toml(text: str) -> object:
-    """Return parsed TOML, with the standard library's parser or, on Python 3.10, the one it was made from."""
-    parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    parsed: object = parser.loads(text)
-    return parsed
 
 
 def load_spec(path: Path) -> DryRun:
@@ -96,7 +93,7 @@ def load_spec(path: Path) -> DryRun:
     """
     text = path.read_text(encoding="utf-8")
     try:
-        data: object = json.loads(text) if path.suffix == ".json" else _read_toml(text)
+        data: object = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise _bad(f"{path} does not parse: {error}.") from None
     return parse_spec(_table(data, "the specification"), path.parent)
@@ -151,8 +148,8 @@ def _model(table: Table) -> ModelSpec:
 def model_from_config(config: Table) -> ModelSpec:
     """Return the cache's numbers from a Hugging Face `config.json`.
 
-    Knows dense and sliding-window attention, latent attention (DeepSeek's keys), and Mamba-2 hybrids that list their
-    layers in `layer_types` or `layers_block_type`.
+    Knows dense and sliding-window attention, latent attention (DeepSeek's keys), and hybrids of Mamba-2 or gated delta
+    nets that list their layers in `layer_types` or `layers_block_type`.
 
     Raises:
         InvalidGeometry: `spec-malformed` when a needed key is missing.
@@ -171,6 +168,8 @@ def model_from_config(config: Table) -> ModelSpec:
     kinds = _layer_kinds(config, layers)
     window = int(config.get("sliding_window") or 0) if "sliding" in kinds else 0
     state = _mamba2_state(config, element) if "mamba2" in kinds else None
+    if "gated-delta" in kinds:
+        state = _gated_delta_state(config, element)
     return ModelSpec(kinds, kv_heads, head_dim, element, window, state=state)
 
 
@@ -182,6 +181,7 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
         "sliding_attention": "sliding",
         "mamba": "mamba2",
         "mamba2": "mamba2",
+        "linear_attention": "gated-delta",
     }
     unknown = [name for name in names if name not in known]
     if unknown or len(names) != layers:
@@ -196,6 +196,18 @@ def _mamba2_state(config: Table, element: int) -> StateSpec:
         state_dim=_number(config, "mamba_d_state"),
         groups=_number(config, "mamba_n_groups"),
         conv_rows=_number(config, "mamba_d_conv") - 1,
+        conv_element_bytes=element,
+        state_element_bytes=element,
+    )
+
+
+def _gated_delta_state(config: Table, element: int) -> StateSpec:
+    return StateSpec(
+        heads=_number(config, "linear_num_value_heads"),
+        head_dim=_number(config, "linear_value_head_dim"),
+        state_dim=_number(config, "linear_key_head_dim"),
+        groups=_number(config, "linear_num_key_heads"),
+        conv_rows=_number(config, "linear_conv_kernel_dim") - 1,
         conv_element_bytes=element,
         state_element_bytes=element,
     )

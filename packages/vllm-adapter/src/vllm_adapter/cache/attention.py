@@ -38,8 +38,11 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
     return _packed(facts, cache)
 
 
-def latent_fields(cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
+def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
     """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
+
+    A page of the sparse indexer has that shape too, but vLLM's writers (`indexer_k_quant_and_cache`) put the values of all its
+    tokens first and their scales after them, and tile the values on ROCm: its tokens have no bytes of their own.
 
     Raises:
         AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
@@ -50,6 +53,9 @@ def latent_fields(cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
         vectors, channels, vector_step, channel_step = (*cache.shape[1:], *cache.stride_bytes[1:])
     else:
         raise unknown_shape(cache, "latent caches have the axes block, token and channel")
+    if cache.is_indexer:
+        packing = f"indexer:{facts.attention_backend}:{page_tokens}:{vectors}x{channels}"
+        return whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
     if vectors != page_tokens:
         used = vectors * channels
         axes: list[AxisEntry] = [AxisEntry("interior", used, 0, used, channel_step)]

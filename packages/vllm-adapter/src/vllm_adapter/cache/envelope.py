@@ -1,9 +1,9 @@
-"""One rank's agent metadata in vLLM's names and order, so that vLLM's own connector can read from us as well."""
+"""Agent metadata of a rank in vLLM's names and order, so that vLLM's own connector can read from us as well."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,6 +14,28 @@ __all__ = ["metadata_fields"]
 
 _SHARED_BY_GROUPS = -1
 """Group id of a region that layers of several groups share. Source: vLLM's wire."""
+
+
+class _Region(NamedTuple):
+    """Registered memory of a layer, or of several that share it.
+
+    Attributes:
+        address: Start address, bytes.
+        name: Name of the first layer.
+        group: KV-cache group, or -1 if layers of several groups share the region.
+        page_bytes: Bytes of a page.
+        stride_bytes: Bytes from one page to the next.
+        pages: Number of pages.
+        memory_kind: ``DRAM`` or ``VRAM``.
+    """
+
+    address: int
+    name: str
+    group: int
+    page_bytes: int
+    stride_bytes: int
+    pages: int
+    memory_kind: str
 
 
 def metadata_fields(
@@ -30,41 +52,26 @@ def metadata_fields(
     Regions are in the order of their layers' names, numbers compared as numbers; a tensor that several layers share
     appears once. That is the order that vLLM's own connector pairs regions by.
     """
-    regions: dict[int, dict[str, object]] = {}
-    for cache in sorted(caches, key=lambda cache: _natural(cache.layer)):
-        known = regions.get(cache.address)
-        if known is not None:
-            if known["group"] != cache.group:
-                known["group"] = _SHARED_BY_GROUPS
-            continue
-        page_bytes, stride, count = _pages(facts, cache)
-        regions[cache.address] = {
-            "name": cache.layer,
-            "group": cache.group,
-            "page_bytes": page_bytes,
-            "stride": stride,
-            "count": count,
-            "kind": cache.memory_kind,
-        }
+    regions = _regions(facts, caches)
     kernel_blocks = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
     tokens = [group.block_tokens for group in facts.groups if group.kind != "state"] or [facts.groups[0].block_tokens]
     return {
         "engine_id": facts.engine_id,
         "agent_metadata": agent_metadata,
-        "kv_caches_base_addr": list(regions),
+        "kv_caches_base_addr": [region.address for region in regions],
         "device_id": caches[0].device,
         "num_blocks": facts.block_count * kernel_blocks,
-        "block_lens": [region["page_bytes"] for region in regions.values()],
-        "block_strides": [region["stride"] for region in regions.values()],
+        "block_lens": [region.page_bytes for region in regions],
+        "block_strides": [region.stride_bytes for region in regions],
         "kv_cache_layout": facts.layout,
         "block_size": max(tokens) // kernel_blocks,
         "ssm_sizes": _state_bytes(caches),
         "attn_backend_name": facts.attention_backend,
         "physical_blocks_per_logical_kv_block": kernel_blocks,
-        "region_num_blocks": [region["count"] for region in regions.values()],
-        "region_group_ids": [region["group"] for region in regions.values()],
-        "region_names": [region["name"] for region in regions.values()],
-        "region_mem_types": [region["kind"] for region in regions.values()],
+        "region_num_blocks": [region.pages for region in regions],
+        "region_group_ids": [region.group for region in regions],
+        "region_names": [region.name for region in regions],
+        "region_mem_types": [region.memory_kind for region in regions],
         "dcp_size": facts.dcp,
         "fence": fence,
         "geometry": geometry,
@@ -72,14 +79,29 @@ def metadata_fields(
     }
 
 
+def _regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_Region, ...]:
+    """Return the registered regions, one per address, in the order of their first layer's name."""
+    regions: dict[int, _Region] = {}
+    for cache in sorted(caches, key=lambda cache: _natural(cache.layer)):
+        known = regions.get(cache.address)
+        if known is None:
+            page_bytes, stride, pages = _pages(facts, cache)
+            regions[cache.address] = _Region(
+                cache.address, cache.layer, cache.group, page_bytes, stride, pages, cache.memory_kind
+            )
+        elif known.group != cache.group:
+            regions[cache.address] = known._replace(group=_SHARED_BY_GROUPS)
+    return tuple(regions.values())
+
+
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Key that orders layers.2 before layers.10."""
+    """Return a key that orders layers.2 before layers.10."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
 
 
 def _kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
-    """Kernel blocks per scheduler block; one for states and for flat views, whose pages are the scheduler's."""
+    """Return the kernel blocks per scheduler block; 1 for states and for flat views, whose pages are the scheduler's."""
     if facts.groups[cache.group].kind == "state" or len(cache.stride_bytes) == 1:
         return 1
     return max(1, cache.shape[0] // facts.block_count)

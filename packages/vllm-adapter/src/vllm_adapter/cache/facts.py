@@ -54,8 +54,8 @@ class LayerCache:
         state_shapes: Shapes of the state tensors in a page, for state layers.
         state_element_bytes: Their element sizes.
         state_kind: The host's name for the kind of state layer, e.g. `"MAMBA2"`.
-        state_groups: Groups of B and C in the whole model, where the host knows them; 0 if not. Ranks beyond them hold copies.
         is_latent: Whether a token has one vector that all ranks hold.
+        is_indexer: Whether pages belong to a sparse indexer: values of all tokens, then scales, perhaps tiled.
         is_replicated: Whether all ranks hold the same state.
         has_planes: Whether the tensor's head slots are something else than one per KV head, e.g. one for all keys and one
             for all values.
@@ -77,8 +77,8 @@ class LayerCache:
     state_shapes: tuple[tuple[int, ...], ...] = ()
     state_element_bytes: tuple[int, ...] = ()
     state_kind: str = ""
-    state_groups: int = 0
     is_latent: bool = False
+    is_indexer: bool = False
     is_replicated: bool = False
     has_planes: bool = False
     key_size: int = 0
@@ -101,6 +101,7 @@ class EngineFacts:
         group_ids: Their numbers among all of the scheduler's groups.
         backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
         interleave_tokens: Tokens that go to one rank in turn under context parallelism, as the host decided them.
+        state_groups: Groups of B and C that the model's Mamba-2 layers have, 0 if not known; ranks beyond them hold copies.
     """
 
     engine_id: str
@@ -125,6 +126,7 @@ class EngineFacts:
     extra_factors: Mapping[str, object] = field(default_factory=dict[str, object])
     backoff_tokens: int | None = None
     interleave_tokens: int = 1
+    state_groups: int = 0
 
     @property
     def has_state(self) -> bool:

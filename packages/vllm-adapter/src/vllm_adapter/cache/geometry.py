@@ -9,6 +9,7 @@ What the host allocates (its axes: B kernel block, H head, N token, C content; "
   of several layers lie side by side, and whether the heads of a page lie apart (then each head is a region of its own).
   vLLM's CPU kernel keeps (B, H) apart and orders the rest to its own liking;
 - latent attention: (B, 1, N, C) or (B, N, C), one vector per token on every rank;
+- its sparse indexer: the same shape, but the page holds the values of all tokens and then their scales, so it is opaque;
 - state layers: pages of bytes that hold the convolution's inputs and then the recurrent state.
 
 Pages that are not understood in detail (planes of keys and of values, unknown states) move whole between engines of equal
@@ -154,5 +155,5 @@ def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_
     if group.kind == "state":
         return state_fields(facts, cache)
     if cache.is_latent:
-        return latent_fields(cache, group.block_tokens // pages_per_block)
+        return latent_fields(facts, cache, group.block_tokens // pages_per_block)
     return attention_fields(facts, cache)

@@ -8,7 +8,7 @@ rows of a channel together ("DS") or the channels of a row ("SD").
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_adapter.cache.fields import make_field, unknown_shape, whole_page
 from vllm_adapter.ports.topology import AxisEntry
@@ -19,8 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["state_fields"]
 
-Projection = tuple[str, int, int]
-"""Name, parts that this rank holds, channels per part."""
+
+class Projection(NamedTuple):
+    """One of the inputs that the convolution keeps side by side.
+
+    Attributes:
+        name: Name of its field.
+        held: Heads or groups on this rank.
+        total: Heads or groups in the model; with fewer than ranks, neighbouring ranks hold copies of one.
+        channels: Channels of a head or group.
+    """
+
+    name: str
+    held: int
+    total: int
+    channels: int
 
 
 def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
@@ -32,7 +45,7 @@ def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     shapes = cache.state_shapes
     if not shapes:
         raise unknown_shape(cache, "state layers have the shapes of their states")
-    projections = None if cache.is_replicated else _projections(cache)
+    projections = None if cache.is_replicated else _projections(facts, cache)
     if projections is None:
         used = sum(prod(shape) * size for shape, size in zip(shapes, cache.state_element_bytes, strict=True))
         packing = f"state:{cache.state_kind}:{shapes}:{cache.state_element_bytes}".replace(" ", "")
@@ -43,25 +56,47 @@ def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     return fields
 
 
-def _projections(cache: LayerCache) -> list[Projection] | None:
+def _projections(facts: EngineFacts, cache: LayerCache) -> list[Projection] | None:
     """Return the projections whose inputs the convolution keeps, None for a kind of layer that is not known."""
     ranks = tuple(len(shape) for shape in cache.state_shapes)
     channels = max(cache.state_shapes[0])
-    known: list[Projection] | None = None
     if (cache.state_kind, ranks) == ("LINEAR", (3,)):
-        known = []
-    elif (cache.state_kind, ranks) == ("SHORT_CONV", (2,)) or (
+        return []
+    if (cache.state_kind, ranks) == ("SHORT_CONV", (2,)) or (
         (cache.state_kind, ranks) == ("MAMBA1", (2, 2)) and cache.state_shapes[1][0] == channels
     ):
-        known = [("conv_x", channels, 1)]
-    elif ranks == (2, 3):
-        heads, head_dim, state = cache.state_shapes[1]
-        groups, rest = divmod(channels - heads * head_dim, 2 * state)
-        if groups > 0 and not rest and cache.state_kind == "MAMBA2":
-            known = [("conv_x", heads, head_dim), ("conv_b", groups, state), ("conv_c", groups, state)]
-        elif groups > 0 and not rest and cache.state_kind == "GDN_ATTN":
-            known = [("conv_q", groups, state), ("conv_k", groups, state), ("conv_v", heads, head_dim)]
-    return known
+        return [Projection("conv_x", channels, channels * facts.tp, 1)]
+    return _grouped_projections(facts, cache, channels) if ranks == (2, 3) else None
+
+
+def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -> list[Projection] | None:
+    """Return the projections of a layer whose heads share groups.
+
+    Example: 64 heads of 64 channels, one group, 128 states, on 2 ranks. A rank's convolution has 32 * 64 + 2 * 128 = 2304
+    channels, so it holds (2304 - 2048) / (2 * 128) = 1 group: the same one as its neighbour, since the model has one.
+    """
+    heads, head_dim, state = cache.state_shapes[1]
+    groups, rest = divmod(channels - heads * head_dim, 2 * state)
+    if groups <= 0 or rest:
+        return None
+    total_heads, total_groups = heads * facts.tp, groups * facts.tp
+    if cache.state_kind == "GDN_ATTN":
+        return [
+            Projection("conv_q", groups, total_groups, state),
+            Projection("conv_k", groups, total_groups, state),
+            Projection("conv_v", heads, total_heads, head_dim),
+        ]
+    if cache.state_kind != "MAMBA2":
+        return None
+    if facts.state_groups % facts.tp:  # vLLM extends the groups by copies where they do not divide by the ranks
+        if groups != 1 or facts.state_groups > facts.tp:
+            return None
+        total_groups = facts.state_groups
+    return [
+        Projection("conv_x", heads, total_heads, head_dim),
+        Projection("conv_b", groups, total_groups, state),
+        Projection("conv_c", groups, total_groups, state),
+    ]
 
 
 def _convolution(
@@ -76,15 +111,15 @@ def _convolution(
     )
     fields: list[FieldDocument] = []
     offset = 0
-    for name, parts, width in projections:
-        first = facts.tp_rank * parts
+    for name, held, total, width in projections:
+        first = facts.tp_rank * total // facts.tp
         axes: list[AxisEntry] = [
-            AxisEntry("group", parts * facts.tp, first, first + parts, width * channel_step, "tp"),
+            AxisEntry("group", total, first, first + held, width * channel_step, "tp"),
             AxisEntry("channel", width, 0, width, channel_step),
             AxisEntry("row", rows, 0, rows, row_step),
         ]
         fields.append(make_field(name, element_bytes, offset, axes))
-        offset += parts * width * channel_step
+        offset += held * width * channel_step
     return fields, channels * rows * element_bytes
 
 

@@ -1,4 +1,4 @@
-"""What speculative decoding changes about a hand-over, read off the host's configuration."""
+"""Effects of speculative decoding on a hand-over, read off the host's configuration."""
 
 from __future__ import annotations
 

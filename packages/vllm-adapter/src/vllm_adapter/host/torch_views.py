@@ -55,7 +55,7 @@ class PageFamily:
 
     @property
     def places_bytes(self) -> tuple[int, int, int]:
-        """What a word's size must divide."""
+        """Numbers that a word's size must divide."""
         return self.start_bytes, self.stride_bytes, self.distance_bytes
 
     def grown(self, other: PageFamily) -> PageFamily | None:

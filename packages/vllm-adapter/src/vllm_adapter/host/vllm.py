@@ -224,6 +224,9 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         groups=groups,
         group_ids=_transfer_group_ids(cache),
         backoff_tokens=backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
+        # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
+        interleave_tokens=parallel.cp_kv_cache_interleave_size,
+        state_groups=_state_groups(config) if is_worker else 0,
         factors=_vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
         extra_factors={
             "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
@@ -286,7 +289,8 @@ def _state_facts(spec: MambaSpec) -> dict[str, Any]:
 def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
     """Return what a layer's heads are like: it may differ from layer to layer, and from the model's configuration."""
     if any("MLA" in base.__name__ for base in type(spec).__mro__):
-        return {"is_latent": True}
+        role: Any = getattr(spec, "cache_role", "")
+        return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
     return {
         "has_planes": getattr(spec, "num_head_slots", None) is not None,
         "key_size": getattr(spec, "head_size", 0),
@@ -367,7 +371,23 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
         kind, window_tokens = "sliding-window", first.sliding_window
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
-    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers))
+    is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
+    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt)
+
+
+def _state_groups(config: VllmConfig) -> int:
+    """Return the model's groups of B and C in Mamba-2 layers, 0 if there are none or they differ.
+
+    Layers count groups with the copies that they make for ranks beyond them; only their norms keep the model's own number.
+    """
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    norms = [getattr(layer, "norm", None) for layer in layers.values() if _is_named(layer, "MambaMixer2")]
+    found = {int(getattr(norm, "n_groups", 0)) for norm in norms}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _is_named(value: object, name: str) -> bool:
+    return any(base.__name__ == name for base in type(value).__mro__)
 
 
 def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:

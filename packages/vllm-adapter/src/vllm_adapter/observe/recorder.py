@@ -1,4 +1,4 @@
-"""One recorder per process: observations for the metrics, and the operator's log lines.
+"""Recorder of a process: observations for the metrics, and the operator's log lines.
 
 Observations are lists of numbers by key, as vLLM carries them from process to process; a counter is a list of ones. Every
 room that has something to count, to observe or to log gets this recorder and nothing else.

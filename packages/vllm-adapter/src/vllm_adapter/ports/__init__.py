@@ -1,4 +1,4 @@
-"""What the adapter needs from each of the four libraries.
+"""Protocols by which the adapter uses the four libraries.
 
 The adapter is the consumer, so the Protocols live here; no library knows that they exist. `wiring.py` is the only module
 that names concrete classes, and it holds one static conformance line per Protocol.

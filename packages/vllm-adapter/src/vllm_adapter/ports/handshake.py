@@ -1,4 +1,4 @@
-"""What the adapter needs from kv-handshake: every byte that crosses between engines."""
+"""Protocols of kv-handshake as the adapter uses it: every byte that crosses between engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PeerMetadata", "HandshakeOutcome", "HandshakeClient", "HandshakeList
 
 
 class PeerMetadata(Protocol):
-    """One peer rank's metadata as it came over the side channel, validated."""
+    """Metadata of a peer rank as it came over the side channel, validated."""
 
     @property
     def engine_id(self) -> str: ...

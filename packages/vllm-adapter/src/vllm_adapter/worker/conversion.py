@@ -60,7 +60,7 @@ class _JoinedMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WordMove:
-    """One strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
+    """A strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
 
     shape: tuple[int, ...]
     source_offset: int
@@ -117,7 +117,7 @@ class PageRange:
 
 @dataclass(frozen=True, slots=True)
 class ConversionStep:
-    """One permutation of the same pages of several regions.
+    """A permutation of the same pages of several regions.
 
     Attributes:
         permutation: What is done to each page.

@@ -36,12 +36,13 @@ __all__ = ["WorkerSide"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 _VOID_GENERATION = 0
 """A fence word that no ticket ever carries."""
+_NOTHING = StepReport()
 _RESET = "the cache was reset after this read had been ordered"
 
 
 @final
 class WorkerSide:
-    """One rank: registers its cache, applies a step's orders, reports what ended."""
+    """Worker half of a rank: registers its cache, applies a step's orders, reports what ended."""
 
     def __init__(
         self,
@@ -219,6 +220,9 @@ class WorkerSide:
 
     def take_report(self) -> StepReport:
         """Return everything that ended since the last step, and this rank's registration if it is asked for or new."""
+        self._watch.check(self._registration.agent if self._registration is not None else None)
+        if not (self._sent or self._finished or self._failures or self._is_registration_due):
+            return _NOTHING
         sent: set[str] = set()
         received, failed = set(self._failures), set(self._failures)
         self._failures.clear()
@@ -235,7 +239,6 @@ class WorkerSide:
                 received.add(end.order.request_id)
                 if not end.is_ok:
                     failed.add(end.order.request_id)
-        self._watch.check(self._registration.agent if self._registration is not None else None)
         return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration())
 
     def _take_registration(self) -> RankRegistration | None:

@@ -1,4 +1,4 @@
-"""One registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
+"""Registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.transfer.records import FinishedRead
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """How long the transfer thread may take to end all reads and leases; it has nothing else to do then."""
+_MOST_PROBE_S = 10.0
 _QUIET_S = 2.0
 """How long cancelled reads may take to leave the wire before the agent is closed under them."""
 _POLL_S = 0.005
@@ -53,7 +54,7 @@ class RegistrationEvents:
 @final
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One registration, with the parts that work on it.
+    """A registration, with the parts that work on it.
 
     Attributes:
         agent: The transfer thread, which holds the memory.
@@ -218,5 +219,6 @@ def read_limits(parts: WorkerParts) -> ReadLimits:
             handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
             engine_ttl_s=settings.engine_ttl or math.inf,
             dialect=settings.ticket_dialect or parts.facts.connector_version,
+            probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
         ),
     )

@@ -31,7 +31,7 @@ Rank = tuple[int, int]
 @final
 @dataclass(frozen=True, slots=True)
 class TransferParts:
-    """What every coordinator works with.
+    """Parts that every coordinator works with.
 
     Attributes:
         agent: The transfer thread; its *owner* methods may be called, because all coordinators run on it.

@@ -280,7 +280,7 @@ class PeerDirectory:
                 self._events.failed(read, "handshake-overdue", self._overdue(engine))
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
-        if engine.reads_in_flight or not engine.ranks:
+        if engine.reads_in_flight:
             return
         if now_s - engine.last_used_s > self._limits.engine_ttl_s:
             self._drain(engine, f"unused for {self._limits.engine_ttl_s:g} s")
@@ -288,13 +288,15 @@ class PeerDirectory:
             self._probe(engine)
 
     def _probe(self, engine: PeerEngine) -> None:
+        if engine.plan is None or not engine.plan.producer_ranks:
+            return  # nothing of it can be read
         # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
         self._probe_count += 1
         probe_id = f"probe {self._probe_count}"
         self._probes[probe_id] = engine
         engine.is_probed = True
         try:
-            self._parts.agent.probe(probe_id, engine.key(engine.ranks[0]), deadline_s=_PROBE_DEADLINE_S)
+            self._parts.agent.probe(probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
             del self._probes[probe_id]
             engine.is_probed, engine.last_answer_s = False, self._parts.now_s()

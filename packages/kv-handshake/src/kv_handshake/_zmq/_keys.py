@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._zmq import read_certificate
+from kv_handshake._zmq._curve import read_certificate
 
 __all__ = ["ClientSecurity", "ServerSecurity", "read_authorized_keys", "read_keypair", "read_public_key"]
 

@@ -1,0 +1,201 @@
+"""Tickets and vLLM's own requests: a ticket serves the prompt that it was written for, and no other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine import BLOCK, PREFILL, hand_over, ids, prompt
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host.requests import RequestIdentity
+from vllm_adapter.host.vllm import check_readback, has_content_ids
+
+TOKENS = prompt(40)
+
+
+def _reads(engine: Any) -> list[Any]:
+    return [order for order in engine.orders("reads") if order.is_reported]
+
+
+def _picture(content: str, offset: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=content, mm_position=PlaceholderRange(offset=offset, length=4)
+    )
+
+
+def _digest(request: Any, tokens: int = 40, *, has_content: bool = True) -> str | None:
+    return RequestIdentity(request, has_content_ids=has_content).digest(tokens)
+
+
+@pytest.mark.never_wrong("A1")
+def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(make_engine) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    other = [*TOKENS[:20], *prompt(20, seed=5)]
+    consumer.add("wrong", other, params=ticket)
+    assert consumer.step() == {"wrong": 40}
+    assert _reads(consumer) == []
+    consumer.run()
+    consumer.add("honest", TOKENS, params=ticket)
+    consumer.step()
+    assert [order.request_id for order in _reads(consumer)] == ["honest"]
+    consumer.run(received=["honest"])
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("A1")
+def test_a_prompt_is_told_from_every_other(make_engine) -> None:
+    engine = make_engine("P")
+    request = engine.add("p", TOKENS)
+    plain = _digest(request)
+    assert plain == _digest(engine.add("same", TOKENS))
+    seen = {plain, _digest(request, 39), _digest(engine.add("other", prompt(40, seed=1)))}
+    request.cache_salt = "tenant"
+    seen.add(_digest(request))
+    request.cache_salt, request.lora_request = None, LoRARequest("adapter", 1, "/one/path")
+    named = _digest(request)
+    request.lora_request = LoRARequest("adapter", 7, "/another/path")
+    assert _digest(request) == named, "the name counts, not the path"
+    seen.add(named)
+    request.lora_request = None
+    for pictures in ([_picture("a", 0)], [_picture("b", 0)], [_picture("a", 4)], [_picture("a", 0), _picture("b", 8)]):
+        request.mm_features = pictures
+        seen.add(_digest(request))
+    request.mm_features = [_picture("a", 0), _picture("b", 39)]
+    assert _digest(request, 39) not in seen
+    request.mm_features = []
+    request.prompt_embeds = torch.zeros((40, 8))
+    seen.add(_digest(request))
+    request.prompt_embeds = torch.ones((40, 8))
+    seen.add(_digest(request))
+    assert None not in seen
+    assert len(seen) == 11
+    assert _digest(request, 41) is None
+
+
+@pytest.mark.never_wrong("A1")
+def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine("P")
+    request = engine.add("p", TOKENS)
+    assert RequestIdentity(request, has_content_ids=False).refusal == ""
+    request.mm_features = [_picture("p-image-0", 0)]
+    identity = RequestIdentity(request, has_content_ids=False)
+    assert (identity.refusal, identity.digest(40)) == ("ticket-media-unidentified", None)
+
+    def config(cache_gb: float, *, caches_prefixes: bool) -> Any:
+        media = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+        cache = SimpleNamespace(enable_prefix_caching=caches_prefixes)
+        return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=media), cache_config=cache)
+
+    assert has_content_ids(engine.config)
+    assert has_content_ids(config(4, caches_prefixes=False))
+    assert has_content_ids(config(0, caches_prefixes=True))
+    assert not has_content_ids(config(0, caches_prefixes=False))
+    assert "mm_processor_cache_gb" in caplog.text
+
+
+@pytest.mark.never_wrong("A5")
+def test_readback_is_refused_without_the_role_of_both() -> None:
+    for role, is_refused in (("kv_both", False), ("kv_producer", True), ("kv_consumer", True)):
+        config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=role))
+        check_readback(config, is_bidirectional=False)
+        if is_refused:
+            with pytest.raises(UnsupportedHost, match="kv_both") as caught:
+                check_readback(config, is_bidirectional=True)
+            assert caught.value.code == "readback-needs-kv-both"
+        else:
+            check_readback(config, is_bidirectional=True)
+
+
+@pytest.mark.never_wrong("B7")
+def test_children_of_one_request_share_one_read(make_engine) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    for number in range(4):
+        consumer.add(f"{number}_d", TOKENS, params=ticket)
+    assert consumer.step() == {}
+    assert [order.request_id for order in _reads(consumer)] == ["0_d"]
+    assert consumer.step(received=["0_d"]) == {}
+    assert consumer.step() == {"0_d": 1, **{f"{number}_d": 40 - 2 * BLOCK for number in (1, 2, 3)}}
+    consumer.run()
+    assert len(consumer.orders("reads")) == 1
+    assert {len(outputs) for outputs in consumer.outputs.values()} == {4}
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("B7")
+def test_an_aborted_child_passes_its_read_on(make_engine) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    for number in range(2):
+        consumer.add(f"{number}_d", TOKENS, params=ticket)
+    consumer.step()
+    consumer.abort("0_d")
+    assert consumer.step() == {}
+    assert (consumer.orders("cancels"), consumer.orders("passes")) == (["0_d"], ["0_d"])
+    consumer.step(failed=["0_d"])
+    consumer.step()
+    assert [order.request_id for order in _reads(consumer)] == ["0_d", "1_d"]
+    consumer.run(received=["1_d"])
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("B10")
+def test_a_full_cache_takes_leases_back_before_it_preempts(make_engine) -> None:
+    engine = make_engine("P", blocks=1 + 8)
+    for number in range(2):
+        hand_over(engine, f"p{number}", prompt(2 * BLOCK, seed=number))
+    request = engine.add("local", prompt(3 * BLOCK + 15, seed=7), max_tokens=30)
+    for _ in range(40):
+        engine.step(sent=engine.plans[-1].plan.revokes)
+        if not engine.scheduler.requests:
+            break
+    assert engine.orders("revokes") == ["p0"]
+    assert request.num_preemptions == 0
+    assert len(engine.outputs["local"]) == 30
+    engine.step(sent=["p1"])
+    engine.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("B2")
+def test_a_prefill_whose_id_cannot_be_notified_gets_no_ticket(make_engine) -> None:
+    engine = make_engine("P")
+    engine.add("HB:x", TOKENS, max_tokens=1, params=dict(PREFILL))
+    engine.run()
+    assert engine.outputs["HB:x"][-1].kv_transfer_params is None
+    engine.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("B3")
+def test_every_number_of_a_ticket_survives_a_reader_of_doubles(make_engine) -> None:
+    engine = make_engine("P")
+    ticket = hand_over(engine, "p", TOKENS)
+
+    def numbers(value: Any) -> list[int]:
+        if isinstance(value, dict):
+            value = list(value.values())
+        return [n for one in value for n in numbers(one)] if isinstance(value, list | tuple) else [value]
+
+    found = [number for number in numbers(ticket) if isinstance(number, int)]
+    assert found
+    assert all(int(float(number)) == number < 1 << 53 for number in found)
+    engine.step(sent=["p"])
+
+
+@pytest.mark.never_wrong("C1")
+def test_blocks_that_were_allocated_ahead_are_not_in_the_ticket(make_engine) -> None:
+    producer, consumer = make_engine("P", draft_tokens=BLOCK), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    assert len(ticket["remote_block_ids"][0]) == 3
+    assert ticket["kv_first_tokens"] == [0]
+    consumer.add("d", TOKENS, params=ticket)
+    consumer.step()
+    (read,) = _reads(consumer)
+    assert len(ids(read.local_blocks)[0]) == 3
+    consumer.run(received=["d"])
+    consumer.assert_nothing_left()

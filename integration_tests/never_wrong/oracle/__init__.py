@@ -1,0 +1,1 @@
+"""The byte oracle: random cases, the truth about them, and production driven by hand."""

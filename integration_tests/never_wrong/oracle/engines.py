@@ -1,0 +1,234 @@
+"""An engine: production's scheduler side and one production worker side per rank, over invented memory.
+
+Only vLLM's part is played here: it allocates blocks, writes what a forward pass would have written, and carries the two messages
+of each step between the scheduler and the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kv_scheduler_state import prompt_digest
+from oracle.blocks import Lists, Pool
+from oracle.fabric import Fabric
+from oracle.geometry import Case, Side
+from oracle.hands import Clock, HandThread, SideChannel, StillClient, StillListener
+from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
+from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.worker.engine_thread import WorkerSide
+
+__all__ = ["Converter", "Engine", "HandParts"]
+
+LEASE_S = 30.0
+
+
+class HandParts:
+    """Production's parts of a worker, with the thread and the handshake turned by hand."""
+
+    def __init__(self, parts: WorkerParts, channel: SideChannel, threads: list[HandThread] | None) -> None:
+        self._parts, self._channel, self._threads = parts, channel, threads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parts, name)
+
+    def make_transfer_thread(self, *arguments: Any, **options: Any) -> Any:
+        thread = self._parts.make_transfer_thread(*arguments, **options)
+        if self._threads is not None:
+            thread = HandThread(thread)
+            self._threads.append(thread)
+        return thread
+
+    def make_handshake_client(self) -> StillClient:
+        return StillClient(self._channel, self._parts.facts.factors)
+
+
+class HandSchedulerParts:
+    """Production's parts of a scheduler, its listener reached without a socket; remembers why no ticket was given."""
+
+    uses_host_buffer = False
+
+    def __init__(self, parts: SchedulerParts, channel: SideChannel) -> None:
+        self._parts, self._channel = parts, channel
+        self.withheld_code = ""
+
+    def make_state(self) -> HandSchedulerParts:
+        self._state: Any = self._parts.make_state()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def finish(self, request_id: str, **details: Any) -> Any:
+        decision = self._state.finish(request_id, **details)
+        self.withheld_code = decision.withheld_code
+        return decision
+
+    def make_listener(self) -> StillListener:
+        return StillListener(self._channel, self._parts.facts.host, self._parts.facts.port)
+
+
+class Converter:
+    """Puts received pages in order with numpy, one cell of a move at a time."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+        self.pages = 0
+
+    def convert(self, steps: Any) -> None:
+        for step in steps:
+            self.pages += len(step.pages) * len(step.regions)
+            for region, page in itertools.product(step.regions, step.pages.tolist()):
+                self._page(step.permutation, region.address - self._memory.base + page * region.stride_bytes)
+
+    def _page(self, how: Any, at: int) -> None:
+        start, size = at + how.start_bytes, how.span * how.word_bytes
+        target = self._memory.data[start : start + size]
+        words, received = target.view(f"u{how.word_bytes}"), target.copy().view(f"u{how.word_bytes}")
+        for move in how.moves:
+            to = as_strided(words[move.target_offset :], move.shape, [n * how.word_bytes for n in move.target_strides])
+            source = [n * how.word_bytes for n in move.source_strides]
+            to[...] = as_strided(received[move.source_offset :], move.shape, source)
+
+
+class Identity:
+    """A prompt of tokens and nothing else."""
+
+    refusal = ""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self._prompt = prompt
+
+    def digest(self, tokens: int) -> str | None:
+        return prompt_digest(self._prompt[:tokens]) if tokens <= len(self._prompt) else None
+
+
+class Engine:
+    """An engine of a case."""
+
+    def __init__(
+        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: Fabric, channel: SideChannel,
+        rng: random.Random, is_threaded: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.model, self.side, self.clock = name, case.model, side, clock
+        model, blocks = case.model, case.blocks
+        self.settings = Settings(fence_slots=8, kv_lease_duration=LEASE_S, receive_conversion=side.conversion)
+        numbers = np.random.default_rng(rng.getrandbits(32))
+        self.memories = [RankMemory(model, side, rank, blocks, numbers) for rank in range(side.tp)]
+        self.threads: list[HandThread] = []
+        self.workers: list[WorkerSide] = []
+        self.converters: list[Converter] = []
+        self.pool = Pool(blocks, rng)
+        generation = rng.randint(1, 2**40)
+        envelopes: dict[tuple[int, int], bytes] = {}
+        for rank, memory in enumerate(self.memories):
+            facts = make_facts(model, side, rank, blocks, name, port, generation)
+            parts = WorkerParts(facts, self.settings, port_factory=fabric.factory(memory))
+            hand_parts: Any = HandParts(parts, channel, None if is_threaded else self.threads)
+            worker = WorkerSide(facts, hand_parts)
+            converter = Converter(memory)
+            self.converters.append(converter)
+            worker.register(memory.caches, None if side.conversion == "never" else converter)
+            assert worker.envelope is not None
+            envelopes[0, rank] = worker.envelope
+            self.workers.append(worker)
+        facts = make_facts(model, side, 0, blocks, name, port, generation)
+        scheduler_parts: Any = HandSchedulerParts(SchedulerParts(facts, self.settings), channel)
+        self.scheduler_parts = scheduler_parts
+        self.scheduler = SchedulerSide(facts, scheduler_parts, clock.monotonic)
+        self.scheduler.serve(envelopes)
+        self.ends: Counter[tuple[str, str]] = Counter()
+        self.sent: set[str] = set()
+        self.received: dict[str, str] = {}
+        self._failed: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------- the host's hooks
+
+    def arrive(self, request_id: str, params: object, prompt: list[int]) -> tuple[str, int]:
+        """Announce a request; return (why its ticket is refused, prompt tokens that it has lost)."""
+        dropped: list[int] = []
+        arrival = Arrival(
+            request_id, params, len(prompt), Identity(prompt), drop_tail=lambda tokens: dropped.append(tokens) is None
+        )
+        self.scheduler.arrived(arrival)
+        codes = (self.scheduler.take_stats() or {}).get("ticket_refusal_codes", [])
+        del prompt[len(prompt) - sum(dropped) :]
+        return ",".join(codes), sum(dropped)
+
+    def external_tokens(self, request_id: str, computed: int) -> int | None:
+        return self.scheduler.external_tokens(request_id, computed)[0]
+
+    def allocate(self, request_id: str, lists: Lists, external: int) -> None:
+        self.scheduler.allocated(request_id, lists.ids, lists.new, external_tokens=external, preemptions=0)
+
+    def finish(
+        self, request_id: str, lists: Lists, computed: int, prompt: list[int], in_flight: int = 0
+    ) -> tuple[dict[str, object] | None, str]:
+        """End a request; return its ticket, or why it has none."""
+        ending = Ending(request_id, "length", computed + in_flight, in_flight, Identity(prompt))
+        is_kept, ticket = self.scheduler.finished(ending, lists.ids)
+        assert is_kept is (ticket is not None)
+        return ticket, self.scheduler_parts.withheld_code
+
+    def step(self) -> None:
+        """Carry one step's orders down."""
+        orders = pickle.loads(pickle.dumps(self.scheduler.build_step((), ())))
+        for worker in self.workers:
+            worker.apply(orders)
+
+    def collect(self) -> None:
+        """Carry the workers' reports up, adding up ranks as vLLM does."""
+        sent: list[str] = []
+        received: list[str] = []
+        for worker in self.workers:
+            report = worker.take_report()
+            self._failed |= report.failed
+            for kind, ids, done in (("sent", report.sent, sent), ("received", report.received, received)):
+                for request_id in ids:
+                    self.ends[kind, request_id] += 1
+                    assert self.ends[kind, request_id] <= self.side.tp, f"{kind} {request_id} is reported twice"
+                    if self.ends[kind, request_id] == self.side.tp:
+                        done.append(request_id)
+        self.scheduler.update_output(sent=sent, received=received, failed=[r for r in received if r in self._failed])
+        self.sent.update(sent)
+        codes = self.failure_codes()
+        for request_id in received:
+            self.received[request_id] = (codes or "uncoded") if request_id in self._failed else ""
+
+    def failure_codes(self) -> str:
+        """Return the codes of the reads that failed since the last call."""
+        found: set[str] = set()
+        for worker in self.workers:
+            found.update((worker.take_stats() or {}).get("read_failure_codes", ()))
+        self._codes = getattr(self, "_codes", set()) | found
+        return ",".join(sorted(self._codes))
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def compute(self, content: Content, lists: Lists) -> None:
+        """Write what a forward pass over all tokens of the lists would have written, on every rank."""
+        for number, group in enumerate(self.model.groups):
+            ids = lists.ids[number]
+            if group.kind == "state":
+                blocks, tokens = [ids[-1 - self.side.scratch[number]]], np.arange(0)
+            else:
+                span = span_tokens(self.model, self.side, number)
+                tokens = np.flatnonzero(np.repeat(np.asarray(ids, bool), span))
+                blocks = list(ids)
+            for memory in self.memories:
+                memory.write(memory.data, content, number, blocks, tokens)
+
+    @property
+    def pages_converted(self) -> int:
+        return sum(converter.pages for converter in self.converters)
+
+    def data(self) -> list[Array]:
+        return [memory.data for memory in self.memories]

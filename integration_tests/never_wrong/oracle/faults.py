@@ -1,0 +1,262 @@
+"""Faults to plant, one or more in each module on the way from ticket to bytes: the oracle must find every one of them.
+
+Each fault replaces one function of production. `Fault.plant` does it and returns how to undo it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kv_handshake import _codec
+from kv_handshake.machine import ClientSession
+from kv_nixl_agent import _agent
+from kv_nixl_agent._fences import FenceArray
+from kv_nixl_agent._transfer import Transfer
+from kv_scheduler_state._admission import Admissions
+from kv_scheduler_state._blocks import BlockList, BlockRules
+from kv_scheduler_state._leases import LeaseTable
+from kv_topology import TransferPlan, _link
+from kv_topology._readers import Readers
+from vllm_adapter.cache import attention
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.worker.completion import ReadCompletion
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.peers import PeerDirectory
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
+
+__all__ = ["FAULTS", "Fault", "planted"]
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Replaces `owner.name` by `wrap(owner.name)`; to be found among the first `within` cases."""
+
+    title: str
+    package: str
+    owner: Any
+    name: str
+    wrap: Wrap
+    within: int = 60
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Plant a fault for the time of a block."""
+    original = vars(fault.owner)[fault.name]
+    changed: object
+    if isinstance(original, property):
+        assert original.fget is not None
+        changed = property(fault.wrap(original.fget))
+    else:
+        changed = fault.wrap(original)
+    setattr(fault.owner, fault.name, changed)
+    try:
+        yield
+    finally:
+        setattr(fault.owner, fault.name, original)
+
+
+def _after(change: Callable[..., Any]) -> Wrap:
+    """Change what a function returns; `change` gets the result and the arguments."""
+    return lambda original: lambda *given, **named: change(original(*given, **named), *given, **named)
+
+
+def _instead(other: Callable[..., Any]) -> Wrap:
+    """Call something else, which gets the original first."""
+    return lambda original: lambda *given, **named: other(original, *given, **named)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _rolled_pairs(pairs: Any, *_: Any) -> Any:
+    return replace(pairs, peer_page=np.roll(pairs.peer_page, 1))
+
+
+def _fewer_pairs(pairs: Any, *_: Any) -> Any:
+    parts = (pairs.local_page, pairs.local_unit, pairs.peer_page, pairs.peer_unit)
+    return type(pairs)(*(part[:-1] for part in parts))
+
+
+def _one_page_on(pairs: Any, *_: Any) -> Any:
+    return replace(pairs, local_page=pairs.local_page + (pairs.local_page < pairs.local_page.max(initial=0)))
+
+
+def _rolled_rows(rows: Any, *_: Any) -> Any:
+    changed = rows.copy()
+    changed[:, 0] = np.roll(rows[:, 0], 1)
+    return changed
+
+
+def _shifted_rows(rows: Any, *_: Any) -> Any:
+    changed = rows.copy()
+    changed[:, 0] += changed[:, 1] * (changed[:, 4] > 1)
+    changed[:, 4] -= changed[:, 4] > 1
+    return changed
+
+
+def _shorter_part(parts: Any, *_: Any) -> Any:
+    if parts and len(parts[-1].local_indices) > 1:
+        parts[-1].local_indices = parts[-1].local_indices[:-1]
+        parts[-1].peer_indices = parts[-1].peer_indices[:-1]
+    return parts
+
+
+def _trusted(_: Callable[..., Any], transfer: Any) -> None:
+    read, transfer._word_read = transfer._word_read, None
+    transfer._wiring.words.finish(read)
+    transfer._go("match")
+    transfer._confirm()
+
+
+def _never_voided(original: Callable[..., Any], fences: Any, slot: int, generation: int) -> None:
+    if fences.read(slot) == 0:
+        original(fences, slot, generation)
+
+
+def _swapped_peers(peers: Any, *_: Any) -> Any:
+    ranks = sorted(peers)
+    return dict(zip(ranks, [peers[rank] for rank in (*ranks[1:], *ranks[:1])], strict=True))
+
+
+def _to_the_first_rank(original: Callable[..., Any], directory: Any, engine: Any, _: Any, payload: bytes) -> None:
+    original(directory, engine, engine.ranks[0], payload)
+
+
+def _from_the_first_token(lists: Any, *_: Any) -> Any:
+    return tuple(BlockList(blocks.ids, 0, blocks.null) for blocks in lists)
+
+
+def _without_last(lists: Any, *_: Any) -> Any:
+    return tuple(BlockList(blocks.ids[:-1] if len(blocks.ids) > 1 else blocks.ids, *blocks[1:]) for blocks in lists)
+
+
+def _swapped_blocks(lists: Any, *_: Any) -> Any:
+    return tuple(BlockList((*blocks.ids[1:2], *blocks.ids[:1], *blocks.ids[2:]), *blocks[1:]) for blocks in lists)
+
+
+def _without_fences(ends: Any, *_: Any, **__: Any) -> Any:
+    return tuple(replace(end, fence=None) if not hasattr(end, "_replace") else end._replace(fence=None) for end in ends)
+
+
+@dataclass(frozen=True)
+class _Without:
+    """A plan that lacks some orders."""
+
+    plan: Any
+    lacks: str
+
+    def __getattr__(self, name: str) -> Any:
+        return () if name == self.lacks else getattr(self.plan, name)
+
+
+def _lacking(orders: str) -> Wrap:
+    return _instead(lambda original, table, plan, **named: original(table, _Without(plan, orders), **named))
+
+
+def _wrong_heads(interval: Any, *_: Any) -> Any:
+    start, stop, total = interval
+    return (0, stop - start, total) if start else (total - stop, total - start, total)
+
+
+def _as_good(original: Callable[..., Any], coordinator: Any, read: Any) -> None:
+    read.code = read.message = ""
+    original(coordinator, read)
+
+
+def _one_reader(original: Callable[..., Any], request_id: str, _: int, **named: Any) -> Any:
+    return original(request_id, 1, **named)
+
+
+def _other_nonce(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return original(*given, **{**named, "nonce": "0"})
+
+
+def _unverified(_: Callable[..., Any], desk: Any, fields: Any, kind: str, __: Any) -> Any:
+    return desk._tickets.ticket_of(fields, kind)
+
+
+FAULTS = (
+    Fault("blocks are paired one off", "kv_topology", _link, "pair_blocks", _after(_rolled_pairs)),
+    Fault("the last pair of blocks is dropped", "kv_topology", _link, "pair_blocks", _after(_fewer_pairs)),
+    Fault("a page lands on its neighbour", "kv_topology", _link, "pair_blocks", _after(_one_page_on)),
+    Fault("heads are read from another head's place", "kv_topology", TransferPlan, "peer_rows", _after(_rolled_rows)),
+    Fault("rows begin one page late", "kv_topology", TransferPlan, "local_rows", _after(_shifted_rows)),
+    Fault("a producer waits for one reader too many", "kv_topology", Readers, "count", _after(lambda n, *_: n + 1)),
+    Fault(
+        "a producer waits for one reader too few",
+        "kv_topology",
+        Readers,
+        "count",
+        _after(lambda n, *_: max(1, n - 1)),
+        200,
+    ),
+    Fault(
+        "ranks without readers are forgotten",
+        "kv_topology",
+        TransferPlan,
+        "notify_only_ranks",
+        _after(lambda *_: ()),
+        200,
+    ),
+    Fault("the last descriptor is never posted", "kv_nixl_agent", _agent, "split_into_parts", _after(_shorter_part)),
+    Fault("a fence is read and not looked at", "kv_nixl_agent", Transfer, "_judge", _instead(_trusted), 200),
+    Fault("a fence word is never voided", "kv_nixl_agent", FenceArray, "write", _instead(_never_voided), 200),
+    Fault("a rank's envelope is taken for another's", "kv_handshake", ClientSession, "peers", _after(_swapped_peers)),
+    Fault(
+        "a completion announces one reader", "kv_handshake", _codec, "encode_read_complete", _instead(_one_reader), 200
+    ),
+    Fault("a completion names another grant", "kv_handshake", _codec, "encode_read_complete", _instead(_other_nonce)),
+    Fault("grants are not applied", "kv_scheduler_state", LeaseTable, "apply", _lacking("grants")),
+    Fault(
+        "an ended lease leaves its fence valid",
+        "kv_scheduler_state",
+        LeaseTable,
+        "take_ended",
+        _after(_without_fences),
+        200,
+    ),
+    Fault(
+        "lists begin with the first token",
+        "kv_scheduler_state",
+        BlockRules,
+        "wanted",
+        _after(_from_the_first_token),
+        200,
+    ),
+    Fault("the ticket lacks the last block", "kv_scheduler_state", BlockRules, "offered", _after(_without_last)),
+    Fault(
+        "a ticket's first blocks change places", "kv_scheduler_state", BlockRules, "offered", _after(_swapped_blocks)
+    ),
+    Fault(
+        "a ticket is not compared with the prompt",
+        "kv_scheduler_state",
+        Admissions,
+        "_verified",
+        _instead(_unverified),
+        200,
+    ),
+    Fault(
+        "notifications go to the wrong rank", "vllm_adapter", PeerDirectory, "notify", _instead(_to_the_first_rank), 200
+    ),
+    Fault("a rank says that it holds other heads", "vllm_adapter", attention, "_head_interval", _after(_wrong_heads)),
+    Fault("received pages are not put in order", "vllm_adapter", ReadCompletion, "_convert", _instead(_nothing), 200),
+    Fault("a failed read is reported as good", "vllm_adapter", ReadCoordinator, "_end", _instead(_as_good), 200),
+    Fault(
+        "groups of blocks change places",
+        "vllm_adapter",
+        SchedulerSide,
+        "_transferable",
+        _after(lambda g, *_: g[::-1]),
+        200,
+    ),
+    Fault("lease ends are not looked for", "vllm_adapter", LeaseKeeper, "tick", _instead(_nothing)),
+)

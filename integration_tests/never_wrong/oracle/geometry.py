@@ -1,0 +1,349 @@
+"""Random pairs of engines and the requests that cross between them, as frozen values whose `repr` evaluates to them again.
+
+A `Case` says all that happens: the model, both engines' sizes and layouts of memory, and per request its lengths and the shapes
+of its block lists. `draw(seed)` makes one; `simpler(case)` yields smaller variants, by which a failing case is shrunk.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["Case", "Group", "Model", "Request", "Side", "draw", "simpler"]
+
+STATE_KINDS = ("MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A KV-cache group: `kind` is "full", "window", "chunked", "latent" or "state".
+
+    `reach` is the window or the chunk in tokens; `state` names the host's kind of state layer.
+    """
+
+    kind: str
+    layers: int = 1
+    reach: int = 0
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that both engines serve. `state_groups` counts the B/C groups of Mamba-2 or the key heads of gated delta nets."""
+
+    groups: tuple[Group, ...]
+    heads: int = 1
+    head_size: int = 1
+    element_bytes: int = 4
+    state_heads: int = 1
+    state_groups: int = 1
+    state_size: int = 2
+    rows: int = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """Sizes and layouts of an engine.
+
+    Attributes:
+        tp: Tensor-parallel size.
+        block_tokens: Tokens per block and context rank, for each group.
+        scratch: Speculative blocks behind a running state, for each group.
+        dcp: Decode-context-parallel size.
+        turn: Tokens that go to one context rank in turn; 0 for whole blocks.
+        split: Kernel blocks per scheduler block.
+        layout: Order of blocks (B), layers (L), heads (H) and tokens (N) in memory, in vLLM's names.
+        is_shared: Whether layers of several groups lie in one pool.
+        conv_order: Whether a state's convolution keeps the rows of a channel together ("DS") or the channels of a row ("SD").
+        base: Address of the rank's memory; two ranks may have the same.
+        conversion: The setting `receive_conversion`.
+    """
+
+    tp: int
+    block_tokens: tuple[int, ...]
+    scratch: tuple[int, ...]
+    dcp: int = 1
+    turn: int = 0
+    split: int = 1
+    layout: str = "LBHNC"
+    is_shared: bool = True
+    conv_order: str = "DS"
+    base: int = 1 << 40
+    conversion: str = "auto"
+
+    @property
+    def turn_tokens(self) -> int:
+        return self.turn or self.block_tokens[0]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A hand-over.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        hit_blocks: Prefix hit of the consumer, in units that are whole blocks of all its groups.
+        spare_local: Blocks that the consumer has beyond those it needs.
+        spare_peer: Blocks that the producer has beyond those it needs.
+        further: Tokens that the producer decoded beyond the prompt.
+        in_flight: Tokens of a step that still runs at the producer's end.
+        producer_nulls: Part of the blocks out of reach that are null in the producer's lists.
+        consumer_nulls: The same in the consumer's.
+        fate: "expired": the lease ends and other content lands in the blocks while the reads are on the wire.
+            "foreign": the ticket comes with another prompt.
+    """
+
+    prompt: int
+    hit_blocks: int = 0
+    spare_local: int = 0
+    spare_peer: int = 0
+    further: int = 0
+    in_flight: int = 0
+    producer_nulls: float = 0.0
+    consumer_nulls: float = 0.0
+    fate: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of engines and its requests; `seed` draws block ids, content and the order of events."""
+
+    seed: int
+    model: Model
+    producer: Side
+    consumer: Side
+    requests: tuple[Request, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each engine: enough for all requests at once, and a few that stay unused."""
+        least = min(*self.producer.block_tokens, *self.consumer.block_tokens)
+        lists = [
+            -(-(r.prompt + r.further + r.in_flight) // least) + r.spare_local + r.spare_peer + 3 for r in self.requests
+        ]
+        return sum(lists) * len(self.model.groups) + 5
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the longest block list of any request has room for."""
+        span = max(n * side.dcp for side in (self.producer, self.consumer) for n in side.block_tokens)
+        return max(
+            r.prompt + r.further + r.in_flight + (r.spare_local + r.spare_peer + 1) * span for r in self.requests
+        )
+
+    @property
+    def has_state(self) -> bool:
+        return any(group.kind == "state" for group in self.model.groups)
+
+
+def is_fair(heads: int, tp: int) -> bool:
+    """Return whether an engine of `tp` ranks can serve `heads` KV heads: evenly dealt, or each held by several ranks."""
+    return heads % tp == 0 or tp % heads == 0
+
+
+def draw(seed: int) -> Case:
+    """Return the case of a seed."""
+    rng = random.Random(seed)
+    # Every 16th case walks through all pairs up to 8 x 8; the others are small, so that there can be many.
+    tps = divmod(seed // 16 % 64, 8) if seed % 16 == 0 else (_tp(rng), _tp(rng))
+    tps = (tps[0] + 1, tps[1] + 1)
+    family = rng.choices(
+        ["dense", "gqa", "mla", "hybrid", "window", "chunked", "mla-hybrid", "mixed"], [4, 4, 3, 4, 4, 2, 1, 2]
+    )[0]
+    dcps = (1, 1)
+    heads = rng.choice([n for n in range(1, 57) if all(is_fair(n, tp) for tp in tps)][: 3 if rng.random() < 0.9 else 9])
+    if family == "gqa":
+        heads = rng.choice([n for n in range(1, 5) if all(is_fair(n, tp) for tp in tps)])
+    groups = tuple(_groups(rng, family))
+    if family in {"mla", "gqa"} and rng.random() < 0.2:
+        dcps = (_dcp(rng, tps[0], family, heads), _dcp(rng, tps[1], family, heads))
+    state_heads = math.lcm(*tps) * rng.choice([1, 1, 2]) if math.lcm(*tps) <= 14 else math.lcm(*tps)
+    fair_groups = [n for n in range(1, state_heads + 1) if state_heads % n == 0 and all(n % tp == 0 for tp in tps)]
+    kinds = {group.state for group in groups}
+    state_groups = rng.choice(fair_groups)
+    if "MAMBA2" in kinds and "GDN_ATTN" not in kinds and rng.random() < 0.6:
+        state_groups = 1  # fewer groups than ranks: every rank holds a replica
+    model = Model(
+        groups=groups,
+        heads=heads,
+        head_size=rng.choice([1, 2, 3]),
+        element_bytes=rng.choices([1, 2, 4], [1, 3, 4])[0],
+        state_heads=state_heads,
+        state_groups=state_groups,
+        state_size=rng.choice([1, 2, 3]),
+        rows=rng.choice([1, 2, 3]),
+    )
+    producer, consumer = (_side(rng, model, tp, dcp) for tp, dcp in zip(tps, dcps, strict=True))
+    if rng.random() < 0.3:  # a homogeneous fleet
+        consumer = replace(producer, tp=tps[1], dcp=dcps[1], conversion=consumer.conversion)
+    case = Case(seed, model, producer, consumer, ())
+    count = rng.choices([1, 2, 3], [6, 3, 1])[0]
+    return replace(case, requests=tuple(_request(rng, case) for _ in range(count)))
+
+
+def _tp(rng: random.Random) -> int:
+    return rng.choices(range(4), [16, 10, 3, 4])[0]
+
+
+def _dcp(rng: random.Random, tp: int, family: str, heads: int) -> int:
+    return rng.choice([dcp for dcp in (1, 2, 4) if _can_dcp(dcp, tp, family, heads)])
+
+
+def _can_dcp(dcp: int, tp: int, family: str, heads: int) -> bool:
+    """Return whether vLLM allows a context-parallel size: the ranks of one context group hold the same heads."""
+    if tp % dcp:
+        return False
+    return dcp == 1 or family == "mla" or (tp % heads == 0 and (tp // heads) % dcp == 0)
+
+
+def _groups(rng: random.Random, family: str) -> Iterator[Group]:
+    layers = rng.choice([1, 1, 2, 3])
+    if family in {"dense", "gqa"}:
+        yield Group("full", layers)
+    elif family == "mla":
+        yield Group("latent", layers)
+    elif family == "hybrid":
+        state = Group("state", layers, 0, rng.choice(STATE_KINDS))
+        yield from rng.choice([(state, Group("full", layers)), (Group("full", layers), state)])
+    elif family == "mla-hybrid":
+        yield from (Group("state", layers, 0, rng.choice(STATE_KINDS)), Group("latent", layers))
+    elif family == "window":
+        reach = rng.choice([2, 2, 3, 4, 5, 8, 12])
+        yield from rng.choice([
+            (Group("window", layers, reach), Group("full", layers)),
+            (Group("full", layers), Group("window", layers, reach)),
+            (Group("window", layers, reach),),
+            (Group("window", layers, reach), Group("window", layers, reach), Group("full", layers)),
+        ])  # fmt: skip
+    elif family == "chunked":
+        yield from (Group("chunked", layers, rng.choice([4, 8, 12])), Group("full", layers))
+    else:
+        yield from (
+            Group("window", layers, rng.choice([3, 6])),
+            Group("full", layers),
+            Group("state", layers, 0, rng.choice(STATE_KINDS)),
+        )
+
+
+def _side(rng: random.Random, model: Model, tp: int, dcp: int) -> Side:
+    size = rng.choice([1, 2, 2, 3, 4, 4, 4, 6, 8])
+    is_alike = rng.random() < 0.7
+    tokens = tuple(
+        rng.choice([16, 64]) if group.kind == "state" else size if is_alike else size * rng.choice([1, 1, 2])
+        for group in model.groups
+    )
+    is_single = len(model.groups) == 1 and model.groups[0].kind in {"full", "window"}
+    layouts = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"] + (["BHLNC", "LHBNC"] if is_single and dcp == 1 else [])
+    layout = rng.choice(layouts)
+    has_state = any(group.kind == "state" for group in model.groups)
+    split = (
+        rng.choice([1, 1, 1, 2]) if layout.startswith("LB") and not has_state and all(n % 2 == 0 for n in tokens) else 1
+    )
+    return Side(
+        tp=tp,
+        block_tokens=tokens,
+        scratch=tuple(rng.choice([0, 0, 1, 2]) if group.kind == "state" else 0 for group in model.groups),
+        dcp=dcp,
+        turn=rng.choice([0, 0, rng.choice([n for n in range(1, size + 1) if size % n == 0])]) if dcp > 1 else 0,
+        split=split,
+        layout=layout,
+        is_shared=split == 1 and rng.random() < 0.7,
+        conv_order=rng.choice(["DS", "SD"]),
+        base=rng.choice([1, 2]) << 40,
+        conversion=rng.choices(["auto", "never", "always"], [6, 2, 1])[0],
+    )
+
+
+def _request(rng: random.Random, case: Case) -> Request:
+    spans = [
+        n * case.consumer.dcp
+        for n, g in zip(case.consumer.block_tokens, case.model.groups, strict=True)
+        if g.kind != "state"
+    ]
+    hit = math.lcm(*spans) if spans else 1
+    prompt = rng.choice([rng.randint(1, 8), rng.randint(2, 24), rng.randint(2, 40)])
+    hits = (prompt - 1) // hit if not case.has_state else 0
+    return Request(
+        prompt=prompt + 1 if case.has_state else prompt,
+        hit_blocks=rng.randint(0, hits) if rng.random() < 0.5 else 0,
+        spare_local=rng.choices([0, 1, 2], [7, 2, 1])[0],
+        spare_peer=rng.choices([0, 1, 2], [7, 2, 1])[0],
+        further=rng.choices([0, rng.randint(1, 9)], [9, 2])[0],
+        in_flight=rng.choices([0, rng.randint(1, 4)], [12, 1])[0],
+        producer_nulls=rng.choice([0.0, 0.5, 1.0, 1.0]),
+        consumer_nulls=rng.choice([0.0, 0.5, 1.0, 1.0]),
+        fate=rng.choices(["", "expired", "foreign"], [28, 2, 1])[0],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- shrinking
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Yield variants that are one step smaller; each may be impossible, which its user finds out."""
+    for number in range(len(case.requests)):
+        if len(case.requests) > 1:
+            yield replace(case, requests=case.requests[:number] + case.requests[number + 1 :])
+    for number in range(len(case.model.groups)):
+        if len(case.model.groups) > 1:
+            yield _without_group(case, number)
+    for side in ("producer", "consumer"):
+        old: Side = getattr(case, side)
+        variants: tuple[dict[str, Any], ...] = (
+            {"tp": 1, "dcp": 1}, {"tp": old.tp // 2, "dcp": 1}, {"tp": old.tp - 1, "dcp": 1}, {"dcp": 1}, {"turn": 0},
+            {"split": 1},
+            {"layout": "LBHNC"}, {"is_shared": False}, {"conv_order": "DS"}, {"conversion": "never"}, {"base": 1 << 40},
+            {"scratch": tuple(0 for _ in old.scratch)},
+            *({"block_tokens": tuple(size for _ in old.block_tokens)} for size in (1, 2, 4)),
+        )  # fmt: skip
+        for changes in variants:
+            smaller: Any = {side: replace(old, **changes)}
+            yield replace(case, **smaller)
+    yield replace(case, consumer=replace(case.producer, tp=case.consumer.tp))
+    for changes in (
+        {"groups": tuple(replace(group, layers=1) for group in case.model.groups)}, {"head_size": 1}, {"rows": 1},
+        {"heads": 1}, {"state_size": 1}, {"element_bytes": 4}, {"state_groups": 1}, {"state_heads": case.model.state_heads // 2},
+    ):  # fmt: skip
+        yield replace(case, model=replace(case.model, **changes))
+    yield from _simpler_requests(case)
+
+
+def _simpler_requests(case: Case) -> Iterator[Case]:
+    for number, request in enumerate(case.requests):
+        for changes in (
+            {"prompt": request.prompt // 2}, {"prompt": request.prompt - 1}, {"hit_blocks": 0}, {"spare_local": 0},
+            {"spare_peer": 0},
+            {"further": 0}, {"further": 1}, {"in_flight": 0}, {"producer_nulls": 0.0}, {"consumer_nulls": 0.0}, {"fate": ""},
+        ):  # fmt: skip
+            smaller = replace(request, **changes)
+            yield replace(case, requests=(*case.requests[:number], smaller, *case.requests[number + 1 :]))
+
+
+def _without_group(case: Case, number: int) -> Case:
+    def cut(values: tuple[int, ...]) -> tuple[int, ...]:
+        return values[:number] + values[number + 1 :]
+
+    groups = case.model.groups[:number] + case.model.groups[number + 1 :]
+    sides = [
+        replace(side, block_tokens=cut(side.block_tokens), scratch=cut(side.scratch))
+        for side in (case.producer, case.consumer)
+    ]
+    return replace(case, model=replace(case.model, groups=groups), producer=sides[0], consumer=sides[1])
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 400) -> Case:
+    """Return a smaller case for which `fails` still holds, by simple retries."""
+    is_smaller = True
+    while is_smaller and tries > 0:
+        is_smaller = False
+        for variant in simpler(case):
+            tries -= 1
+            if tries <= 0:
+                break
+            if variant != case and fails(variant):
+                case, is_smaller = variant, True
+                break
+    return case

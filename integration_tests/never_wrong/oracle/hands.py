@@ -1,0 +1,153 @@
+"""Stand-ins for a thread, a socket and a clock: the transfer thread turned by hand, handshakes without a wire, time that waits.
+
+The objects behind are production's: the agent and loop of `TransferThread`, the sessions and the server core of the side channel.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_handshake import LocalOffer
+from kv_handshake.machine import ClientSession, ServerCore
+
+__all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
+
+
+class Clock(types.SimpleNamespace):
+    """Stands in for the module `time` in the adapter's modules; only `advance` moves it, unless it `is_real`."""
+
+    def __init__(self, *, is_real: bool = False) -> None:
+        super().__init__(shown_s=1000.0, is_real=is_real)
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() if self.is_real else self.shown_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.shown_s += seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def install(self) -> None:
+        """Give this clock to every module of the adapter that asks the time."""
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vllm_adapter.") and isinstance(
+                getattr(module, "time", None), (types.ModuleType, Clock)
+            ):
+                setattr(module, "time", self)  # noqa: B010  (no type knows that attribute)
+
+
+class _Sleepless:
+    """A pacer that never waits: the next turn comes when it is asked for."""
+
+    def progressed(self) -> None: ...
+    def wake(self) -> None: ...
+    def wait_busy(self) -> None: ...
+    def wait_idle(self, *_: object) -> None: ...
+
+
+class HandThread:
+    """A `TransferThread` that runs when it is told to, on the calling thread."""
+
+    def __init__(self, thread: Any) -> None:
+        self._thread = thread
+        self._timers: list[Callable[[], None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thread, name)
+
+    def start(self) -> None:
+        loop = self._thread._loop
+        self._thread._thread = threading.current_thread()
+        loop.pacer = _Sleepless()
+        if loop._set_up() is None:
+            raise loop.failure
+
+    def call_every(self, period_s: float, function: Callable[[], None]) -> None:
+        self._timers.append(function)
+
+    def turn(self) -> None:
+        """Run one turn of the loop."""
+        loop = self._thread._loop
+        loop._turn(loop.agent)
+        health = self._thread.health()
+        assert health.callback_errors + health.loop_errors == 0, f"the transfer thread raised: {health.last_error}"
+
+    def tick(self) -> None:
+        """Run all timers."""
+        for function in self._timers:
+            function()
+
+    def close(self) -> None:
+        self._thread._loop.agent.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """End of a handshake."""
+
+    peers: Mapping[tuple[int, int], Any]
+    code: str
+    message: str
+    elapsed_s: float = 0.0
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.code
+
+
+class SideChannel:
+    """Where the listeners of all engines are found, by (host, port)."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[tuple[str, int], ServerCore] = {}
+
+
+class StillListener:
+    """A listener without a socket: the server core of the side channel, found by its address."""
+
+    def __init__(self, channel: SideChannel, host: str, port: int) -> None:
+        self._channel, self._host, self.port = channel, host, port
+        self._core = ServerCore()
+
+    def start(self) -> None:
+        self._channel.listeners[self._host, self.port] = self._core
+
+    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        self._core.replace(payloads)
+
+    def close(self) -> None: ...
+
+
+class StillClient:
+    """A handshake client that asks and answers at once: real queries, replies and judgements, no socket."""
+
+    def __init__(self, channel: SideChannel, factors: Mapping[str, object]) -> None:
+        self._channel = channel
+        self._offer = LocalOffer(factors=factors)
+
+    def request(
+        self, *, host: str, port: int, ranks: Sequence[tuple[int, int]], engine_id: str, dialect: int,
+        on_done: Callable[[Any], None], generation: int | None = None,
+    ) -> None:  # fmt: skip
+        session = ClientSession(
+            ranks=ranks, version=dialect, offer=self._offer, engine_id=engine_id, generation=generation
+        )
+        core = self._channel.listeners[host, port]
+        while session.queries_left and not session.is_over:
+            frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)
+            session.receive_message(frames, now_s=0.0)
+        code = session.error.code if session.error else ""
+        on_done(Answer(dict(session.peers) if not code else {}, code, str(session.error or "")))
+
+    def close(self) -> None: ...

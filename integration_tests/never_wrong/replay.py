@@ -1,0 +1,34 @@
+"""Play one case again and say how it went: `replay.py SEED` or `replay.py 'Case(...)'`; `--shrink` makes it smaller first."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from oracle import geometry
+from oracle.runner import explain, run
+
+
+def main() -> int:
+    text = sys.argv[-1]
+    if "--shrink" in sys.argv:
+        logging.disable(logging.CRITICAL)
+        print(explain(int(text)))
+        return 1
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    case = geometry.draw(int(text)) if text.isdigit() else eval(text, dict(vars(geometry)))
+    print(case)
+    try:
+        print(run(case))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Every byte of every consumer rank, over random pairs of engines: production from ticket to bytes against plain slicing.
+
+A failure prints one line per failing seed that reproduces it, already made small. `KVDEV_LONG=1` plays ten times as many.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections import Counter
+from itertools import chain
+
+import pytest
+from oracle.geometry import draw
+from oracle.runner import explain, try_seed, try_threads
+
+IS_LONG = os.environ.get("KVDEV_LONG") == "1"
+PAIRS = 200_000 if IS_LONG else 20_000
+THREADED = 2_000 if IS_LONG else 200
+_CHUNK = 125
+
+
+def _play(seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """Play the cases of some seeds; return what was counted and what went wrong."""
+    gc.disable()  # a case leaves cycles behind; they are collected between chunks
+    counts: Counter[str] = Counter()
+    wrong: list[tuple[int, str]] = []
+    for seed in seeds:
+        outcome, why = try_seed(seed)
+        case = draw(seed)
+        counts.update({"cases": 1, "read": outcome.read, "hits": outcome.hits, "bytes": outcome.bytes_compared})
+        counts.update({"moved": outcome.bytes_moved, "converted": outcome.pages_converted})
+        counts.update({f"code {code}": number for code, number in outcome.codes.items()})
+        if outcome.read:
+            counts[f"tp {case.producer.tp} {case.consumer.tp}"] += 1
+            counts.update({f"kind {group.state or group.kind}" for group in case.model.groups})
+        if why:
+            wrong.append((seed, why))
+    gc.collect()
+    return counts, wrong
+
+
+@pytest.mark.timeout(7200 if IS_LONG else 900)
+def test_no_byte_is_wrong_in_random_pairs() -> None:
+    began_s = time.monotonic()
+    chunks = [range(first, min(first + _CHUNK, PAIRS)) for first in range(0, PAIRS, _CHUNK)]
+    total: Counter[str] = Counter()
+    wrong: list[tuple[int, str]] = []
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for counts, failures in pool.imap_unordered(_play, chunks):
+            total += counts
+            wrong += failures
+            if len(wrong) >= 20:
+                break
+    print(f"{total['cases']} pairs in {time.monotonic() - began_s:.0f} s: {dict(sorted(total.items()))}")
+    kinds = Counter(why.split(" byte ")[0] for _, why in wrong)
+    lines = [f"seed {seed}: {why}" for seed, why in sorted(wrong)]
+    assert not wrong, "\n".join([f"{len(wrong)} cases went wrong: {kinds}", *lines, explain(min(wrong)[0])])
+    assert total["cases"] == PAIRS
+    _assert_covered(total)
+
+
+def _assert_covered(total: Counter[str]) -> None:
+    """Check that all that was drawn really happened: all pairs of sizes, all kinds of caches, conversions, refusals."""
+    missing = [(p, c) for p in range(1, 9) for c in range(1, 9) if not total[f"tp {p} {c}"]]
+    assert not missing, f"no read between these tensor-parallel sizes: {missing}"
+    kinds = ("full", "latent", "window", "chunked", "MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
+    assert all(total[f"kind {kind}"] > 100 for kind in kinds)
+    assert total["read"] > PAIRS
+    assert total["converted"] > PAIRS / 10
+    assert total["code fence-mismatch"] > 10
+
+
+@pytest.mark.timeout(900)
+def test_no_byte_is_wrong_through_the_real_thread() -> None:
+    """The same cases with production's transfer threads, as many as the ranks, in place of turns by hand."""
+    failures = list(chain.from_iterable(_play_threaded(seed) for seed in range(1_000_000, 1_000_000 + THREADED)))
+    assert not failures, "\n".join(failures)
+
+
+def _play_threaded(seed: int) -> list[str]:
+    _, why = try_threads(seed)
+    return [f"seed {seed}: {why}"] if why else []

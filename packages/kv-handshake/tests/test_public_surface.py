@@ -1,0 +1,79 @@
+"""The public names: a change here is a change for every user of the package."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import kv_handshake
+
+SURFACE = {
+    "kv_handshake": {
+        "Advertisement",
+        "AgentMetadata",
+        "CODES",
+        "Client",
+        "Codec",
+        "ConfigurationError",
+        "HandshakeError",
+        "Listener",
+        "LocalOffer",
+        "Notification",
+        "Outcome",
+        "QueryLimits",
+        "Timing",
+        "TransportError",
+        "WireError",
+        "compatibility_id",
+        "dialect_of_vllm",
+    },
+    "kv_handshake.security": {"ClientSecurity", "ServerSecurity", "generate_keypair"},
+    "kv_handshake.inspect": {
+        "Comparison",
+        "ProbeResult",
+        "Recording",
+        "Snapshot",
+        "compare",
+        "explain_hash",
+        "probe",
+        "probe_advertisement",
+    },
+    "kv_handshake.machine": {
+        "ClientSession",
+        "ServerCore",
+        "StreamReader",
+        "dialect_of",
+        "encode_query",
+        "encode_stream",
+        "state_diagram",
+    },
+    "kv_handshake.testing": {
+        "FakeClient",
+        "FakeListener",
+        "FakeNetwork",
+        "check_client",
+        "check_listener",
+        "hostile_queries",
+        "load_vectors",
+        "mutate",
+        "sample_envelopes",
+        "sample_metadata",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_public_names(name):
+    module = importlib.import_module(name)
+    assert set(module.__all__) == SURFACE[name]
+    assert all(hasattr(module, each) for each in module.__all__)
+
+
+def test_no_other_public_module():
+    found = {f"kv_handshake.{each.name}" for each in pkgutil.iter_modules(kv_handshake.__path__)}
+    assert {name for name in found if not name.startswith("kv_handshake._")} == set(SURFACE) - {"kv_handshake"}
+
+
+def test_the_surface_is_small():
+    assert len(SURFACE["kv_handshake"]) <= 25
+    assert sum(len(names) for name, names in SURFACE.items() if name != "kv_handshake.testing") <= 36
