@@ -71,9 +71,10 @@ def _embeds(request: Request, tokens: int) -> str:
 
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
-    params: object = request.kv_transfer_params
-    if isinstance(params, dict) and _stands_for_a_refused_one(request):
-        ticket = cast("dict[str, Any]", params)
+    given: object = request.kv_transfer_params
+    params = given
+    if isinstance(given, dict) and _stands_for_a_refused_one(request):
+        ticket = cast("dict[str, Any]", given)
         params = {key: value for key, value in ticket.items() if key != "kv_prompt"}
     return Arrival(
         request.request_id,
