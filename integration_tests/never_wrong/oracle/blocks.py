@@ -91,15 +91,16 @@ def consumer_lists(case: Case, request: Request, pool: Pool, hit: int, end: int,
 def owed(case: Case, number: int, lists: Lists, tokens: int) -> tuple[Array, Array]:
     """Return (tokens that must be the producer's, tokens that may be either) of one group after a read up to `tokens`.
 
-    Owed: tokens in real blocks behind the prefix hit, from the first that the next token reaches. May be either: what the window
-    has passed, and what lies behind `tokens` in the block of the last token.
+    Owed: tokens in real blocks behind the prefix hit, from the block of the first token that the next token reaches; that block
+    is owed whole, because a prefix cache keeps it whole. May be either: blocks that the window has passed, and what lies
+    behind `tokens` in the block of the last token.
     """
     group, span = case.model.groups[number], span_tokens(case.model, case.consumer, number)
     ids = lists.ids[number]
     covered = np.arange(lists.hits[number] * span, len(ids) * span)
     real = covered[np.asarray([bool(b) for b in ids], bool)[covered // span]] if len(covered) else covered
     # A chunked-local group is a group of all tokens to the planner: its real blocks are owed whole.
-    first = first_needed(group, tokens) if group.kind == "window" else 0
+    first = first_needed(group, tokens) // span * span if group.kind == "window" else 0
     is_owed = (real >= first) & (real < tokens)
     is_tail = (real >= tokens) & (real < -(-tokens // span) * span)
     return real[is_owed], real[((real < first) & (real < tokens)) | is_tail]

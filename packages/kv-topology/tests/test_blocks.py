@@ -2,19 +2,18 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
-from block_lists import lists
+from block_lists import lists, pairing, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_topology import BlockList, Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
-from kv_topology._blocks import _is_one_to_one, _pages, pair_blocks
+from kv_topology import Group, InvalidBlocks, Region, TokenDeal, expand_rows, plan_transfer
+from kv_topology._blocks import _is_one_to_one, _pages
 from kv_topology._boxes import Pairing
 from kv_topology._link import _indices
-from kv_topology._lists import Blocks, ListRules, read_lists
+from kv_topology._lists import Blocks
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
@@ -25,31 +24,6 @@ DENSE = ModelSpec(("attention",), 2, 4)
 def plan_of(model=DENSE, peer=None, **mine):
     local = build_engine(model, EngineSpec(**mine))[0, 0]
     return plan_transfer(local, build_engine(model, EngineSpec(**(peer if peer is not None else mine))))
-
-
-def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_deal=None):
-    kind: Any = "sliding-window" if window else "attention"
-    mine = Group(kind, block, pages, window, deal or TokenDeal())
-    theirs = Group(kind, peer_block, peer_pages, window, peer_deal or TokenDeal())
-    unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
-    return Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
-
-
-def read(group, blocks, side="local", count=1 << 20):
-    """Return a checked list, blocks without a limit."""
-    return read_lists([blocks], ListRules(side, (group,), (count,), None))[0]
-
-
-def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000, count=1 << 20):
-    """Pairs of two lists that begin at the given places of the sequence, counted in blocks."""
-    mine, theirs = pair.local, pair.peer
-    near = read(mine, BlockList(local, firsts[0] * mine.span_tokens, nulls[0]), count=count)
-    far = read(theirs, BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1]), "peer", count)
-    found = pair_blocks(pair, near, far, tokens)
-    near, far = (
-        divmod(side, units) for side, units in ((found.local, pair.local_units), (found.peer, pair.peer_units))
-    )
-    return list(zip(*(column.tolist() for column in (*near, *far)), strict=True))
 
 
 def test_a_prefix_hit_reads_the_tail():
@@ -245,6 +219,18 @@ def test_a_window_may_begin_inside_a_local_block():
 
 
 @pytest.mark.never_wrong("B8")
+@pytest.mark.never_wrong("A3")
+def test_a_local_block_is_filled_whole_or_not_at_all():
+    """A prefix cache keeps block 1 (tokens 64..79) as a whole; a hit that ends at token 96 would read tokens 64..67 of it."""
+    window = pairing(16, 4, window=33)
+    # The next token, 100, sees tokens 68..99: the peer's blocks of 4 from token 68 on hold all that it needs.
+    from_68, from_64 = list(range(10, 18)), list(range(9, 18))
+    with pytest.raises(InvalidBlocks) as refused:
+        pairs(window, [1, 2, 3], from_68, (4, 17), tokens=100)
+    assert refused.value.code == "peer-blocks-too-few"
+    assert len(pairs(window, [1, 2, 3], from_64, (4, 16), tokens=100)) == 9
+
+
 def test_exactly_the_tokens_in_the_window_suffice():
     """Blocks of 1 token, window 4, 10 tokens: token 10 sees 7, 8 and 9, so the peer may begin at 7 but not at 8."""
     window = pairing(1, 1, window=4)

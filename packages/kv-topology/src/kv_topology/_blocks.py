@@ -17,8 +17,10 @@ holds nothing ordered and is left out. With context parallelism of 2 and turns o
 units 1, 3, 5, ... densely, and units that the producer rank does not hold are left out: another rank has them.
 
 A unit that is ordered and held by the producer, but missing from its list, is refused (`peer-blocks-too-few`), unless
-it lies outside the attention window of the next token. With a window of 4 and 16 tokens, the next token (number 16)
-sees tokens 13..15: units that end at or before token 13 may be missing.
+its whole local block lies outside the attention window of the next token. With a window of 4 and 16 tokens, the next
+token (number 16) sees tokens 13..15: units of local blocks that end at or before token 13 may be missing. A local block
+of tokens 8..15 must be filled from token 8 on, although 8..12 are out of sight: a prefix cache keeps it as a whole, and a
+shorter prefix may see them.
 """
 
 from __future__ import annotations
@@ -126,10 +128,14 @@ def _pair_equal(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
 
 
 def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> None:
-    """Raise unless all of these ordered units of the sequence lie outside the window of the next token."""
-    window, unit = pairing.local.window_tokens, pairing.unit_tokens
+    """Raise unless the local blocks of all these ordered units of the sequence lie outside the window of the next token.
+
+    Example: window 6, 16 tokens, local blocks of 8, units of 4: the next token sees tokens 11..15. Unit 0 (tokens 0..3) may be
+    missing, since its block ends at token 8; unit 2 (tokens 8..11) may not, and neither may unit 3.
+    """
+    window, unit, span = pairing.local.window_tokens, pairing.unit_tokens, pairing.local.span_tokens
     if window:
-        units = units[(units + 1) * unit > tokens - window + 1]
+        units = units[(units * unit // span + 1) * span > tokens - window + 1]
     if len(units):
         first = int(units.min()) * unit
         raise InvalidBlocks(
