@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._prompt import PromptIdentity
     from kv_scheduler_state._request import Request
-    from kv_scheduler_state._ticket import HandoffTicket
+    from kv_scheduler_state._ticket import HandoffTicket, TicketKind
     from kv_scheduler_state._ticket_reader import Fields
 
 __all__ = ["Admissions"]
@@ -82,19 +82,19 @@ class Admissions:
             )
         return _CONSUMER
 
-    def _verified(self, fields: Fields, kind: str, identity: PromptIdentity | None) -> HandoffTicket:
+    def _verified(self, fields: Fields, kind: TicketKind, identity: PromptIdentity | None) -> HandoffTicket:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
         Raises:
             TicketError: as `TicketReader.read`; `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
                 `identity.refusal`.
         """
-        ticket = self._tickets.ticket_of(fields, "readback" if kind == "readback" else "handoff")
+        ticket = self._tickets.ticket_of(fields, kind)
         if identity is not None and identity.refusal:
             raise TicketError(
                 identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
             )
-        prompt, tokens = ticket.prompt, ticket.peer_tokens
+        prompt = ticket.prompt
         if prompt is None:
             return ticket
         if not prompt:
@@ -102,6 +102,7 @@ class Admissions:
                 "ticket-prompt-unidentified",
                 "the engine that wrote the ticket could not tell which prompt it had computed",
             )
+        tokens = ticket.peer_tokens
         digest = None if identity is None or tokens is None else identity.digest(tokens)
         if digest != prompt:
             raise TicketError(

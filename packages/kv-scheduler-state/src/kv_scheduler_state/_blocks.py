@@ -101,7 +101,8 @@ class BlockRules:
                 lists.append(list(running_state(scratch_blocks, ids)))
                 first_tokens.append(0)
                 continue
-            kept = list(ids[: -(-tokens // span)])
+            kept = list(ids)
+            del kept[-(-tokens // span) :]
             first = max(0, len(kept) - window_blocks) if window_blocks else 0
             lists.append(kept[first:] if first else kept)
             first_tokens.append(first * span)

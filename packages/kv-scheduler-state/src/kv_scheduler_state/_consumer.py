@@ -38,13 +38,15 @@ class ConsumerRecord:
         "trace",
     )
 
-    def __init__(self, arrival: Transition, ticket: HandoffTicket, hand_over: HandOver, now_s: float) -> None:
+    def __init__(
+        self, arrival: Transition, ticket: HandoffTicket, hand_over: HandOver, loadable_tokens: int, now_s: float
+    ) -> None:
         self.state = arrival.target
         self.since_s = now_s
         self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
         self.ticket = ticket
         self.hand_over = hand_over
-        self.loadable_tokens = 0
+        self.loadable_tokens = loadable_tokens
         self.least_tokens = 1
         # Local prefix hit of the latest look-up, which is the one that an allocation follows.
         self.computed_tokens: int | None = None
@@ -103,9 +105,9 @@ class Consumers:
     def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read."""
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
-        record = ConsumerRecord(arrival, ticket, self.hand_overs.join(ticket), now_s)
         is_readback = ticket.kind == "readback"
-        record.loadable_tokens = self._loadable_tokens(ticket, prompt_tokens)
+        loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
+        record = ConsumerRecord(arrival, ticket, self.hand_overs.join(ticket), loadable_tokens, now_s)
         if is_readback:
             record.least_tokens = self._config.recompute_threshold_tokens
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
@@ -195,14 +197,14 @@ class Consumers:
                 if record.peer is not None:
                     self.heartbeats.stop(record.peer, record.ticket)
                     record.peer = None
+            elif effect == "end-read":
+                self.hand_overs.read_ended(record.hand_over, is_passed=False)
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
                 self._cancel(request_id)
             elif effect == "pass-read":
                 self._pass(request_id)
-            elif effect == "end-read":
-                self.hand_overs.read_ended(record.hand_over, is_passed=False)
             elif effect == "end-passed-read":
                 self.hand_overs.read_ended(record.hand_over, is_passed=True)
                 if record.hand_over.is_abandoned:
@@ -219,9 +221,9 @@ class Consumers:
         elif record.state == "reading":
             self._outbox.add(self._outbox.voids, request_id)
 
-    def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int) -> int:
+    def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
-        if ticket.kind == "readback":
+        if is_readback:
             # A recurrent state cannot be cut: it fits only a prompt that contains all it has seen.
             if held is None or (self._has_state and held > prompt_tokens):
                 return 0

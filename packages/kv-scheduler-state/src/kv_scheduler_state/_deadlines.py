@@ -8,6 +8,7 @@ most of the heap.
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, final
 
@@ -29,17 +30,20 @@ class Deadlines:
         leases: The table's leases by request; only read here.
     """
 
-    __slots__ = ("_heap", "_leases", "_sequence")
+    __slots__ = ("_heap", "_leases", "_sequence", "look_s")
 
     def __init__(self, leases: Mapping[str, Lease]) -> None:
         self._leases = leases
         self._heap: list[tuple[float, int, str]] = []
         self._sequence = 0
+        # Nothing is due before. May be too early after leases have ended, never too late.
+        self.look_s = math.inf
 
     def push(self, request_id: str, deadline_s: float) -> None:
         """Watch a lease that has been granted."""
         self._sequence += 1
         heappush(self._heap, (deadline_s, self._sequence, request_id))
+        self.look_s = min(self.look_s, deadline_s)
 
     def due(self, at_s: float) -> Iterator[tuple[str, Lease]]:
         """Yield the leases whose deadline has passed, in order; the caller ends each of them."""
@@ -53,6 +57,7 @@ class Deadlines:
                 heappush(heap, (lease.deadline_s, sequence, request_id))
                 continue
             yield request_id, lease
+        self.look_s = heap[0][0] if heap else math.inf
 
     def next_s(self) -> float | None:
         """Return the earliest deadline, None without leases."""

@@ -79,7 +79,8 @@ class HandOvers:
     def read_ended(self, hand_over: HandOver, *, is_passed: bool) -> None:
         """Note the end of a read; unless it is passed on, the ticket is used up."""
         hand_over.reading -= 1
-        hand_over.is_spent = hand_over.is_spent or not is_passed
+        if not is_passed:
+            hand_over.is_spent = True
         self._forget(hand_over)
 
     def _forget(self, hand_over: HandOver) -> None:

@@ -277,8 +277,9 @@ class LeaseTable:
             InvalidEvent: `invalid-event`, for a time that is none.
         """
         at_s = self._clock.observe(now_s)
-        for request_id, lease in self._deadlines.due(at_s):
-            self._step(request_id, lease, self._table.find(request_id, lease.state, "expire"), at_s)
+        if self._deadlines.look_s <= at_s:
+            for request_id, lease in self._deadlines.due(at_s):
+                self._step(request_id, lease, self._table.find(request_id, lease.state, "expire"), at_s)
         if not self._ended:
             return ()
         ended = tuple(self._ended)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Outbox"]
 
 
-_READS: Final = StepPlan._fields.index("reads")
-_FENCES: Final = StepPlan._fields.index("fences")
+_COMMON: Final = 4
+"""Parts of a plan that every hand-over fills, the first ones: reads, expects, fences, grants."""
+_NONE_RARE: Final[tuple[tuple[object, ...], ...]] = ((),) * (len(StepPlan._fields) - _COMMON)
 
 
 class _Part(Protocol):
@@ -31,6 +32,7 @@ class Outbox:
 
     __slots__ = (
         "_parts",
+        "_rare",
         "cancels",
         "completes",
         "expects",
@@ -81,6 +83,7 @@ class Outbox:
             self.voids,
             self.failures,
         )
+        self._rare: Final = self._parts[_COMMON:]
 
     def read(self, order: ReadOrder) -> None:
         """Order a read, or replace the one that waits."""
@@ -140,13 +143,9 @@ class Outbox:
         if not (self.has_orders or self.heartbeats):
             return EMPTY_PLAN
         self.has_orders = False
-        parts = self._parts
-        orders: list[tuple[object, ...]] = [tuple(part) if part else () for part in parts]
-        if self.reads:
-            orders[_READS] = tuple(self.reads.values())
-        if self.fences:
-            orders[_FENCES] = tuple(self.fences.values())
-        for part in parts:
-            if part:
-                part.clear()
-        return new_tuple(StepPlan, orders)
+        reads, expects, fences, grants, rare = self.reads, self.expects, self.fences, self.grants, self._rare
+        common = tuple(reads.values()), tuple(expects), tuple(fences.values()), tuple(grants)
+        plan = new_tuple(StepPlan, common + (tuple(map(tuple, rare)) if any(rare) else _NONE_RARE))
+        for part in filter(None, self._parts):
+            part.clear()
+        return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import sha512
+from hashlib import shake_256
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._blocks import new_tuple
@@ -67,7 +67,7 @@ class Producers:
     __slots__ = (
         "_arrival",
         "_config",
-        "_grants",
+        "_draws",
         "_handoff",
         "_has_state",
         "_leased",
@@ -104,7 +104,7 @@ class Producers:
         self._trace_length = config.trace_length
         self._has_state = config.has_state
         self._spans = [group.span_tokens for group in config.groups]
-        self._grants = 0
+        self._draws = 0
         self._nonces: list[str] = []
         # Requests with a lease, oldest grant first, and those whose lease was revoked, with the time.
         self._leased: dict[str, ProducerRecord] = {}
@@ -223,7 +223,8 @@ class Producers:
 
     def _tokens_of(self, record: ProducerRecord, computed_tokens: int) -> int:
         """Return the tokens that a ticket promises: of a prefill never more than its prompt, whatever came after it."""
-        return computed_tokens if record.is_readback else min(computed_tokens, record.prompt_tokens)
+        prompt_tokens = record.prompt_tokens
+        return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
     def finish(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """End the request; with a row that does not grant, the workers forget it."""
@@ -281,7 +282,8 @@ class Producers:
         """Take back the fence slot of a lease that every worker has ended."""
         advance(record, row, now_s, self._trace_length)
         self._leased.pop(request_id, None)
-        self._revoked.pop(request_id, None)
+        if self._revoked:
+            self._revoked.pop(request_id, None)
         if "return-slot" in row.effects:
             self._return_slot(record)
 
@@ -298,11 +300,11 @@ class Producers:
             record.fence = None
 
     def _draw_nonce(self) -> str:
-        """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes eight of them."""
+        """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes 64 of them."""
         config = self._config
-        self._grants += 1
-        digits = sha512(f"{config.nonce_seed}/{config.engine_id}/{self._grants}".encode()).hexdigest()
-        self._nonces = [digits[at : at + 16] for at in range(0, 128, 16)]
+        self._draws += 1
+        digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
+        self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
         return self._nonces.pop()
 
 

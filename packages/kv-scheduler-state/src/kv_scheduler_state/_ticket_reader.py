@@ -157,7 +157,7 @@ class TicketReader:
 
     def _request_id(self, fields: Fields) -> str:
         request_id = self._text(fields, "remote_request_id")
-        if request_id.startswith(self._reserved):
+        if self._reserved and request_id.startswith(self._reserved):
             raise TicketError(
                 "ticket-id-reserved",
                 f"remote_request_id {quote(request_id)} begins like a notification of another kind; its engine could never be "
