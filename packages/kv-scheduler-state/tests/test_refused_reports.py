@@ -61,7 +61,7 @@ def test_an_allocation_without_an_id_is_refused_and_reported_as_nobodys():
     nameless: list[object] = [None]
     for request_id in nameless:
         with pytest.raises(UnknownRequest):
-            state.allocate(request_id, block_ids=[[1]], new_block_ids=[[1]], external_tokens=4, now_s=0.0)  # type: ignore[arg-type]
+            state.allocate(request_id, block_ids=[[1]], new_block_ids=[[1]], external_tokens=4, now_s=0.0)
     assert state.take_step_plan(now_s=0.0).failures == ()
 
 
