@@ -116,7 +116,11 @@ def refusal_is_fair(case: Case, theirs: Lists, mine: Lists, tokens: int) -> bool
         needed, _ = owed(case, number, mine, tokens)
         span = span_tokens(case.model, case.producer, number)
         ids = theirs.ids[number]
+        # A ticket lists the last blocks of a window group only: as many as the window touches, and one more.
+        listed = -(-group.reach // span) + 1 if group.kind == "window" else len(ids)
+        first = max(0, -(-theirs.end // span) - listed)
         for token in needed.tolist():
-            if token >= theirs.end or token // span >= len(ids) or not ids[token // span]:
+            block = token // span
+            if token >= theirs.end or not first <= block < len(ids) or not ids[block]:
                 return True
     return False

@@ -114,3 +114,15 @@ def test_blocks_of_a_prefix_hit_among_those_to_fill_are_refused_without_a_null_b
     state.external_tokens("d1", computed_tokens=0)
     with pytest.raises(InvalidEvent, match="no null block"):
         state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 3]], external_tokens=48, now_s=0.0)
+
+
+@pytest.mark.never_wrong("A3")
+def test_a_window_whose_first_local_block_would_keep_a_hole_is_computed_here():
+    """Tokens 53 to 83 are seen; blocks of 4 from token 52 on hold them, but the local block begins with token 48."""
+    own = {"remote_num_tokens": 84, "kv_span_tokens": [4], "remote_block_ids": [list(range(1, 10))], "kv_null_block": 0}
+    for first, tokens in ((52, 0), (48, 83)):
+        state = SchedulerState(config(groups=(WINDOW,), state_backoff_tokens=1))
+        with_ticket(state, prompt_tokens=84, **{**own, "kv_first_tokens": [first]})
+        loadable = state.external_tokens("d1", computed_tokens=0)
+        assert (loadable or 0) >= tokens
+        assert bool(loadable) == bool(tokens)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._blocks import BlockList, BlockRules
-    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._config import GroupConfig, SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._ticket import HandoffTicket
 
@@ -237,15 +237,17 @@ class Consumers:
         return tokens if not self._has_windows or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
-        """Return whether the peer's window lists reach back to the first token that the next token looks at.
+        """Return whether the peer's window lists reach back to the local block of the first token that the next token sees.
 
         Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 32 on, 0
-        being null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79 and is read, one of 70 needs tokens 39
-        to 69 and is computed here.
+        being null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79, so the blocks from token 48 on, and is
+        read; one of 70 needs tokens 39 to 69, so the blocks from token 32 on, and is computed here. A peer with blocks of 4
+        that lists tokens 52 to 83 for a prompt of 84 is not enough either: the local block of tokens 48 to 63 would keep a
+        hole, and a prefix cache keeps blocks as a whole.
         """
         spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
         return all(
-            group.kind != "window" or _begins(blocks, span) <= max(0, tokens - group.window_tokens + 1)
+            group.kind != "window" or _begins(blocks, span) <= _first_needed(group, tokens)
             for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
         )
 
@@ -263,6 +265,12 @@ class Consumers:
             self._outbox.add(self._outbox.passes, request_id)
         else:
             self._outbox.fail(request_id)  # no worker has seen the read, and the peer must not be told
+
+
+def _first_needed(group: GroupConfig, tokens: int) -> int:
+    """Return the first token of the local block that holds the first token that the token at `tokens` sees."""
+    span = group.block_tokens * group.dcp
+    return max(0, tokens - group.window_tokens + 1) // span * span
 
 
 def _begins(blocks: BlockList, span: int) -> int:
