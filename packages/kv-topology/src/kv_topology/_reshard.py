@@ -10,6 +10,7 @@ guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from kv_topology._errors import UnsupportedTopology
@@ -93,16 +94,12 @@ def reshard(local: RankGeometry, shape: RankShapeLike) -> RankGeometry:
         )
         for layout in dict.fromkeys(member.layout for region in local.regions for member in region.members)
     }
-    bases: dict[tuple[str, int, int], int] = {}
-    regions: list[Region] = []
-    end = 0
-    for region in local.regions:
-        base = bases.setdefault((region.memory_kind, region.device, region.base_address), end)
-        members, page_bytes = _packed(region, layouts)
-        regions.append(
-            Region(base, page_bytes, page_bytes, region.page_count, members, region.memory_kind, region.device)
-        )
-        end = max(end, base + page_bytes * region.page_count)
+    packed = [_packed(region, layouts) for region in local.regions]
+    bases = _spread(local, [page_bytes for _, page_bytes in packed])
+    regions = [
+        Region(base, page_bytes, page_bytes, region.page_count, members, region.memory_kind, region.device)
+        for region, base, (members, page_bytes) in zip(local.regions, bases, packed, strict=True)
+    ]
     return RankGeometry(
         tp_size=shape.tp_size,
         tp_rank=shape.tp_rank,
@@ -112,6 +109,19 @@ def reshard(local: RankGeometry, shape: RankShapeLike) -> RankGeometry:
         pp_rank=shape.pp_rank,
         null_block=local.null_block,
     )
+
+
+def _spread(local: RankGeometry, page_bytes: Sequence[int]) -> list[int]:
+    """Return a base per region: one for all that begin at one address, with room for the largest of them.
+
+    Example: regions at addresses A, B, A, B of 10 pages each, with pages of 4, 4, 6 and 6 bytes: bases 0, 60, 0, 60.
+    """
+    places = [(region.memory_kind, region.device, region.base_address) for region in local.regions]
+    room: dict[tuple[str, int, int], int] = {}
+    for place, region, size in zip(places, local.regions, page_bytes, strict=True):
+        room[place] = max(room.get(place, 0), size * region.page_count)
+    bases = dict(zip(room, accumulate(room.values(), initial=0), strict=False))
+    return [bases[place] for place in places]
 
 
 def _packed(region: Region, layouts: dict[Layout, Layout]) -> tuple[tuple[Member, ...], int]:
