@@ -266,7 +266,8 @@ class Play:
             ends = len(handover.prompt) - self.case.has_state
             # The machine decides at arrival, before it knows of a prefix hit.
             without_hit = replace(handover.mine, hits=tuple(0 for _ in handover.mine.hits))
-            if handover.tokens < ends and not refusal_is_fair(self.case, handover.theirs, without_hit, ends):
+            is_fair = self._may_keep_holes() or refusal_is_fair(self.case, handover.theirs, without_hit, ends)
+            if handover.tokens < ends and not is_fair:
                 raise Wrong(f"{handover.reader} is computed locally, for no reason")
             return
         if not code:
@@ -281,6 +282,18 @@ class Play:
         is_asked_for = self.is_expired or self.is_hostile
         if not is_asked_for and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
             raise Wrong(f"{handover.reader} is refused for no reason: {code}")
+
+    def _may_keep_holes(self) -> bool:
+        """Return whether the first local block of a window may be larger than what the peer lists of it.
+
+        The machine decides at arrival, when it does not know yet which local blocks will be real: it computes such a prompt here.
+        """
+        case = self.case
+        return any(
+            group.kind == "window"
+            and span_tokens(case.model, case.producer, number) != span_tokens(case.model, case.consumer, number)
+            for number, group in enumerate(case.model.groups)
+        )
 
     def _where(self, rank: int, is_wrong: Array) -> str:
         memory = self.consumer.memories[rank]
