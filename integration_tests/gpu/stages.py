@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kv_nixl_agent import TransferAgent
-from kv_nixl_agent.port import MemoryKind, open_nixl
+from kv_nixl_agent._port import MemoryKind
+from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import RecordingPort, Stage, page_pattern, recording_factory
 
 PAGES, PAGE_BYTES = 64, 65536

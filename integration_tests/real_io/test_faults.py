@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
-from kv_nixl_agent.port import MemoryKind
+from kv_nixl_agent._port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.timeout(90)

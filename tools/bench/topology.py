@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kv_topology import BlockList, from_document, plan_transfer, to_document
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_handshake import LocalOffer
-from kv_handshake.machine import ClientSession, ServerCore
+from kv_handshake._server import ServerCore
+from kv_handshake._session import ClientSession
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 

@@ -5,7 +5,7 @@ import pytest
 from kv_handshake import Advertisement, ConfigurationError, WireError
 from kv_handshake._advertisement_session import AdvertisementRequest
 from kv_handshake._endpoint import endpoint_of
-from kv_handshake.machine import ServerCore
+from kv_handshake._server import ServerCore
 from kv_handshake.testing import sample_envelopes
 
 ADVERTISEMENT = Advertisement(engine_id="e", host="10.0.0.1", port=5600, dialect=14, compatibility_id="00ff")

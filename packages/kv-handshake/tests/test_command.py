@@ -11,10 +11,10 @@ import zmq.auth
 
 from kv_handshake import Advertisement, Codec, ConfigurationError, Listener
 from kv_handshake._cli import main
+from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake.inspect import Recording, Snapshot, compare
-from kv_handshake.machine import dialect_of
 from kv_handshake.security import ServerSecurity
 from kv_handshake.testing import sample_envelopes, sample_metadata
 

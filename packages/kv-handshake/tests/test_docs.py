@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kv_handshake import CODES
+from kv_handshake._dialect import dialect_of
+from kv_handshake._errors import CODES
 from kv_handshake._factors import FACTOR_GROUPS
 from kv_handshake._messages import METADATA_FIELDS
-from kv_handshake.machine import dialect_of, state_diagram
+from kv_handshake._states import state_diagram
 
 PACKAGE = Path(__file__).parent.parent
 WIRE = PACKAGE.parent.parent / "docs" / "wire"
@@ -18,7 +19,7 @@ needs_docs = pytest.mark.skipif(not WIRE.exists(), reason="the documents are not
 
 
 def states_page():
-    return f"# The client's states\n\nGenerated from `kv_handshake.machine.state_diagram`.\n\n```mermaid\n{state_diagram()}```\n"
+    return f"# The client's states\n\nGenerated from `kv_handshake._states.state_diagram`.\n\n```mermaid\n{state_diagram()}```\n"
 
 
 @needs_docs

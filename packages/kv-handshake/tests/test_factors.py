@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError, compatibility_id, dialect_of_vllm
+from kv_handshake._dialect import dialect_of
 from kv_handshake._explain import suspected_factors
 from kv_handshake._factors import check_factors, compatibility_hash, differing_factors, hashed_factors
 from kv_handshake.inspect import explain_hash
-from kv_handshake.machine import dialect_of
 
 FULL = {
     "vllm_version": "0.32.0+cpu",

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kv_handshake import CODES
+from kv_handshake._dialect import dialect_of
+from kv_handshake._errors import CODES
+from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_envelope
-from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.testing import hostile_queries, sample_envelopes
 
 FRAMES = int(os.environ.get("KV_HANDSHAKE_FUZZ_FRAMES", "200000"))

@@ -9,9 +9,10 @@ import pytest
 import zmq
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
+from kv_handshake._dialect import dialect_of
+from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_clock, decode_envelope
 from kv_handshake._zmq import RouterSocket
-from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import check_listener, sample_envelopes
 

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import CODES, Codec, ConfigurationError, HandshakeError, WireError
+from kv_handshake import Codec, ConfigurationError, HandshakeError, WireError
+from kv_handshake._dialect import dialect_of
+from kv_handshake._errors import CODES
 from kv_handshake._messages import METADATA_FIELDS, AgentMetadata
 from kv_handshake._policy import LocalOffer
-from kv_handshake._queries import parse_query
+from kv_handshake._queries import encode_query, parse_query
 from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
 from kv_handshake._writing import encode_clock, encode_metadata
-from kv_handshake.machine import dialect_of, encode_query
 from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
 
 FACTORS = {"model": "m"}

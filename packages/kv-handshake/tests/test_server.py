@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import CODES, ConfigurationError
-from kv_handshake._queries import ADVERTISEMENT_QUERY
+from kv_handshake import ConfigurationError
+from kv_handshake._dialect import dialect_of
+from kv_handshake._errors import CODES
+from kv_handshake._queries import ADVERTISEMENT_QUERY, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope
-from kv_handshake.machine import ServerCore, dialect_of, encode_query
+from kv_handshake._server import ServerCore
 from kv_handshake.testing import hostile_queries, sample_envelopes
 
 ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])

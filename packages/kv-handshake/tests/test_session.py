@@ -9,9 +9,10 @@ from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
+from kv_handshake._server import ServerCore
+from kv_handshake._session import ClientSession
 from kv_handshake._states import EVENTS, TRANSITIONS, Cause, Event, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._writing import encode_clock
-from kv_handshake.machine import ClientSession, ServerCore
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from kv_handshake import Advertisement, ConfigurationError, Timing, WireError
 from kv_handshake._endpoint import endpoint_of, parse_endpoint
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake._states import state_diagram
+from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._text import printable, shortened
 from kv_handshake._zmq._keys import read_authorized_keys, read_keypair, read_public_key
-from kv_handshake.machine import StreamReader, encode_stream, state_diagram
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
 ADVERTISEMENT = Advertisement(

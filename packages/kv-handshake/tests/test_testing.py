@@ -5,9 +5,9 @@ import pytest
 from kv_handshake import LocalOffer, Outcome, TransportError, WireError
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._outcome import outcome_of
+from kv_handshake._server import ServerCore
 from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
-from kv_handshake.machine import ServerCore
 from kv_handshake.testing import FakeClient, FakeListener, FakeNetwork, check_client, check_listener, sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

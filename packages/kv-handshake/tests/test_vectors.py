@@ -15,8 +15,8 @@ from kv_handshake._factors import compatibility_hash
 from kv_handshake._notifications import parse_notification
 from kv_handshake._queries import parse_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
+from kv_handshake._stream import StreamReader
 from kv_handshake._vectors import load_vectors, vectors_text
-from kv_handshake.machine import StreamReader
 
 SOURCE = runpy.run_path(str(Path(__file__).with_name("vector_source.py")))
 DATA_FILE, LOCK_FILE, RELEASES = SOURCE["DATA_FILE"], SOURCE["LOCK_FILE"], SOURCE["RELEASES"]

@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Advertisement, Codec
+from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
-from kv_handshake._queries import ADVERTISEMENT_QUERY
+from kv_handshake._queries import ADVERTISEMENT_QUERY, encode_query
 from kv_handshake._reading import decode_envelope, decode_metadata
+from kv_handshake._stream import encode_stream
 from kv_handshake._writing import encode_clock, encode_refusal
-from kv_handshake.machine import dialect_of, encode_query, encode_stream
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"

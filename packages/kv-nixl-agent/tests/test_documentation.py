@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kv_nixl_agent
-from kv_nixl_agent import ERROR_CODES
+from kv_nixl_agent._errors import ERROR_CODES
 from kv_nixl_agent._states import render_states
 
 README = Path(__file__).parents[1] / "README.md"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, PeerSpec, TransferAgent
-from kv_nixl_agent.integrity import ChecksumTable, PageLayout, host_pages, page_check
+from kv_nixl_agent.integrity import ChecksumTable, PageLayout, page_check
 
 TOKENS, DIM_BYTES = 4, 16
 
@@ -106,7 +106,7 @@ def read_with_integrity(corrupt):
     theirs, mine = ChecksumTable(16, 2), ChecksumTable(16, 2)
     pair.producer.register([theirs.region])
     pair.consumer.register([mine.region])
-    remote = host_pages(pair.remote.memory.ctypes.data, 128, 16)
+    remote = pair.remote.memory.reshape(16, 128)
     theirs.update(layout, remote, range(16))
     pair.consumer.add_peer(
         PeerSpec(
@@ -118,7 +118,7 @@ def read_with_integrity(corrupt):
     )
     if corrupt:
         remote[5, 100] ^= 1
-    local = host_pages(pair.local.memory.ctypes.data, 128, 16)
+    local = pair.local.memory.reshape(16, 128)
     pages, peers = [2, 3, 4], [4, 5, 6]
     indices = np.array(pages + [16 + page for page in pages]), np.array(peers + [16 + page for page in peers])
     check = page_check(

@@ -9,7 +9,6 @@ import kv_nixl_agent
 
 SURFACE = {
     "kv_nixl_agent": {
-        "ERROR_CODES",
         "AgentError",
         "AgentOptions",
         "BackendOptions",
@@ -25,17 +24,13 @@ SURFACE = {
         "TransferThread",
     },
     "kv_nixl_agent.port": {
-        "Handle",
-        "MemoryKind",
         "NixlPort",
-        "Operation",
         "PortFactory",
         "PortFeatures",
-        "Progress",
         "WireTelemetry",
         "open_nixl",
     },
-    "kv_nixl_agent.integrity": {"ChecksumTable", "PageLayout", "host_pages", "page_check"},
+    "kv_nixl_agent.integrity": {"ChecksumTable", "PageLayout", "page_check"},
     "kv_nixl_agent.testing": {
         "CHECKS",
         "FAULT_CHECKS",

@@ -5,13 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_nixl_agent import (
-    ERROR_CODES,
-    AgentError,
-    AgentOptions,
-    BackendOptions,
-    ThreadOptions,
-)
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
+from kv_nixl_agent._errors import ERROR_CODES
 from kv_nixl_agent._metadata import open_metadata, peek_agent_name, seal_metadata
 from kv_nixl_agent._parts import order_for_merging, spread_runs
 from kv_nixl_agent._rows import RowTable, check_rows, expand_rows

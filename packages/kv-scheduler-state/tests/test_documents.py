@@ -14,7 +14,7 @@ from scheduler_helpers import scheduler
 import kv_scheduler_state
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.__main__ import main
-from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
+from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
 from kv_scheduler_state.testing._model import demand_refusal
 

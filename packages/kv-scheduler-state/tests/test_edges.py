@@ -12,7 +12,7 @@ from scheduler_helpers import config, consumer_params, prefill_request_params, s
 import kv_scheduler_state
 from kv_scheduler_state import GroupConfig, SchedulerStateError, TicketLimits
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, UnknownRequest
-from kv_scheduler_state.machines import Table, Transition
+from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state.testing import pair_world
 
 

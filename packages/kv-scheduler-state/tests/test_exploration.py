@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table, Transition
+from kv_scheduler_state._machine import Table, Transition
+from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
 
 IS_FULL = os.environ.get("KV_PROOF") == "full"

@@ -15,8 +15,9 @@ from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._lease import Lease
 from kv_scheduler_state._leases import LeaseTable
+from kv_scheduler_state._machine import Table
 from kv_scheduler_state._producer import Producers
-from kv_scheduler_state.machines import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE, Table
+from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state.testing import ModelViolation, Tables, random_walk
 
 SEEDS = 600 if os.environ.get("KV_PROOF") == "full" else 60

@@ -16,7 +16,7 @@ from kv_topology._link import _indices
 from kv_topology._lists import Blocks
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 

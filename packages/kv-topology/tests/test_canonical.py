@@ -13,10 +13,10 @@ from kv_topology import (
     plan_transfer,
 )
 from kv_topology._reshard import reshard_layout
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools._engine import KV_LAYOUTS
 from kv_topology.layouts import AttentionShape, cells_layout, layer_regions, packed_layout, rank_geometry
 from kv_topology.testing import MemoryOfRank
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology.tools._engine import KV_LAYOUTS
 
 MODEL = ModelSpec(("attention",) * 2, 4, 3)
 LAYOUTS = [name for name in KV_LAYOUTS if name != "cpu"]

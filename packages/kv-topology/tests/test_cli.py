@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kv_topology.tools._cli import main
-from kv_topology.tools._spec import load_spec, model_from_config, parse_spec
-from kv_topology.tools._survey import survey
+from kv_topology._tools._cli import main
+from kv_topology._tools._spec import load_spec, model_from_config, parse_spec
+from kv_topology._tools._survey import survey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SPECS = sorted(path for path in EXAMPLES.iterdir() if "config" not in path.name)
@@ -128,7 +128,7 @@ def test_no_plan(tmp_path, capsys):
 
 
 def test_a_reader_that_has_seen_enough():
-    command = [sys.executable, "-m", "kv_topology.tools", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
+    command = [sys.executable, "-m", "kv_topology._tools", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
         begun.stdout.read(1)
         begun.stdout.close()
@@ -159,7 +159,7 @@ def test_prove(capsys):
 
 def test_as_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "kv_topology.tools", "--help"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kv_topology._tools", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
     assert "exit codes" in done.stdout

@@ -12,8 +12,8 @@ from kv_topology import Group, InvalidBlocks, TokenDeal, plan_transfer, target_r
 from kv_topology._blocks import BlockPairs
 from kv_topology._select import FieldClass, choose_pieces, notify_home, ranks_read
 from kv_topology._shards import even_interval, holders, tokens_meet
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology.testing import Request, check_readers, prove
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
 

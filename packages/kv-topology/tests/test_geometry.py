@@ -30,9 +30,9 @@ from kv_topology import (
     plan_transfer,
     to_document,
 )
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools._engine import KV_LAYOUTS
 from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology.tools._engine import KV_LAYOUTS
 
 STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)
 MODEL = ModelSpec(("attention", "mamba2"), 4, 4, state=STATE)

@@ -28,7 +28,7 @@ from kv_topology import (
     to_document,
 )
 from kv_topology._select import FieldClass, choose_pieces
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 LATENT = ModelSpec(("latent",), latent_dim=4)
 

@@ -24,7 +24,7 @@ from kv_topology import (
     plan_transfer,
     to_document,
 )
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 
 LATENT = ModelSpec(("latent",), latent_dim=4)
 

@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kv_topology import plan_transfer
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec
+from kv_topology._tools._proof_cases import FAMILIES, LAYOUTS, ProofCase, request_for, run_proofs
 from kv_topology.testing import OracleFailure, prove
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec
-from kv_topology.tools._proof_cases import FAMILIES, LAYOUTS, ProofCase, request_for, run_proofs
 
 STEP = int(os.environ.get("KV_TOPOLOGY_PROOF_STEP", "17"))
 
@@ -128,7 +128,7 @@ class Miscounting(Forgetful):
 @pytest.mark.parametrize("broken", [Shifted, Forgetful, Twice, Miscounting])
 def test_the_oracle_catches_wrong_plans(broken):
     case = next(FAMILIES["tp"]())
-    from kv_topology.tools import build_engine
+    from kv_topology._tools import build_engine
 
     consumers, producers = build_engine(case.model, case.consumer), build_engine(case.model, case.producer)
     with pytest.raises(OracleFailure):

@@ -21,7 +21,7 @@ from kv_topology import (
 )
 from kv_topology._aliases import find_aliases
 from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 

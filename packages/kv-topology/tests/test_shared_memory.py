@@ -7,7 +7,7 @@ from block_lists import lists
 
 from kv_topology import GeometryMismatch, Group, InvalidBlocks, plan_transfer
 from kv_topology._aliases import find_aliases
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 

@@ -22,8 +22,8 @@ from kv_topology import (
 from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS
 from kv_topology._runs import Runs, box_runs, join_runs, run_count
 from kv_topology._slices import SliceColumns
+from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 from kv_topology.layouts import AttentionShape, halves_layout, split_layouts
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 SHAPE = AttentionShape(2, 4, 4, 1)
 HALF = SHAPE.half_bytes

@@ -11,9 +11,9 @@ from kv_topology import CostModel, Group, RankGeometry, UnsupportedTopology, pla
 from kv_topology._boxes import Box
 from kv_topology._estimate import Estimate
 from kv_topology._staged import _Chunk, _extent, _place_of
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools._proof_cases import ProofCase, request_for
 from kv_topology.testing import Request, prove
-from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology.tools._proof_cases import ProofCase, request_for
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
 PAIRS = [

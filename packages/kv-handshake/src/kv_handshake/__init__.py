@@ -1,14 +1,14 @@
 """The side-channel protocol that lets two inference engines agree to move a KV cache.
 
 This top level serves metadata, fetches it and encodes notifications. `kv_handshake.security` holds keys, `.inspect` looks at
-engines by hand, `.machine` is the protocol without input and output, `.testing` helps tests of other code.
+engines by hand, `.testing` helps tests of other code.
 """
 
 from kv_handshake._advertisement import Advertisement
 from kv_handshake._client import Client
 from kv_handshake._codec import Codec
 from kv_handshake._dialect import dialect_of_vllm
-from kv_handshake._errors import CODES, ConfigurationError, HandshakeError, TransportError, WireError
+from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError, WireError
 from kv_handshake._factors import compatibility_id
 from kv_handshake._listener import Listener, QueryLimits
 from kv_handshake._messages import AgentMetadata
@@ -20,7 +20,6 @@ from kv_handshake._timing import Timing
 __version__ = "0.2.0"
 
 __all__ = [
-    "CODES",
     "Advertisement",
     "AgentMetadata",
     "Client",

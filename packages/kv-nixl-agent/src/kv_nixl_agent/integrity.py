@@ -18,7 +18,6 @@ same transfer as the pages: a table is two more rows of a peer, and fences guard
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-__all__ = ["ChecksumTable", "PageLayout", "host_pages", "page_check"]
+__all__ = ["ChecksumTable", "PageLayout", "page_check"]
 
 _WORD_BYTES: Final = 8
 _SCRATCH_WORDS: Final = 1 << 15  # products of this many words stay in the core's cache
@@ -129,13 +128,6 @@ def _check_segments(
         raise AgentError("bad-rows", f"a page of {page_bytes} bytes and its segments must be whole 8-byte words")
     if bool((starts < 0).any() or (sizes <= 0).any() or (starts + sizes > page_bytes).any() or (owner < 0).any()):
         raise AgentError("bad-rows", f"a segment is empty or reaches outside the page of {page_bytes} bytes")
-
-
-def host_pages(address: int, page_bytes: int, page_count: int) -> npt.NDArray[np.uint8]:
-    """Return a view of host memory as uint8 (page_count, page_bytes); the caller keeps the memory alive."""
-    raw = (ctypes.c_uint8 * (page_bytes * page_count)).from_address(address)
-    view: npt.NDArray[np.uint8] = np.ndarray((page_count, page_bytes), dtype=np.uint8, buffer=memoryview(raw).cast("B"))
-    return view
 
 
 @final

@@ -4,16 +4,12 @@ Pass another `PortFactory` to `TransferAgent` or `TransferThread` to replace NIX
 """
 
 from ._bindings import open_nixl
-from ._port import Handle, MemoryKind, NixlPort, Operation, PortFactory, PortFeatures, Progress, WireTelemetry
+from ._port import NixlPort, PortFactory, PortFeatures, WireTelemetry
 
 __all__ = [
-    "Handle",
-    "MemoryKind",
     "NixlPort",
-    "Operation",
     "PortFactory",
     "PortFeatures",
-    "Progress",
     "WireTelemetry",
     "open_nixl",
 ]

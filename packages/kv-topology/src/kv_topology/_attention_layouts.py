@@ -24,7 +24,6 @@ __all__ = [
     "PageOrder",
     "cells_layout",
     "cpu_layout",
-    "cross_layer_region",
     "halves_layout",
     "keys_by_channel_layout",
     "indexer_layout",
@@ -273,15 +272,6 @@ def layer_regions(
         Region(base_address + number * step, page, stride, page_count, (Member(layer, layout, group),))
         for number, layer in enumerate(layers)
     )
-
-
-def cross_layer_region(
-    layers: Sequence[str], layout: Layout, *, base_address: int, page_count: int, group: int = 0
-) -> Region:
-    """Return one region whose pages hold all layers one after the other (vLLM's BLHNC and BLNHC)."""
-    page = layout.extent_bytes
-    members = tuple(Member(layer, layout, group, number * page) for number, layer in enumerate(layers))
-    return Region(base_address, page * len(layers), page * len(layers), page_count, members)
 
 
 def rank_geometry(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_topology._plan import TransferPlan
     from kv_topology._slices import SliceTable
-    from kv_topology.tools._survey import Survey
+    from kv_topology._tools._survey import Survey
 
     Rank = tuple[int, int]
 

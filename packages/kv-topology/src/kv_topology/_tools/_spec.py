@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from kv_topology._errors import InvalidGeometry
 from kv_topology._staged import CostModel
-from kv_topology.tools._engine import EngineSpec, ModelSpec, StateSpec
+from kv_topology._tools._engine import EngineSpec, ModelSpec, StateSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from kv_topology.tools._engine import LayerKind
+    from kv_topology._tools._engine import LayerKind
 
 __all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_topology._model import FieldLayout, RankGeometry
-    from kv_topology.tools._survey import Survey
+    from kv_topology._tools._survey import Survey
 
     Rank = tuple[int, int]
 

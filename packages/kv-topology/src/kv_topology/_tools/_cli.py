@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_topology._errors import InvalidGeometry, TopologyError
-from kv_topology.tools._engine import KV_LAYOUTS
-from kv_topology.tools._picture import draw
-from kv_topology.tools._report import report_json, report_text
-from kv_topology.tools._spec import load_spec
-from kv_topology.tools._survey import survey
+from kv_topology._tools._engine import KV_LAYOUTS
+from kv_topology._tools._picture import draw
+from kv_topology._tools._report import report_json, report_text
+from kv_topology._tools._spec import load_spec
+from kv_topology._tools._survey import survey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,8 +82,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace) -> int:
+    from kv_topology._tools._proof_cases import FAMILIES, run_proofs
     from kv_topology.testing import OracleFailure
-    from kv_topology.tools._proof_cases import FAMILIES, run_proofs
 
     unknown = [name for name in options.families if name not in FAMILIES]
     if unknown or options.step < 1:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, final
 
 from kv_topology._estimate import bytes_per_token
 from kv_topology._plan import plan_transfer
-from kv_topology.tools._engine import build_engine
+from kv_topology._tools._engine import build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology._model import RankGeometry
     from kv_topology._plan import TransferPlan
-    from kv_topology.tools._spec import DryRun
+    from kv_topology._tools._spec import DryRun
 
     Rank = tuple[int, int]
 
