@@ -45,7 +45,13 @@ class Admissions:
             fields = self._tickets.fields_of(params)
             kind = self._tickets.kind_of(fields)
             if kind == "handoff":
-                return self._consumer(request_id, request, fields, identity, at_s)
+                ticket, prompt_tokens = self._verified(fields, kind, identity), request.prompt_tokens
+                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+                if self._is_bidirectional and not request_id.startswith(self._reserved):
+                    request.producer = self._producers.arrive(
+                        request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
+                    )
+                return _CONSUMER
         except TicketError as error:
             request.rejected_code = error.code
             return Admission("none", error.code, str(error))
@@ -69,18 +75,6 @@ class Admissions:
                 return Admission("producer", error.code, str(error), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
-
-    def _consumer(
-        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, at_s: float
-    ) -> Admission:
-        ticket = self._verified(fields, "handoff", identity)
-        prompt_tokens = request.prompt_tokens
-        request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
-        if self._is_bidirectional and not request_id.startswith(self._reserved):
-            request.producer = self._producers.arrive(
-                request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
-            )
-        return _CONSUMER
 
     def _verified(self, fields: Fields, kind: TicketKind, identity: PromptIdentity | None) -> HandoffTicket:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.

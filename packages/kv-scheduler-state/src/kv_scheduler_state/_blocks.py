@@ -67,7 +67,7 @@ class BlockRules:
         null: The engine's id for "no block here", or None.
     """
 
-    __slots__ = ("_count", "_groups", "_null", "_rows", "nothing")
+    __slots__ = ("_count", "_groups", "_null", "_only_span", "_rows", "nothing")
 
     def __init__(self, groups: tuple[GroupConfig, ...], null: int | None = None) -> None:
         self._groups = groups
@@ -77,6 +77,8 @@ class BlockRules:
         self._rows = tuple(
             [(group.kind, group.span_tokens, group.window_blocks, group.scratch_blocks) for group in groups]
         )
+        # Span of a model with one group that keeps the whole prompt, which is nearly every model; else 0.
+        self._only_span = groups[0].span_tokens if len(groups) == 1 and groups[0].kind == "full" else 0
         self.nothing = tuple([BlockList(()) for _ in groups])
 
     def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
@@ -94,6 +96,10 @@ class BlockRules:
 
     def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
         """Return the blocks that a producer offers of its first `tokens` tokens, and the first token of each list."""
+        if self._only_span:
+            kept = list(block_ids[0])
+            del kept[-(-tokens // self._only_span) :]
+            return [kept], [0]
         lists: list[list[int]] = []
         first_tokens: list[int] = []
         for (kind, span, window_blocks, scratch_blocks), ids in zip(self._rows, block_ids, strict=True):

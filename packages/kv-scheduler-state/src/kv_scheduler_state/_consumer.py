@@ -29,7 +29,6 @@ class ConsumerRecord:
     __slots__ = (
         "computed_tokens",
         "hand_over",
-        "least_tokens",
         "loadable_tokens",
         "peer",
         "since_s",
@@ -38,16 +37,14 @@ class ConsumerRecord:
         "trace",
     )
 
-    def __init__(
-        self, arrival: Transition, ticket: HandoffTicket, hand_over: HandOver, loadable_tokens: int, now_s: float
-    ) -> None:
+    def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
         self.state = arrival.target
         self.since_s = now_s
-        self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
+        self.trace: tuple[TraceEntry, ...] = ((now_s, arrival.event, arrival.target),)
         self.ticket = ticket
-        self.hand_over = hand_over
+        # Only if another request has brought the same ticket, see `HandOvers`.
+        self.hand_over: HandOver | None = None
         self.loadable_tokens = loadable_tokens
-        self.least_tokens = 1
         # Local prefix hit of the latest look-up, which is the one that an allocation follows.
         self.computed_tokens: int | None = None
         self.peer: PeerLeases | None = None
@@ -107,9 +104,8 @@ class Consumers:
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival, ticket, self.hand_overs.join(ticket), loadable_tokens, now_s)
-        if is_readback:
-            record.least_tokens = self._config.recompute_threshold_tokens
+        record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
+        self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
             record.peer = self.heartbeats.start(ticket, now_s)
@@ -122,9 +118,11 @@ class Consumers:
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
         tokens = record.loadable_tokens - computed_tokens
-        if tokens <= 0 or tokens < record.least_tokens or hand_over.is_spent:
+        if tokens <= 0 or (record.ticket.kind == "readback" and tokens < self._config.recompute_threshold_tokens):
             return 0
-        return None if hand_over.reading else tokens
+        if hand_over is None:
+            return tokens
+        return 0 if hand_over.is_spent else None if hand_over.reading else tokens
 
     def allocate(
         self,
@@ -157,7 +155,9 @@ class Consumers:
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
         self.settle(request_id, record, row, now_s)
-        self.hand_overs.read(record.hand_over)
+        hand_over = record.hand_over
+        if hand_over is not None:
+            hand_over.read()
         if "order-read" in row.effects:
             self._outbox.read(_read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True))
 
@@ -167,12 +167,12 @@ class Consumers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        state = record.state
+        state, hand_over = record.state, record.hand_over
         is_waiting = state == "queued"
-        rows = self._on_hit[is_waiting and record.hand_over.is_wanted_by_others]
+        rows = self._on_hit[is_waiting and hand_over is not None and hand_over.is_wanted_by_others]
         self.settle(request_id, record, rows.get(state) or self.table.refuse(request_id, state, "hit"), now_s)
         if is_waiting:
-            self.hand_overs.leave(record.hand_over)
+            self.hand_overs.leave(record)
 
     def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """End the request.
@@ -181,12 +181,14 @@ class Consumers:
             IllegalTransition: `illegal-transition`.
         """
         state, hand_over = record.state, record.hand_over
-        is_shared = hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
+        is_shared = hand_over is not None and (
+            hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
+        )
         row = self._on_finish[is_shared].get(state) or self.table.refuse(request_id, state, "finish")
         self.settle(request_id, record, row, now_s)
         if state == "queued":
-            self.hand_overs.leave(hand_over)
-        elif state == "reading" and not is_shared:
+            self.hand_overs.leave(record)
+        elif hand_over is not None and state == "reading" and not is_shared:
             hand_over.is_spent = True
 
     def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
@@ -198,7 +200,7 @@ class Consumers:
                     self.heartbeats.stop(record.peer, record.ticket)
                     record.peer = None
             elif effect == "end-read":
-                self.hand_overs.read_ended(record.hand_over, is_passed=False)
+                self.hand_overs.read_ended(record, is_passed=False)
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
@@ -206,8 +208,8 @@ class Consumers:
             elif effect == "pass-read":
                 self._pass(request_id)
             elif effect == "end-passed-read":
-                self.hand_overs.read_ended(record.hand_over, is_passed=True)
-                if record.hand_over.is_abandoned:
+                self.hand_overs.read_ended(record, is_passed=True)
+                if record.hand_over is not None and record.hand_over.is_abandoned:
                     self._notify(request_id, record.ticket)
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
@@ -233,7 +235,7 @@ class Consumers:
             if self._has_state and held is not None and held > loadable:
                 return 0  # a state of more tokens than are wanted: it cannot be set back, see above
             # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
-            tokens = max(0, min(loadable, held) if held else loadable)
+            tokens = held if held and held < loadable else max(0, loadable)
         return tokens if not self._has_windows or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:

@@ -11,17 +11,20 @@ that read has ended, d3 finds the prompt in the prefix cache, and reads nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["HandOver", "HandOvers"]
 
+_Key = tuple[str, str, str, tuple[int, int] | None]
+"""Peer engine, request id there, nonce and fence of a ticket."""
+
 
 @final
 class HandOver:
-    """A ticket and the local requests that hold it.
+    """A ticket that several local requests have held.
 
     Attributes:
         waiting: Holders that have neither read nor given it up.
@@ -31,7 +34,7 @@ class HandOver:
 
     __slots__ = ("is_spent", "key", "reading", "waiting")
 
-    def __init__(self, key: tuple[object, ...]) -> None:
+    def __init__(self, key: _Key) -> None:
         self.key = key
         self.waiting = 0
         self.reading = 0
@@ -42,42 +45,74 @@ class HandOver:
         """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
         return self.is_spent or self.reading > 0 or self.waiting > 1
 
+    def read(self) -> None:
+        """Note that a waiting holder's read is ordered."""
+        self.waiting -= 1
+        self.reading += 1
+
     @property
     def is_abandoned(self) -> bool:
         """Whether a read was passed on and no holder is left to take it up."""
         return not (self.is_spent or self.reading or self.waiting)
 
 
+class Holder(Protocol):
+    """The part of a consumer record that this module reads, and the hand-over that it sets."""
+
+    state: str
+    ticket: HandoffTicket
+    hand_over: HandOver | None
+
+
 @final
 class HandOvers:
-    """The hand-overs that local requests hold."""
+    """The hand-overs that local requests hold.
+
+    Nearly every ticket has one holder. The state of its record says all that a `HandOver` would, so none is made until a
+    second request brings the ticket.
+    """
 
     __slots__ = ("_by_key",)
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple[object, ...], HandOver] = {}
+        self._by_key: dict[_Key, Holder | HandOver] = {}
 
-    def join(self, ticket: HandoffTicket) -> HandOver:
-        """Return the ticket's hand-over, with one more waiting holder."""
-        key = (ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence)
-        hand_over = self._by_key.get(key)
-        if hand_over is None:
-            hand_over = self._by_key[key] = HandOver(key)
-        hand_over.waiting += 1
+    def join(self, record: Holder) -> None:
+        """Note one more waiting holder of the record's ticket."""
+        known = self._by_key.setdefault(_key_of(record.ticket), record)
+        if known is record:
+            return
+        if not isinstance(known, HandOver):
+            known = self._share(known)
+        known.waiting += 1
+        record.hand_over = known
+
+    def _share(self, first: Holder) -> HandOver:
+        """Return a hand-over in the place of its only holder so far."""
+        key = _key_of(first.ticket)
+        hand_over = self._by_key[key] = first.hand_over = HandOver(key)
+        if first.state == "queued":
+            hand_over.waiting = 1
+        else:
+            hand_over.reading = 1
+            hand_over.is_spent = first.state == "draining"
         return hand_over
 
-    def leave(self, hand_over: HandOver) -> None:
+    def leave(self, record: Holder) -> None:
         """Note that a waiting holder gave up."""
+        hand_over = record.hand_over
+        if hand_over is None:
+            self._by_key.pop(_key_of(record.ticket), None)
+            return
         hand_over.waiting -= 1
         self._forget(hand_over)
 
-    def read(self, hand_over: HandOver) -> None:
-        """Note that a waiting holder's read is ordered."""
-        hand_over.waiting -= 1
-        hand_over.reading += 1
-
-    def read_ended(self, hand_over: HandOver, *, is_passed: bool) -> None:
+    def read_ended(self, record: Holder, *, is_passed: bool) -> None:
         """Note the end of a read; unless it is passed on, the ticket is used up."""
+        hand_over = record.hand_over
+        if hand_over is None:
+            self._by_key.pop(_key_of(record.ticket), None)
+            return
         hand_over.reading -= 1
         if not is_passed:
             hand_over.is_spent = True
@@ -89,3 +124,7 @@ class HandOvers:
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+
+def _key_of(ticket: HandoffTicket) -> _Key:
+    return ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence

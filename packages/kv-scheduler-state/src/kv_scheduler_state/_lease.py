@@ -104,7 +104,7 @@ class Lease:
     def __init__(self, now_s: float) -> None:
         self.state = NEW
         self.since_s = now_s
-        self.trace: list[TraceEntry] = []
+        self.trace: tuple[TraceEntry, ...] = ()
         self.deadline_s = 0.0
         self.extension_s = 0.0
         self.lease_s = 0.0

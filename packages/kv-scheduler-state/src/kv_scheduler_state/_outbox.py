@@ -93,14 +93,13 @@ class Outbox:
     def expect(self, request_id: str, fence: tuple[int, int] | None) -> None:
         """Announce a producer request, with its fence if it has one."""
         self.expects[request_id] = None
-        self._write(request_id, fence)
+        if fence is not None:
+            self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
+        self.has_orders = True
 
     def restart(self, request_id: str, fence: tuple[int, int] | None) -> None:
         """Tell that a producer request is computed from the beginning again, under a new fence."""
         self.restarts[request_id] = None
-        self._write(request_id, fence)
-
-    def _write(self, request_id: str, fence: tuple[int, int] | None) -> None:
         if fence is not None:
             self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
         self.has_orders = True
@@ -144,8 +143,24 @@ class Outbox:
             return EMPTY_PLAN
         self.has_orders = False
         reads, expects, fences, grants, rare = self.reads, self.expects, self.fences, self.grants, self._rare
-        common = tuple(reads.values()), tuple(expects), tuple(fences.values()), tuple(grants)
-        plan = new_tuple(StepPlan, common + (tuple(map(tuple, rare)) if any(rare) else _NONE_RARE))
-        for part in filter(None, self._parts):
-            part.clear()
-        return plan
+        # Most plans have one or two parts; the empty ones are neither copied nor cleared.
+        common = (
+            tuple(reads.values()) if reads else (),
+            tuple(expects) if expects else (),
+            tuple(fences.values()) if fences else (),
+            tuple(grants) if grants else (),
+        )
+        if any(rare):
+            plan = new_tuple(StepPlan, common + tuple(map(tuple, rare)))
+            for part in self._parts:
+                part.clear()
+            return plan
+        if reads:
+            reads.clear()
+        if expects:
+            expects.clear()
+        if fences:
+            fences.clear()
+        if grants:
+            grants.clear()
+        return new_tuple(StepPlan, common + _NONE_RARE)

@@ -62,6 +62,8 @@ class PeerBlocks:
         if told is None:
             if self._is_whole:
                 null = self._null
+                if len(ids) == 1:
+                    return (new_tuple(BlockList, (ids[0], 0, null)),)
                 return tuple([new_tuple(BlockList, (group, 0, null)) for group in ids])
             first = [self._first_token(number, ids, dcp) for number in range(len(ids))]
             null = self._null

@@ -46,7 +46,7 @@ class ProducerRecord:
     def __init__(self, arrival: Transition, *, prompt_tokens: int, is_readback: bool, now_s: float) -> None:
         self.state = arrival.target
         self.since_s = now_s
-        self.trace: list[TraceEntry] = [(now_s, arrival.event, arrival.target)]
+        self.trace: tuple[TraceEntry, ...] = ((now_s, arrival.event, arrival.target),)
         self.prompt_tokens = prompt_tokens
         self.is_readback = is_readback
         self.is_void = False
@@ -226,25 +226,27 @@ class Producers:
         prompt_tokens = record.prompt_tokens
         return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
-    def finish(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
-        """End the request; with a row that does not grant, the workers forget it."""
-        advance(record, row, now_s, self._trace_length)
-        if "withdraw" in row.effects:
-            self._withdraw(request_id, record)
-
-    def hand_over(
+    def finish(
         self,
         request_id: str,
         record: ProducerRecord,
+        row: Transition,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
         identity: PromptIdentity | None,
-    ) -> dict[str, object]:
-        """Grant the lease and return the ticket's params."""
+        now_s: float,
+    ) -> dict[str, object] | None:
+        """End the request: grant the lease and return the ticket's params, or let the workers forget the request."""
+        advance(record, row, now_s, self._trace_length)
+        if "grant" not in row.effects:
+            if "withdraw" in row.effects:
+                self._withdraw(request_id, record)
+            return None
         template, lease_s = self._readback if record.is_readback else self._handoff
         nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
-        self._outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, record.fence, nonce)))
-        self._outbox.has_orders = True
+        outbox, fence = self._outbox, record.fence
+        outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, fence, nonce)))
+        outbox.has_orders = True
         self._leased[request_id] = record
         tokens = self._tokens_of(record, computed_tokens)
         params = template.copy()
@@ -253,8 +255,8 @@ class Producers:
         params["remote_num_tokens"] = tokens
         params["kv_span_tokens"] = self._spans.copy()
         params["kv_nonce"] = nonce
-        if record.fence is not None:
-            params["kv_fence"] = list(record.fence)
+        if fence is not None:
+            params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
         return params

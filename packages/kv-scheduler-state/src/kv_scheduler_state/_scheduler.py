@@ -282,9 +282,7 @@ class SchedulerState:
         request.is_finished = True
         params = None
         if producer is not None and row is not None:
-            producers.finish(request_id, producer, row, at_s)
-            if "grant" in row.effects:
-                params = producers.hand_over(request_id, producer, block_ids, computed_tokens, identity)
+            params = producers.finish(request_id, producer, row, block_ids, computed_tokens, identity, at_s)
         forget_if_ended(self._requests, request_id, request)
         if params is None:
             return new_tuple(FinishDecision, (False, None, code)) if code else NOT_KEPT

@@ -66,7 +66,7 @@ class TicketReader:
         self._peer_blocks = PeerBlocks(config.groups, config.null_block)
         self._reads_back = config.bidirectional
         self._reserved = config.reserved_id_prefixes
-        self._peers: dict[tuple[object, ...], PeerAddress] = {}
+        self._peers: dict[tuple[object, ...], tuple[tuple[type, ...], PeerAddress]] = {}
 
     def classify(self, params: object) -> ParamsKind:
         """Return what a request's params ask for.
@@ -167,20 +167,21 @@ class TicketReader:
         return request_id
 
     def _peer(self, fields: Fields) -> PeerAddress:
-        # An engine writes the same into all its tickets, so its address is checked once. The types belong to the key
+        # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too,
         # because 1, 1.0 and True are equal.
         values = tuple(map(fields.get, _PEER_KEYS))
-        key = (values, *map(type, values))
+        types = tuple(map(type, values))
         try:
-            known = self._peers.get(key)
+            known = self._peers.get(values)
         except TypeError:
             known = None  # a list or an object among them: the checks will say where
-        if known is None:
-            known = self._check_peer(fields)
-            if len(self._peers) >= _MAX_PEERS:
-                self._peers.clear()
-            self._peers[key] = known
-        return known
+        if known is not None and known[0] == types:
+            return known[1]
+        peer = self._check_peer(fields)
+        if len(self._peers) >= _MAX_PEERS:
+            self._peers.clear()
+        self._peers[values] = types, peer
+        return peer
 
     def _check_peer(self, fields: Fields) -> PeerAddress:
         mode = fields.get("transfer_mode")

@@ -373,7 +373,10 @@ class DecodeSide:
         if not self.is_shared or live is None or live.consumer is None:
             return None
         hand_over = live.consumer.hand_over
-        return hand_over.waiting, hand_over.reading, hand_over.is_spent
+        if hand_over is not None:
+            return hand_over.waiting, hand_over.reading, hand_over.is_spent
+        state = live.consumer.state  # an only holder
+        return int(state == "queued"), int(state in {"reading", "draining"}), state not in {"queued", "reading"}
 
     def shared_key(self, now_s: float) -> tuple[object, ...]:
         """Return what no single request owns: when the peer's next heartbeat is due."""
