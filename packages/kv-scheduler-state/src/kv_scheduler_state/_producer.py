@@ -82,7 +82,6 @@ class Producers:
         "fences",
         "is_draining",
         "leases",
-        "on_drop",
         "on_hand_over",
         "on_revoke",
         "on_sent",
@@ -95,7 +94,6 @@ class Producers:
         self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
         self.on_hand_over = table.on("hand-over")
-        self.on_drop = table.on("drop")
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
