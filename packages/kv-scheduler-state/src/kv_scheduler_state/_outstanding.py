@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import SchedulerConfig
-    from kv_scheduler_state._producer import ProducerRecord
+    from kv_scheduler_state._producer_record import ProducerRecord
 
 __all__ = ["Outstanding"]
 
