@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdev.backends import ABOUT
 from kvdev.envs import DEFAULT_VLLM
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def _env(verbs: Verbs) -> None:
 
 
 def _router(verbs: Verbs) -> None:
-    parser = verbs.add_parser("router", help="run the router alone, in front of engines that are already up")
+    parser = verbs.add_parser(
+        "router", help="run the demo router alone, in front of engines that are already up", description=ABOUT
+    )
     parser.add_argument(
         "--prefill", action="append", required=True, metavar="URL", help="a prefill engine (repeatable)"
     )

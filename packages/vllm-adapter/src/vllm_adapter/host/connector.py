@@ -8,6 +8,7 @@ from vllm_adapter.config import load_settings
 from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -84,10 +85,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
+            watch = ShutdownWatch()
+            watch.install()
+            warn_of_no_drain(vllm_config, settings.kv_lease_duration)
             self._scheduler = SchedulerSide(
                 facts,
                 SchedulerParts(facts, settings, policy, self._has_mirror),
                 lease_ended=spans.lease_ended if spans is not None else None,
+                is_ending=watch.is_requested,
             )
 
     @property
