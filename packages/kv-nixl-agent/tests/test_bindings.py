@@ -100,7 +100,7 @@ def test_agent_is_made_with_our_settings(module):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    for name in _bindings._IMPORT_NAMES:
+    for name in _bindings.IMPORT_NAMES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(AgentError, match=r"nixl_cu13.*nixl_rocm") as error:
         find_nixl()

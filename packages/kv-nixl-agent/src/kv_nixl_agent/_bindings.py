@@ -15,9 +15,10 @@ from ._nixl_port import NixlAgent, NixlBinding, attempt
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["available_plugins", "find_nixl", "open_nixl"]
+__all__ = ["IMPORT_NAMES", "available_plugins", "find_nixl", "loaded_build", "open_nixl"]
 
-_IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""Modules that are tried, in this order; `nixl` itself loads one of the others."""
 
 # vLLM sets the same before its first import: without a bound, UCX's registration cache keeps unmapped memory.
 _BEFORE_IMPORT: Final = MappingProxyType({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
@@ -35,7 +36,7 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
     for name, value in _BEFORE_IMPORT.items():
         os.environ.setdefault(name, value)
     reasons: list[str] = []
-    for name in _IMPORT_NAMES:
+    for name in IMPORT_NAMES:
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
@@ -44,12 +45,24 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
         "nixl-missing",
         "no NIXL package can be imported ("
         + "; ".join(reasons)
-        + "); install nixl with the build for your accelerator",
+        + "); install the build for torch's CUDA, nixl-cu12 or nixl-cu13: pip install 'kv-nixl-agent[cu13]'",
     )
 
 
+def loaded_build() -> str | None:
+    """Return the module that NIXL is loaded from, for example `nixl_cu13`; None where none can be loaded."""
+    try:
+        return _build_of(find_nixl())
+    except AgentError:
+        return None
+
+
+def _build_of(module: Any) -> str:  # noqa: ANN401
+    return str(module.nixl_agent.__module__).split(".")[0]
+
+
 def _version_of(module: Any) -> str:  # noqa: ANN401
-    name = str(module.nixl_agent.__module__).split(".")[0]
+    name = _build_of(module)
     for candidate in (name, name.replace("_", "-"), "nixl"):
         try:
             return f"{name} {importlib.metadata.version(candidate)}"
