@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.config import load_settings
+from vllm_adapter.host.devices import device_selector
 from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
@@ -226,11 +227,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and get ready for peers."""
+        select_device = device_selector(kv_caches.values())
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
         caches = layer_caches(kv_caches, self._cache_config)
-        self._worker_side.register(caches, TorchPages(kv_caches.values()), self._mirror)
+        pages = TorchPages(kv_caches.values())
+        self._worker_side.register(caches, pages, self._mirror, select_device=select_device)
 
     def unregister_kv_caches(self) -> None:
         """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""
