@@ -16,7 +16,6 @@ from test_scheduler_side import BLOCK, PREFILL, TEXT, Parts, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
-from vllm_adapter.scheduler.leased_blocks import LeasedBlocks
 from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
 
 BLOCK_BYTES = 4096
@@ -95,18 +94,6 @@ def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptur
     producer.side.update_output(sent=["p"], received=(), failed=())
     producer.side.close()
     assert caplog.records == []
-
-
-def test_blocks_that_leases_share_count_once_and_until_the_last_lease_ends() -> None:
-    leased = LeasedBlocks([4096, 1024])
-    leased.lease("a", [[1, 2, 3], [7]])
-    leased.lease("b", [[1, 2, 4], [0]])
-    leased.lease("b", [[5, 6]])  # told twice: the first holds
-    assert (leased.ids, leased.blocks, leased.block_bytes) == (("a", "b"), 5, 4 * 4096 + 1024)
-    leased.end(["a", "never leased"])
-    assert (leased.blocks, leased.block_bytes) == (3, 3 * 4096)
-    leased.end(["b", "b"])
-    assert (leased.ids, leased.blocks, leased.block_bytes) == ((), 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- the signal

@@ -130,7 +130,7 @@ _LEVELS: dict[str, tuple[str, str]] = {
     ),
     "leased_blocks": (
         "vllm:kv_transfer_leased_blocks",
-        "Blocks that finished requests keep for a reader.",
+        "Blocks that finished requests keep for a reader; a block that two of them share counts twice.",
     ),
     "leased_bytes": (
         "vllm:kv_transfer_leased_bytes",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.draining import Draining
-from vllm_adapter.scheduler.leased_blocks import LeasedBlocks
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.steps import StepOrders
@@ -110,8 +109,7 @@ class SchedulerSide:
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._stats = Recorder()
-        self._leased = LeasedBlocks([group.block_bytes for group in facts.groups])
-        self._draining = Draining(facts.engine_id, self._leased, is_ending)
+        self._draining = Draining(facts, self._state, is_ending)
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
         self._followed: set[str] = set()
@@ -200,12 +198,12 @@ class SchedulerSide:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
         decision: FinishDecision | None = None
-        kept = self._transferable(block_ids)
+        self._draining.look()
         with self._refusals("end", request_id):
             decision = self._state.finish(
                 request_id,
                 reason=ending.reason,
-                block_ids=kept,
+                block_ids=self._transferable(block_ids),
                 # Tokens of a step that still runs may be rejected drafts.
                 computed_tokens=max(0, ending.computed_tokens - ending.in_flight_tokens),
                 withhold=self._must_withhold(ending),
@@ -219,20 +217,18 @@ class SchedulerSide:
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             return False, None
-        if decision.keep_blocks:
-            self._leased.lease(request_id, kept)
-        if decision.withheld_code and not self._draining.is_on():
+        if decision.withheld_code not in {"", "draining"}:
             _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        The engine drains; or nobody knows the current registration; or a copy to the mirror was refused; or a running state
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state
         has seen tokens of a step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
-        return self._draining.is_on() or not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
+        return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -244,7 +240,7 @@ class SchedulerSide:
             scheduled: Tokens that the step computes; only read in host-buffer mode.
         """
         now_s = self._now_s()
-        self._draining.is_on()
+        self._draining.look()
         for request_id in preempted:
             if request_id in self._followed:
                 with self._refusals("preemption", request_id):
@@ -294,7 +290,6 @@ class SchedulerSide:
         sent_ids = sorted(sent)
         with self._refusals("report of the workers", "(several)"):
             self._state.report(sent=sent_ids, received=sorted(ended), failed=sorted(ended.intersection(failed)))
-        self._leased.end(sent_ids)
         self._links.sent(sent_ids)
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
@@ -329,8 +324,8 @@ class SchedulerSide:
             if any(changes.values()):
                 self._stats.observe("live_requests", changes)
             self._stats.level("fence_slots_used", self._state.fence_slots_used)
-        self._stats.level("leased_blocks", self._leased.blocks)
-        self._stats.level("leased_bytes", self._leased.block_bytes)
+        self._stats.level("leased_blocks", self._draining.leased_blocks)
+        self._stats.level("leased_bytes", self._draining.leased_bytes)
         return self._stats.take()
 
     def serve(self, envelopes: Mapping[Rank, bytes]) -> None:
