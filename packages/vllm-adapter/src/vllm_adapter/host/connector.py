@@ -8,7 +8,9 @@ from vllm_adapter.config import load_settings
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
+from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
+from vllm_adapter.host.situation import labels_of, situation_of, start_line, tag_lines
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -17,7 +19,6 @@ from vllm_adapter.host.vllm import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
-    check_readback,
     engine_facts,
     extra_config,
     has_content_ids,
@@ -68,7 +69,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for note in notes:
             _logger.info(note)
         is_worker = role == KVConnectorRole.WORKER
-        check_readback(vllm_config, is_bidirectional=settings.bidirectional_kv_xfer)
+        check_start(situation_of(vllm_config, settings), warns=not is_worker)
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
@@ -85,6 +86,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
+            _logger.info(start_line(labels_of(vllm_config, settings), facts))
             self._scheduler = SchedulerSide(
                 facts,
                 SchedulerParts(facts, settings, policy, self._has_mirror),
@@ -135,7 +137,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         """Register the Prometheus metrics."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        settings, _ = load_settings(extra_config(vllm_config))
+        info = labels_of(vllm_config, settings)
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info=info)
 
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
@@ -304,6 +308,7 @@ It is the same class, and known by its own name to vLLM's factory: beside other 
 that crossed processes by the class's name, and the name `NixlConnector` would find vLLM's.
 """
 register_connector("KVTransferConnector", __name__)
+tag_lines()
 
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
