@@ -229,6 +229,7 @@ class WorkerSide:
         if not (self._sent or self._finished or self._failures or self._is_registration_due):
             return _NOTHING
         sent: set[str] = set()
+        reasons: dict[str, str] = {}
         received, failed = set(self._failures), set(self._failures)
         self._failures.clear()
         while self._sent:
@@ -236,7 +237,7 @@ class WorkerSide:
         while self._finished:
             end = self._completion.complete(self._confirmed(self._finished.popleft()))
             if not end.is_ok:
-                self._report_failure(end)
+                self._count_failure(end, reasons)
             link = self._links.pop(end.order.request_id, None)
             if link is not None and self._trace is not None:
                 self._trace(link, end)
@@ -244,25 +245,25 @@ class WorkerSide:
                 received.add(end.order.request_id)
                 if not end.is_ok:
                     failed.add(end.order.request_id)
-        return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration())
+        return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration(), reasons)
 
     def _take_registration(self) -> RankRegistration | None:
         is_due, self._is_registration_due = self._is_registration_due, False
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
-    def _report_failure(self, end: ReadEnd) -> None:
-        """Count and log, once, that a read failed, or that a producer could not be notified of blocks nobody reads."""
+    def _count_failure(self, end: ReadEnd, reasons: dict[str, str]) -> None:
+        """Count a failed read and add its reason, which the scheduler logs once for all ranks.
+
+        A producer that could not be notified of blocks nobody reads is logged here.
+        """
         order, peer = end.order, end.order.peer
         producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
         reason = f"{end.message} ({end.code})"
         if order.is_reported:
             self._recorder.observe("read_failure_codes", end.code)
-            self._recorder.error(
-                f"request {order.request_id}: its KV was not taken over from {producer}: {reason}; kv_load_failure_policy "
-                "decides what becomes of it"
-            )
+            reasons[order.request_id] = f"{producer}: {reason}"
         else:
-            self._recorder.count("num_failed_notifications")
+            self._recorder.count("num_failed_notifications", times=int(end.was_met))
             self._recorder.warn(
                 f"request {order.request_id}: could not notify {producer} that it is no longer needed; its blocks stay "
                 f"leased until the lease expires: {reason}"
