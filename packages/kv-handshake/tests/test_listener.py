@@ -349,9 +349,9 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
             raise failure
         return real(query, clock_s=clock_s)
 
-    def made_later(port, *, security=None):
+    def made_later(port, **options):
         assert gate.wait(20)
-        return router_socket(port, security=security)
+        return router_socket(port, **options)
 
     router_socket = RouterSocket
     monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)

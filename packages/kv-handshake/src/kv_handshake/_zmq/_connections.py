@@ -29,6 +29,7 @@ import zmq
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import HandshakeError, TransportError
 from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ serves the domain in a client's context, so nothing else changes."""
 _OPENING_MS = 30_000
 """A connection that is not open by then is given up: its peer is silent, or too busy to answer."""
 
+_OPENING_BYTES = 64 * 1024
+"""Bytes for the opening, for heartbeats of the server and for the heads of frames."""
+
 _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
 _LONGEST_POLL_MS = 60_000
@@ -56,6 +60,7 @@ _EVENT = struct.Struct("=HI")  # kind, value
 _MONITORED = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -69,8 +74,10 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
         self.socket = context.socket(zmq.DEALER)
-        self._is_open = False
+        self.is_open = False
         self._fault = ""
+        self._descriptor = -1
+        self._sent = 0
         self._connected_s = 0.0
         set_options(
             self.socket,
@@ -115,6 +122,7 @@ class Connection:
         Raises:
             TransportError: ``transport-failed``.
         """
+        self._sent += 1
         try:
             self.socket.send(b"", NOBLOCK_AND_MORE)
             self.socket.send(query, zmq.NOBLOCK)
@@ -154,8 +162,10 @@ class Connection:
             self.monitor.recv()  # the address, which is known
         except zmq.Again:
             return ""
-        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_open = True
+        if kind == zmq.EVENT_CONNECTED:
+            self._descriptor = detail
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_open = True
         else:
             self._fault = self._cause(kind, detail)
         return self._fault
@@ -163,11 +173,17 @@ class Connection:
     def _cause(self, kind: int, detail: int) -> str:
         if kind == zmq.EVENT_CLOSED:
             return "connection-refused"
-        if self._is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
+        if self.is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
             return "connection-lost"
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and detail == errno.ECONNRESET:
             return "connection-refused"
         return "authentication-refused"
+
+    def is_flooded(self, grip: Grip) -> bool:
+        """Return whether more has come in than all replies that were asked for may have."""
+        if self._descriptor < 0:
+            return False
+        return grip.received_bytes(self._descriptor) > _OPENING_BYTES + self._sent * MAX_REPLY_BYTES
 
     def close(self) -> None:
         """Close the connection."""
@@ -190,6 +206,7 @@ class Hub:
         self._prepared: Connection | None = None
         self._ended: list[Connection] = []
         self._needs_upkeep = True
+        self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def open(self, address: str, port: int) -> Connection:
@@ -246,6 +263,12 @@ class Hub:
             self._do_upkeep()
         return readable, changed
 
+    def flooded(self) -> list[Connection]:
+        """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
+        if self._grip is None:
+            return []
+        return [each for each in dict.fromkeys(self._by_socket.values()) if each.is_flooded(self._grip)]
+
     def _do_upkeep(self) -> None:
         """Close ended connections and prepare the next one."""
         self._needs_upkeep = False
@@ -265,6 +288,8 @@ class Hub:
         for connection in {*self._by_socket.values(), *self._ended, *prepared}:
             connection.close()
         self._wakeup.close()
+        if self._grip is not None:
+            self._grip.close()
         self._context.destroy(linger=0)
 
 
