@@ -201,6 +201,8 @@ class Listener:
                 if self._socket is None:
                     self._socket = self._open_socket(port)
                 self._serve(self._socket)
+                if self._take_over_keys(self._socket):
+                    failures = -1  # a rotation, which must not make clients wait
             except TooManyFrames as message:
                 self._counts["refused.wrong-frames"] += 1
                 self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
@@ -218,8 +220,13 @@ class Listener:
     def _open_socket(self, port: ListeningPort) -> RouterSocket:
         return RouterSocket(port, security=self._security, report=self._hung_up)
 
+    def _take_over_keys(self, sock: RouterSocket) -> bool:
+        """Use the keys of an outdated socket's files from now on; return whether there were any."""
+        self._security = sock.security
+        return sock.is_outdated
+
     def _serve(self, sock: RouterSocket) -> None:
-        while not self._closing.is_set():
+        while not self._closing.is_set() and not sock.is_outdated:
             incoming = sock.receive()
             if incoming is None:
                 continue
@@ -246,7 +253,10 @@ class Listener:
         return self._buckets.wait_s(sender.address, now_s, 1.0 + incoming.surplus)
 
     def _hung_up(self, cause: str, address: str) -> None:
-        """Count a connection that was shut down; on the thread of the connection limits."""
+        """Count a connection that was shut down, or log trouble with key files; on the thread of the connection limits."""
+        if cause == "keys":
+            self._log.warning(cause, address)
+            return
         with self._watch_lock:
             self._closed[cause] += 1
             if cause in _TOO_LONG:

@@ -194,7 +194,9 @@ class Loop:
             for connection, task in self._running.items():
                 is_silent = not connection.is_open and now_s - task.attempt_began_s > _PATIENCE_S
                 if count > 1 and is_silent and task.request.endpoint.host == host:
-                    task.session.fail(task.transport_error("timed-out", "no answer, and others wait for its place", now_s))
+                    task.session.fail(
+                        task.transport_error("timed-out", "no answer, and others wait for its place", now_s)
+                    )
                     self._hang_up(connection, task)
                     return True
         return False
@@ -213,8 +215,11 @@ class Loop:
         if task.session.is_over or address is None:
             self._end_attempt(task)
             return
+        self._open(task, address, 0)
+
+    def _open(self, task: Task[Any], address: str, key_number: int) -> None:
         try:
-            connection = self._hub.open(address, task.request.endpoint.port)
+            connection = self._hub.open(address, task.request.endpoint.port, key_number)
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)
@@ -259,6 +264,12 @@ class Loop:
             del self._running[connection]
             self._hub.discard(connection)
             self._connect(task)
+            return
+        if fault == "authentication-refused" and connection.key_number + 1 < self._hub.server_keys:
+            task.change_key()
+            del self._running[connection]
+            self._hub.discard(connection)
+            self._open(task, connection.address, connection.key_number + 1)
             return
         task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
         self._hang_up(connection, task)

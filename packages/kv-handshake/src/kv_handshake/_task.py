@@ -204,6 +204,10 @@ class Task(Generic[S]):
         self.session = self.request.new_session()
         return True
 
+    def change_key(self) -> None:
+        """Prepare for another key at the same address, with a new session."""
+        self.session = self.request.new_session()
+
     def check_time(self, now_s: float) -> None:
         """Fail the session if the attempt or the whole request has taken too long."""
         if now_s < self.attempt_deadline_s:

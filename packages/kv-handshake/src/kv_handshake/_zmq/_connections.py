@@ -52,6 +52,7 @@ _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
+_REFRESH_S = 1.0
 _MOST_ENDED = 32
 """Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
 wait: either takes as long as several replies (see ``tools/bench/handshake.py``)."""
@@ -72,7 +73,11 @@ _MONITORED = (
 class Connection:
     """A client connection to a listener; belongs to its hub's thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None, key_number: int = 0
+    ) -> None:
+        self.address = ""
+        self.key_number = key_number
         self.socket = context.socket(zmq.DEALER)
         self.is_open = False
         self._fault = ""
@@ -94,7 +99,7 @@ class Connection:
         else:
             self.socket.curve_publickey = security.public_key.encode("ascii")
             self.socket.curve_secretkey = security.secret_key.encode("ascii")
-            self.socket.curve_serverkey = security.server_key.encode("ascii")
+            self.socket.curve_serverkey = security.server_keys[key_number].encode("ascii")
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
 
     def connect(self, address: str, port: int) -> None:
@@ -105,6 +110,7 @@ class Connection:
             ConfigurationError: ``invalid-endpoint``.
         """
         endpoint = endpoint_of(address, port)
+        self.address = address
         try:
             self.socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
             self._connected_s = time.monotonic()
@@ -206,19 +212,34 @@ class Hub:
         self._prepared: Connection | None = None
         self._ended: list[Connection] = []
         self._needs_upkeep = True
+        self._next_refresh_s = 0.0
         self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
-    def open(self, address: str, port: int) -> Connection:
+    @property
+    def server_keys(self) -> int:
+        """Keys that a listener may have; 0 without encryption."""
+        return len(self._security.server_keys) if self._security is not None else 0
+
+    def open(self, address: str, port: int, key_number: int = 0) -> Connection:
         """Return a new connection, on its way.
+
+        Args:
+            address: A literal address.
+            port: The port.
+            key_number: Index of the key that the listener must have.
 
         Raises:
             TransportError: ``transport-failed``.
-            ConfigurationError: ``invalid-endpoint``.
+            ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
+        self._refresh_keys()
         try:
-            connection = self._prepared or Connection(self._context, self._security)
-            self._prepared, self._needs_upkeep = None, True
+            if self._prepared is not None and not key_number:
+                connection, self._prepared = self._prepared, None
+            else:
+                connection = Connection(self._context, self._security, key_number)
+            self._needs_upkeep = True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         try:
@@ -230,6 +251,16 @@ class Hub:
             self._poller.register(each, zmq.POLLIN)
             self._by_socket[each] = connection
         return connection
+
+    def _refresh_keys(self) -> None:
+        """Take changed key files over, at most once a second."""
+        if self._security is None or time.monotonic() < self._next_refresh_s:
+            return
+        self._next_refresh_s = time.monotonic() + _REFRESH_S
+        former, self._security = self._security, self._security.refreshed()
+        if self._security is not former and self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
 
     def discard(self, connection: Connection) -> None:
         """Forget a connection; `poll` closes it when there is time."""

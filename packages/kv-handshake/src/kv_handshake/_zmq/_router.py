@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import zmq
 
-from kv_handshake._errors import TransportError
+from kv_handshake._errors import ConfigurationError, TransportError
 from kv_handshake._zmq._curve import DOMAIN, ClientKeyCheck
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 from kv_handshake._zmq._watch import ConnectionLimits, ConnectionWatch, Sender
@@ -76,7 +76,12 @@ class RouterSocket:
         port: The listening port.
         security: Keys of an encrypted side channel.
         limits: Limits on connections.
-        report: Called on another thread with the cause and the address of each connection that was shut down.
+        report: Called on another thread with the cause and the address of each connection that was shut down, and with ``keys``
+            and a text if key files cannot be read.
+
+    Attributes:
+        security: The keys as their files are now.
+        is_outdated: Whether the listener's own keys have changed, so that a new socket is needed.
 
     Raises:
         TransportError: ``bind-failed``.
@@ -97,6 +102,10 @@ class RouterSocket:
         self._senders: OrderedDict[bytes, Sender] = OrderedDict()
         self._shared: dict[int, tuple[bytes, zmq.Frame]] = {}
         self._key_check: ClientKeyCheck | None = None
+        self._key_problem = ""
+        self._report = report
+        self.security = security
+        self.is_outdated = False
         self._watch: ConnectionWatch | None = None
         try:
             set_options(
@@ -113,7 +122,7 @@ class RouterSocket:
             if security is not None:
                 self._encrypt(security)
             self._watch = ConnectionWatch(
-                self._socket, limits or ConnectionLimits(), report=report, upkeep=self._has_revoked_keys
+                self._socket, limits or ConnectionLimits(), report=report, upkeep=self._refresh_keys
             )
             self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)
@@ -208,13 +217,33 @@ class RouterSocket:
         self._socket.curve_server = True
         self._socket.curve_publickey = security.public_key.encode("ascii")
         self._socket.curve_secretkey = security.secret_key.encode("ascii")
-        if security.authorized:
+        if not security.admits_any_client:
             self._socket.zap_domain = DOMAIN.encode("ascii")
             self._key_check = ClientKeyCheck(self._context, security.authorized)
             self._key_check.start()
 
-    def _has_revoked_keys(self) -> bool:
-        return self._key_check is not None and self._key_check.reload()
+    def _refresh_keys(self) -> bool:
+        """Take changed key files over; return whether connections may stand that would not be let in any more.
+
+        Key files that cannot be read admit nobody, since one of them may have been a revocation. Runs on the thread of the watch.
+        """
+        former = self.security
+        if former is None:
+            return False
+        try:
+            self.security = former.refreshed()
+        except ConfigurationError as error:
+            if str(error) != self._key_problem:
+                self._key_problem = str(error)
+                self._report("keys", f"no new client is let in: {error}")
+            return self._key_check is not None and self._key_check.admit({})
+        self._key_problem = ""
+        if self.security is former:
+            # The files may have become readable again with their former content.
+            return self._key_check is not None and self._key_check.admit(former.authorized)
+        if (self.security.public_key, self.security.secret_key) != (former.public_key, former.secret_key):
+            self.is_outdated = True
+        return self._key_check is not None and self._key_check.admit(self.security.authorized)
 
     def _remember(self, identity: bytes, frame: zmq.Frame) -> Sender:
         try:
