@@ -15,6 +15,6 @@ from judging import Alone, started_alone
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Alone]:
-    """One engine without a connector: what it answers is right."""
+    """Answers of an engine without a connector: they are right."""
     with started_alone() as engine:
         yield engine
