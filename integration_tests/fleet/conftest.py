@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from judging import Alone, started_alone
+from two_by_two import TwoByTwo, started_two_by_two
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,10 @@ def alone() -> Iterator[Alone]:
     """Answers of an engine without a connector: they are right."""
     with started_alone() as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def two_by_two(alone: Alone) -> Iterator[TwoByTwo]:  # noqa: ARG001  (the plain engine has ended by then)
+    """Four engines for all tests that put a router in front of them."""
+    with started_two_by_two() as fleet:
+        yield fleet
