@@ -104,14 +104,16 @@ class RayCluster:
                     os.kill(number, signal.SIGKILL)
 
     def end(self) -> None:
-        """Let Serve shut its replicas down, then kill what is left; the resource trackers last, as they clean up."""
+        """Let Serve shut its replicas down, then kill what is left; resource trackers clean up and end by themselves."""
         serve = self.started.get("serve run")
         if serve is not None and serve.poll() is None:
             serve.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 serve.wait(timeout=_ENDS_WITHIN_S)
         self.kill([number for number in self.processes() if "resource_tracker" not in _read(number, "cmdline")])
-        time.sleep(1)
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while self.processes() and time.monotonic() < until:
+            time.sleep(0.2)
         self.kill(self.processes())
         for process in self.started.values():
             process.wait(timeout=10)
