@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.backends import ABOUT
 from kvdev.envs import DEFAULT_VLLM
+from kvdev.paths import ROOT
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
@@ -19,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the verb it finds is `options.verb`."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _affected, _metrics):
+    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _dist, _affected, _metrics):
         add(verbs)
     return parser
 
@@ -71,6 +72,13 @@ def _release(verbs: Verbs) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
     how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
+
+
+def _dist(verbs: Verbs) -> None:
+    parser = verbs.add_parser("dist", help="build wheels and source archives of all five packages")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)"
+    )
 
 
 def _affected(verbs: Verbs) -> None:

