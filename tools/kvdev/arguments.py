@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdev.backends import ABOUT
 from kvdev.envs import DEFAULT_VLLM
 from kvdev.paths import ROOT
 
@@ -39,8 +40,12 @@ def _demo(verbs: Verbs) -> None:
 
 def _test(verbs: Verbs) -> None:
     parser = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
-    parser.add_argument("scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, gpu")
-    parser.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
+    parser.add_argument(
+        "scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, fleet, gpu"
+    )
+    parser.add_argument(
+        "--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)"
+    )
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
     parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
@@ -105,7 +110,9 @@ def _env(verbs: Verbs) -> None:
 
 
 def _router(verbs: Verbs) -> None:
-    parser = verbs.add_parser("router", help="run the router alone, in front of engines that are already up")
+    parser = verbs.add_parser(
+        "router", help="run the demo router alone, in front of engines that are already up", description=ABOUT
+    )
     parser.add_argument(
         "--prefill", action="append", required=True, metavar="URL", help="a prefill engine (repeatable)"
     )

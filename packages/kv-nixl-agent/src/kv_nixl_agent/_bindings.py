@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ._errors import AgentError
 from ._nixl_port import NixlAgent, NixlBinding, attempt
+from ._progress import sleeping_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +106,8 @@ def open_nixl(
         modes = getattr(module, "nixl_thread_sync_t", None)
         if modes is not None:
             arguments["sync_mode"] = modes[f"NIXL_THREAD_SYNC_{sync_mode.upper()}"]
-        return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
+        with sleeping_progress_thread(module.nixl_agent):
+            return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
 
     agent = attempt("create agent", create)
     plugins = list(agent.get_plugin_list())
