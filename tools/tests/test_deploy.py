@@ -43,7 +43,7 @@ def objects(text: str) -> list[Object]:
 
 
 def judge(tools: DeployTools, version: str, *files: Path) -> subprocess.CompletedProcess[str]:
-    command = [tools.validate, "--strict", "-k", version, *files]
+    command: list[str | Path] = [tools.validate, "--strict", "-k", version, *files]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
