@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.config import load_settings
+from vllm_adapter.host.devices import device_selector
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
 from vllm_adapter.host.situation import labels_of, situation_of, start_line, tag_lines
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
@@ -86,11 +88,15 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
+            watch = ShutdownWatch()
+            watch.install()
+            warn_of_no_drain(vllm_config, settings.kv_lease_duration)
             _logger.info(start_line(labels_of(vllm_config, settings), facts))
             self._scheduler = SchedulerSide(
                 facts,
                 SchedulerParts(facts, settings, policy, self._has_mirror),
                 lease_ended=spans.lease_ended if spans is not None else None,
+                is_ending=watch.is_requested,
             )
 
     @property
@@ -230,11 +236,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and get ready for peers."""
+        select_device = device_selector(kv_caches.values())
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
         caches = layer_caches(kv_caches, self._cache_config)
-        self._worker_side.register(caches, TorchPages(kv_caches.values()), self._mirror)
+        pages = TorchPages(kv_caches.values())
+        self._worker_side.register(caches, pages, self._mirror, select_device=select_device)
 
     def unregister_kv_caches(self) -> None:
         """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""

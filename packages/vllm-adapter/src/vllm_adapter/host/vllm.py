@@ -354,7 +354,10 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
     is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
-    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt)
+    # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
+    pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
+    block_bytes = pages * spec.page_size_bytes
+    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes)
 
 
 def _state_groups(config: VllmConfig) -> int:

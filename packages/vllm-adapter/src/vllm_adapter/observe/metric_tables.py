@@ -119,6 +119,14 @@ LEVELS: dict[str, tuple[str, str]] = {
         "vllm:kv_transfer_fence_slots_used",
         "Fence slots in use; with all of fence_slots in use nothing is handed over.",
     ),
+    "leased_blocks": (
+        "vllm:kv_transfer_leased_blocks",
+        "Blocks that finished requests keep for a reader; a block that two of them share counts twice.",
+    ),
+    "leased_bytes": (
+        "vllm:kv_transfer_leased_bytes",
+        "Bytes of these blocks on each rank.",
+    ),
 }
 """Key of the data (changes of a level) -> (Prometheus name, help)."""
 PATHS = (

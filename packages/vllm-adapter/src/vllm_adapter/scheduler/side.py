@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
+from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
@@ -89,6 +90,7 @@ class SchedulerSide:
         parts: Makes the concrete parts.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
+        is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class SchedulerSide:
         now_s: Callable[[], float] = time.monotonic,
         *,
         lease_ended: Callable[[TraceLink, str, int], None] | None = None,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
@@ -109,6 +112,7 @@ class SchedulerSide:
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports()
         self._stats = Recorder()
+        self._draining = Draining(facts, self._state, is_ending)
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
         self._followed: set[str] = set()
@@ -197,6 +201,7 @@ class SchedulerSide:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
         decision: FinishDecision | None = None
+        self._draining.look()
         with Refusals("end", request_id):
             decision = self._state.finish(
                 request_id,
@@ -217,15 +222,15 @@ class SchedulerSide:
             return False, None
         if decision.keep_blocks:
             self._awaited.leased(request_id)
-        if decision.withheld_code:
+        if decision.withheld_code not in {"", "draining"}:
             _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
-        step that still runs, and it cannot be set back.
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state
+        has seen tokens of a step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
         return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
@@ -240,6 +245,7 @@ class SchedulerSide:
             scheduled: Tokens that the step computes; only read in host-buffer mode.
         """
         now_s = self._now_s()
+        self._draining.look()
         for request_id in preempted:
             if request_id in self._followed:
                 with Refusals("preemption", request_id):
@@ -347,6 +353,8 @@ class SchedulerSide:
             if any(changes.values()):
                 self._stats.observe("live_requests", changes)
             self._stats.level("fence_slots_used", self._state.fence_slots_used)
+        self._stats.level("leased_blocks", self._draining.leased_blocks)
+        self._stats.level("leased_bytes", self._draining.leased_bytes)
         return self._stats.take()
 
     def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None) -> None:
@@ -377,6 +385,7 @@ class SchedulerSide:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+        self._draining.end()
 
     def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:
         """Return the block ids of the transferable groups."""

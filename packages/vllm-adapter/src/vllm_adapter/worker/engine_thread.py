@@ -63,6 +63,7 @@ class WorkerSide:
         self._ending: Registration | None = None
         self._caches: Sequence[LayerCache] = ()
         self._can_convert = False
+        self._select_device: Callable[[], None] | None = None
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
@@ -80,6 +81,8 @@ class WorkerSide:
         caches: Sequence[LayerCache],
         converter: PageConverter | None = None,
         mirror: MirrorMemory | None = None,
+        *,
+        select_device: Callable[[], None] | None = None,
     ) -> None:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
@@ -87,7 +90,9 @@ class WorkerSide:
             caches: This rank's layers, as peers are to read and write them.
             converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
             mirror: The device's memory, if `caches` are only its mirror.
+            select_device: Makes the rank's device the calling thread's; None where there is nothing to select.
         """
+        self._select_device = select_device
         self._caches, self._can_convert = tuple(caches), converter is not None
         if mirror is not None:
             self._mirror = HostMirror(mirror, local_document(self._facts, caches))
@@ -95,7 +100,7 @@ class WorkerSide:
         self._registration = self._open(self._generation)
 
     def _open(self, generation: int) -> Registration:
-        events = RegistrationEvents(read_ended=self._finished.append, sent=self._sent.append)
+        events = RegistrationEvents(self._finished.append, self._sent.append, self._select_device)
         return open_registration(
             self._parts,
             self._caches,
