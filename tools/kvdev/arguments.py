@@ -38,7 +38,9 @@ def _demo(verbs: Verbs) -> None:
 
 def _test(verbs: Verbs) -> None:
     parser = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
-    parser.add_argument("scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, gpu")
+    parser.add_argument(
+        "scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, security, host, gpu"
+    )
     parser.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
     parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
-SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "host", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "host", "gpu")
 _NO_TESTS_COLLECTED = 5
 
 
@@ -99,7 +99,7 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
         _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
     elif scope == "tools":
         _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
-    elif scope in {"sim", "real-io"}:
+    elif scope in {"sim", "real-io", "security"}:
         _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
     elif scope == "host":
         _host(uv, tally, options)
