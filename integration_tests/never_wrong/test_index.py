@@ -40,6 +40,10 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (ADAPTER, "test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences"),
         (ADAPTER, "test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost"),
     )),
+    "a ticket that was changed on its way is refused": ("A7", (
+        (STATE, "test_every_field_that_is_acted_upon_is_sealed"),
+        (STATE, "test_no_forged_ticket_is_admitted"),
+    )),
     "context parallelism takes turns as the host decided": ("A2", (
         (NEVER_WRONG, "test_context_parallel_ranks_take_turns_block_by_block"),
         (ADAPTER, "test_context_parallel_tokens_land_where_the_host_keeps_them"),

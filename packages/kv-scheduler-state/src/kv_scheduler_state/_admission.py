@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._prompt import PromptIdentity
     from kv_scheduler_state._request import Request
+    from kv_scheduler_state._seal import TicketSeal
     from kv_scheduler_state._ticket import HandoffTicket, TicketKind
     from kv_scheduler_state._ticket_reader import Fields
 
@@ -27,7 +28,7 @@ _CONSUMER: Final = Admission("consumer")
 class Admissions:
     """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
 
-    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_reserved", "_tickets")
+    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_reserved", "_tickets", "seal")
 
     def __init__(self, config: SchedulerConfig, consumers: Consumers, producers: Producers) -> None:
         self._consumers = consumers
@@ -36,6 +37,7 @@ class Admissions:
         self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
+        self.seal: TicketSeal | None = None
 
     def admit(
         self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
@@ -80,10 +82,11 @@ class Admissions:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
         Raises:
-            TicketError: as `TicketReader.read`; `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
+            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
                 `identity.refusal`.
         """
-        ticket = self._tickets.ticket_of(fields, kind)
+        tickets, seal = self._tickets, self.seal
+        ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
         if identity is not None and identity.refusal:
             raise TicketError(
                 identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"

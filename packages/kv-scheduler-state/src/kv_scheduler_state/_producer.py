@@ -9,6 +9,7 @@ from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
 from kv_scheduler_state._plan import GrantOrder
+from kv_scheduler_state._ticket import PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._seal import TicketSeal
 
 __all__ = ["ProducerRecord", "Producers"]
 
@@ -65,6 +67,7 @@ class Producers:
     """
 
     __slots__ = (
+        "_address",
         "_arrival",
         "_config",
         "_draws",
@@ -85,6 +88,7 @@ class Producers:
         "on_hand_over",
         "on_revoke",
         "on_sent",
+        "seal",
         "table",
     )
 
@@ -109,11 +113,13 @@ class Producers:
         # Requests with a lease, oldest grant first, and those whose lease was revoked, with the time.
         self._leased: dict[str, ProducerRecord] = {}
         self._revoked: dict[str, float] = {}
+        self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation in tickets from now on."""
         config = self._config
+        self._address = _own_address(config, generation)
         # The constant part of every ticket, and the lease that it announces.
         self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
         readback_s = config.readback_lease_s
@@ -259,6 +265,8 @@ class Producers:
             params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+        if self.seal is not None:
+            params["kv_seal"] = self.seal.of_params(params, self._address)
         return params
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
@@ -308,6 +316,11 @@ class Producers:
         digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
         self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
         return self._nonces.pop()
+
+
+def _own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
+    sizes = config.tp, config.pp, config.dcp
+    return PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
 
 
 def _params_template(

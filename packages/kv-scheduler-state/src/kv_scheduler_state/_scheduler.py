@@ -34,6 +34,7 @@ from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
 from kv_scheduler_state._request import Request, forget_if_ended, void_all
+from kv_scheduler_state._seal import TicketSeal
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class SchedulerState:
 
     Args:
         config: The engine.
+        secrets: Fleet secrets, each of 16 bytes or more: the first one seals this engine's tickets, all verify those of peers;
+            none for tickets without seals.
         producer_table: The producer machine; override only in proofs, which mutate it.
         consumer_table: The consumer machine; override only in proofs, which mutate it.
     """
@@ -76,6 +79,7 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         *,
+        secrets: Sequence[bytes] = (),
         producer_table: Table = PRODUCER_TABLE,
         consumer_table: Table = CONSUMER_TABLE,
     ) -> None:
@@ -88,6 +92,17 @@ class SchedulerState:
         self._requests: dict[str, Request] = {}
         self._admissions = Admissions(config, self._consumers, self._producers)
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
+        if secrets:
+            self.set_secrets(secrets)
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Seal and verify tickets with these fleet secrets from now on; the first one seals.
+
+        Raises:
+            InvalidConfig: `invalid-config`, for none or a short one; nothing is changed then.
+        """
+        seal = TicketSeal(secrets, self._config.unsealed_networks)
+        self._producers.seal = self._admissions.seal = seal
 
     @property
     def config(self) -> SchedulerConfig:
