@@ -162,9 +162,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ what happens
 
     def add(
-        self, request_id: str, prompt: Iterable[int], *, max_tokens: int = 4, params: dict[str, Any] | None = None
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        *,
+        max_tokens: int = 4,
+        params: dict[str, Any] | None = None,
+        is_refused: bool = False,
     ) -> Request:
-        """Queue a request."""
+        """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=[STOP_TOKEN],
@@ -177,8 +183,11 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            abort_immediately=is_refused,
         )
         self.scheduler.add_request(request)
+        if is_refused:
+            self.abort(request_id)
         return request
 
     def step(

@@ -48,6 +48,27 @@ def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(make_
     consumer.assert_nothing_left()
 
 
+def test_the_producer_of_a_request_refused_by_the_frontend_is_told(make_engine) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    consumer.add("refused", [0], max_tokens=1, params=ticket, is_refused=True)
+    consumer.step()
+    (told,) = consumer.orders("reads")
+    assert (told.is_notify_only, told.peer_request_id) == (True, ticket["remote_request_id"])
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("A1")
+def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(make_engine) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = hand_over(producer, "p", TOKENS)
+    consumer.add("client", [0], max_tokens=1, params=ticket)
+    consumer.run()
+    assert consumer.orders("reads") == []
+    consumer.assert_nothing_left()
+
+
 @pytest.mark.never_wrong("A1")
 def test_a_prompt_is_told_from_every_other(make_engine) -> None:
     engine = make_engine("P")

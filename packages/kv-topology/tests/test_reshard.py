@@ -1,11 +1,12 @@
 """The layout of another rank, derived from ours: it is what that rank would have built itself, or a refusal."""
 
-from itertools import product
+import random
+from itertools import pairwise, product
 
 import pytest
 
-from kv_topology import Axis, FieldLayout, Layout, UnsupportedTopology
-from kv_topology._reshard import reshard_layout
+from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, UnsupportedTopology
+from kv_topology._reshard import RankShape, reshard, reshard_layout
 from kv_topology.layouts import (
     AttentionShape,
     StateShape,
@@ -136,3 +137,36 @@ def test_heads_and_tokens_with_something_between_cannot_be_swapped(heads, tokens
         assert caught.value.code == "layout-not-dense"
     else:
         assert swap("HN").fields[0].axis("row").stride_bytes == heads * 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_regions_of_another_rank_share_memory_exactly_where_ours_do(seed):
+    rng = random.Random(seed)
+    layouts = {
+        tokens: packed_layout(AttentionShape(4, rng.choice((2, 3)), tokens, 2, 1, 0), "HND") for tokens in (2, 4)
+    }
+    regions: list[Region] = []
+    next_address = 1 << 20
+    for number in range(rng.randint(2, 6)):
+        group = rng.randrange(2)
+        layout = layouts[(2, 4)[group]]
+        pages = rng.randint(1, 5)
+        taken = {region.base_address for region in regions if region.members[0].group == group}
+        open_bases = [region.base_address for region in regions if region.base_address not in taken]
+        base = rng.choice(open_bases) if open_bases and rng.random() < 0.7 else next_address
+        next_address += 1 << 20
+        member = Member(f"layer {number}", layout, group, 0)
+        regions.append(Region(base, layout.extent_bytes, layout.extent_bytes, pages, (member,)))
+    ours = RankGeometry(
+        tp_size=1, tp_rank=0, groups=(Group("attention", 2), Group("attention", 4)), regions=tuple(regions)
+    )
+    theirs = reshard(ours, RankShape(tp_size=rng.choice((1, 2, 4)), tp_rank=0, page_tokens=6)).regions
+
+    for (mine, made), (other, beside) in product(zip(regions, theirs, strict=True), repeat=2):
+        assert (mine.base_address == other.base_address) == (made.base_address == beside.base_address)
+    ends: dict[int, int] = {}
+    for made in theirs:
+        ends[made.base_address] = max(
+            ends.get(made.base_address, 0), made.base_address + made.page_stride_bytes * made.page_count
+        )
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(ends.items()))), "memory of two bases overlaps"

@@ -55,18 +55,24 @@ def canonical_segments(
         for part in member.layout.fields
         if part.name == field
     ]
-    held = [axis for _, part, _ in found if (axis := part.split_axis) is not None]
-    if interval is None and held:
-        interval = (min(axis.start for axis in held), max(axis.stop for axis in held))
+    if interval is None:
+        interval = _held_interval([part for _, part, _ in found])
     pieces = [piece for entry in found if (piece := _piece(*entry, interval, tokens)) is not None]
-    covered = sum(piece.parts for piece in pieces)
-    if not pieces or (held and interval is not None and covered != interval[1] - interval[0]):
+    is_split = any(part.split_axis is not None for _, part, _ in found)
+    wanted = interval[1] - interval[0] if is_split and interval is not None else None
+    if not pieces or wanted not in {None, sum(piece.parts for piece in pieces)}:
         raise InvalidGeometry(
             f"Parts {interval} of field {field!r} of layer {layer!r} are not all held here.",
             code="field-not-held",
             context={"layer": layer, "field": field, "interval": interval},
         )
     return _joined(pieces)
+
+
+def _held_interval(parts: Sequence[FieldLayout]) -> tuple[int, int] | None:
+    """Return from where to where the parts hold the split axis, None if there is no such axis."""
+    held = [axis for part in parts if (axis := part.split_axis) is not None]
+    return (min(axis.start for axis in held), max(axis.stop for axis in held)) if held else None
 
 
 class _Piece(NamedTuple):

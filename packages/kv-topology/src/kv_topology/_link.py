@@ -15,7 +15,7 @@ from kv_topology._arrays import grid
 from kv_topology._blocks import pair_blocks
 from kv_topology._lists import ListRules, read_lists
 from kv_topology._rows import build_rows
-from kv_topology._validate import LIMITS
+from kv_topology._validate_layouts import LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from kv_topology._compare import check_names_match
 from kv_topology._errors import GeometryMismatch, UnsupportedTopology
 from kv_topology._select import FieldClass, notify_home, ranks_read
 from kv_topology._shown import shown, shown_ranks
-from kv_topology._validate import LIMITS
+from kv_topology._validate_layouts import LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -229,16 +229,9 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
         UnsupportedTopology: `size-out-of-range`, or `no-producer-holds` if no way of dealing out tokens can be read.
     """
     _check_sizes(peer_tp, peer_pp, peer_dcp)
-    classes = {
-        (axis.size if (axis := field.split_axis) else 1, group.deal.size, group.is_state)
-        for placed in local.placements.values()
-        for _, member in placed
-        for group in (local.groups[member.group],)
-        for field in member.layout.fields
-    }
     mine: set[int] = set()
     certain: set[int] = set()
-    for parts, context, is_state in classes:
+    for parts, context, is_state in _held_classes(local):
         options = [FieldClass(parts, context, 1, size, 0) for size in {1, 1 if is_state else peer_dcp}]
         mine.update(*_readable(options, local.tp_size, local.tp_rank, peer_tp))
         if peer_pp == 1:
@@ -249,6 +242,18 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
     # A rank that is certain to be read needs no notification; a stage may turn out to hold none of our layers.
     found.update(_notified(local, (peer_pp, peer_tp), ((0, rank) for rank in certain)))
     return tuple(sorted(found))
+
+
+def _held_classes(local: RankGeometry) -> set[tuple[int, int, bool]]:
+    """Return (parts of the split axis, context-parallel size, whether it is a state) of every field held here."""
+    found: set[tuple[int, int, bool]] = set()
+    for placed in local.placements.values():
+        for _, member in placed:
+            group = local.groups[member.group]
+            for field in member.layout.fields:
+                axis = field.split_axis
+                found.add((axis.size if axis else 1, group.deal.size, group.is_state))
+    return found
 
 
 def _check_sizes(peer_tp: int, peer_pp: int, peer_dcp: int) -> None:

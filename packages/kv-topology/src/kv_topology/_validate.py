@@ -9,147 +9,38 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kv_topology._disjoint import Budget, find_shared_byte
-from kv_topology._errors import InvalidGeometry
+from kv_topology._disjoint import Budget
 from kv_topology._shards import even_interval
+from kv_topology._validate_layouts import LIMITS, check_disjoint, check_in_range, check_layout, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_topology._parts import Axis, FieldLayout, GeometryParts, Group, Layout, Member, Region
+    from kv_topology._parts import FieldLayout, GeometryParts, Group, Layout, Member, Region
 
     Placements = Mapping[str, tuple[tuple[int, Member], ...]]
 
-__all__ = ["LIMITS", "check_geometry"]
-
-LIMITS = {
-    "tp": 1 << 12,
-    "pp": 1 << 10,
-    "devices": 1 << 16,
-    "groups": 1 << 10,
-    "regions": 1 << 15,
-    "members": 1 << 16,
-    "axes": 8,
-    "axis_size": 1 << 31,
-    "page_bytes": 1 << 40,
-    "page_count": 1 << 31,
-    "compared_fields": 1 << 15,
-    "compared_runs": 1 << 17,
-    "address": 1 << 64,
-}
-"""Sizes beyond which a geometry is refused as absurd."""
-
-
-def _fail(code: str, message: str, **context: object) -> InvalidGeometry:
-    return InvalidGeometry(message, code=code, context=context)
-
-
-def _in_range(what: str, value: int, low: int, high: int, where: str) -> None:
-    if not low <= value <= high:
-        raise _fail(
-            "size-out-of-range",
-            f"{what} of {where} is {value}; it must lie in {low}..{high}.",
-            value=value,
-            low=low,
-            high=high,
-        )
-
-
-def _check_axis(axis: Axis, where: str) -> None:
-    _in_range(f"axis {axis.name!r} size", axis.size, 1, LIMITS["axis_size"], where)
-    if not 0 <= axis.start < axis.stop <= axis.size:
-        raise _fail(
-            "interval-out-of-range",
-            f"Axis {axis.name!r} of {where} holds [{axis.start}, {axis.stop}) of {axis.size} parts; "
-            "the interval must be non-empty and inside the axis.",
-            start=axis.start,
-            stop=axis.stop,
-            size=axis.size,
-        )
-    if axis.split not in {"whole", "tp"}:
-        raise _fail("bad-split", f"Axis {axis.name!r} of {where} is split {axis.split!r}; known: whole, tp.")
-    if axis.split == "whole" and axis.count != axis.size:
-        raise _fail(
-            "whole-axis-partial",
-            f"Axis {axis.name!r} of {where} is not split, but holds only {axis.count} of {axis.size} parts.",
-            count=axis.count,
-            size=axis.size,
-        )
-    _in_range(f"axis {axis.name!r} stride_bytes", axis.stride_bytes, 1, LIMITS["page_bytes"], where)
-
-
-def _check_field(field: FieldLayout, where: str) -> None:
-    _in_range("element_bytes", field.element_bytes, 1, LIMITS["page_bytes"], where)
-    _in_range("offset_bytes", field.offset_bytes, 0, LIMITS["page_bytes"], where)
-    _in_range("number of axes", len(field.axes), 0, LIMITS["axes"], where)
-    for axis in field.axes:
-        _check_axis(axis, where)
-    names = [axis.name for axis in field.axes]
-    if len(set(names)) != len(names):
-        raise _fail("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", names=names)
-    if sum(axis.split == "tp" for axis in field.axes) > 1:
-        raise _fail("two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", names=names)
-    extent = field.element_bytes
-    for axis in sorted((axis for axis in field.axes if axis.count > 1), key=lambda axis: axis.stride_bytes):
-        if axis.stride_bytes < extent:
-            raise _fail(
-                "strides-overlap",
-                f"Axis {axis.name!r} of {where} steps {axis.stride_bytes} bytes over cells of {extent} bytes; "
-                "neighbours would share memory.",
-                stride_bytes=axis.stride_bytes,
-                extent_bytes=extent,
-            )
-        extent += (axis.count - 1) * axis.stride_bytes
-    token = field.token_axis
-    if token is not None and token.split != "whole":
-        raise _fail("token-axis-split", f"The token axis of {where} is split {token.split!r}; it must be whole.")
-    if field.packing and token is not None:
-        raise _fail("packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens.")
-
-
-def _check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str, budget: Budget) -> None:
-    """Raise unless the fields, each with its offset, keep to different bytes of a page."""
-    shared = find_shared_byte([(field, offset) for _, field, offset in fields], budget)
-    if shared is not None:
-        one, two = fields[shared.first], fields[shared.second]
-        raise _fail(
-            "fields-overlap",
-            f"{one[0]} and {two[0]} share byte {shared.offset_bytes} of the pages of {where}.",
-            first=one[0],
-            second=two[0],
-            offset_bytes=shared.offset_bytes,
-        )
-
-
-def _check_layout(layout: Layout, where: str, budget: Budget) -> None:
-    if not layout.fields:
-        raise _fail("layout-empty", f"The layout of {where} has no fields.")
-    names = [field.name for field in layout.fields]
-    if len(set(names)) != len(names):
-        raise _fail("field-twice", f"The layout of {where} has a field name twice: {', '.join(names[:8])}.")
-    for field in layout.fields:
-        _check_field(field, f"field {field.name!r} of {where}")
-    _check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where, budget)
+__all__ = ["check_geometry"]
 
 
 def _check_region(region: Region, number: int, group_count: int, known: set[object], budget: Budget) -> None:
     where = f"region {number}"
-    _in_range("page_count", region.page_count, 1, LIMITS["page_count"], where)
-    _in_range("page_bytes", region.page_bytes, 1, LIMITS["page_bytes"], where)
-    _in_range("page_stride_bytes", region.page_stride_bytes, region.page_bytes, LIMITS["page_bytes"], where)
-    _in_range("base_address", region.base_address, 0, LIMITS["address"] - 1, where)
+    check_in_range("page_count", region.page_count, 1, LIMITS["page_count"], where)
+    check_in_range("page_bytes", region.page_bytes, 1, LIMITS["page_bytes"], where)
+    check_in_range("page_stride_bytes", region.page_stride_bytes, region.page_bytes, LIMITS["page_bytes"], where)
+    check_in_range("base_address", region.base_address, 0, LIMITS["address"] - 1, where)
     end = region.base_address + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
-    _in_range("end address", end, 0, LIMITS["address"], where)
-    _in_range("device", region.device, 0, LIMITS["devices"], where)
+    check_in_range("end address", end, 0, LIMITS["address"], where)
+    check_in_range("device", region.device, 0, LIMITS["devices"], where)
     if region.memory_kind not in {"DRAM", "VRAM"}:
-        raise _fail("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
+        raise refusal("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
     by_group: dict[int, list[Member]] = {}
     for member in region.members:
-        _in_range(f"group of layer {member.layer!r}", member.group, 0, group_count - 1, where)
-        _in_range("offset_bytes", member.offset_bytes, 0, LIMITS["page_bytes"], f"{member.layer!r} in {where}")
+        check_in_range(f"group of layer {member.layer!r}", member.group, 0, group_count - 1, where)
+        check_in_range("offset_bytes", member.offset_bytes, 0, LIMITS["page_bytes"], f"{member.layer!r} in {where}")
         stop = member.offset_bytes + member.layout.extent_bytes
         if stop > region.page_bytes:
-            raise _fail(
+            raise refusal(
                 "field-outside-page",
                 f"Layer {member.layer!r} needs {stop} bytes of the pages of {where}, which have {region.page_bytes}.",
                 needed_bytes=stop,
@@ -165,30 +56,30 @@ def _check_region(region: Region, number: int, group_count: int, known: set[obje
                 for member in members
                 for field in member.layout.fields
             ]
-            _check_disjoint(fields, where, budget)
+            check_disjoint(fields, where, budget)
 
 
 def _check_group(group: Group, number: int) -> None:
     where = f"group {number}"
     if group.kind not in {"attention", "sliding-window", "latent", "state"}:
-        raise _fail("bad-group-kind", f"{where} is of kind {group.kind!r}.", kind=group.kind)
-    _in_range("pages_per_block", group.pages_per_block, 1, LIMITS["axis_size"], where)
+        raise refusal("bad-group-kind", f"{where} is of kind {group.kind!r}.", kind=group.kind)
+    check_in_range("pages_per_block", group.pages_per_block, 1, LIMITS["axis_size"], where)
     low, high = (0, 0) if group.is_state else (1, LIMITS["axis_size"])
-    _in_range("block_tokens", group.block_tokens, low, high, where)
-    _in_range("window_tokens", group.window_tokens, 0, LIMITS["axis_size"], where)
+    check_in_range("block_tokens", group.block_tokens, low, high, where)
+    check_in_range("window_tokens", group.window_tokens, 0, LIMITS["axis_size"], where)
     if group.block_tokens % group.pages_per_block:
-        raise _fail(
+        raise refusal(
             "block-not-whole-pages",
             f"Blocks of {group.block_tokens} tokens ({where}) do not divide into {group.pages_per_block} pages.",
             block_tokens=group.block_tokens,
             pages_per_block=group.pages_per_block,
         )
     deal = group.deal
-    _in_range("context size", deal.size, 1, LIMITS["tp"], where)
-    _in_range("context rank", deal.rank, 0, deal.size - 1, where)
-    _in_range("interleave_tokens", deal.interleave_tokens, 1, LIMITS["axis_size"], where)
+    check_in_range("context size", deal.size, 1, LIMITS["tp"], where)
+    check_in_range("context rank", deal.rank, 0, deal.size - 1, where)
+    check_in_range("interleave_tokens", deal.interleave_tokens, 1, LIMITS["axis_size"], where)
     if deal.size > 1 and (group.is_state or group.block_tokens % deal.interleave_tokens):
-        raise _fail(
+        raise refusal(
             "deal-not-block-aligned",
             f"{where} deals out turns of {deal.interleave_tokens} tokens, "
             f"which do not divide its blocks of {group.block_tokens} tokens.",
@@ -201,9 +92,9 @@ def _check_member_group(member: Member, group: Group, where: str) -> None:
     for field in member.layout.fields:
         token = field.token_axis
         if group.is_state and token is not None:
-            raise _fail("state-has-tokens", f"Layer {member.layer!r} is in a state group, but {where} counts tokens.")
+            raise refusal("state-has-tokens", f"Layer {member.layer!r} is in a state group, but {where} counts tokens.")
         if token is not None and token.size != group.page_tokens:
-            raise _fail(
+            raise refusal(
                 "page-tokens-differ",
                 f"Field {field.name!r} of layer {member.layer!r} has {token.size} tokens in a page; "
                 f"its group has {group.page_tokens}.",
@@ -225,7 +116,9 @@ def _check_shards(geometry: GeometryParts, placements: Placements) -> None:
             continue
         groups = {member.group for _, member in placed}
         if len(groups) > 1:
-            raise _fail("layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", groups=sorted(groups))
+            raise refusal(
+                "layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", groups=sorted(groups)
+            )
         by_name: dict[str, list[FieldLayout]] = {}
         for _, member in placed:
             for field in member.layout.fields:
@@ -239,32 +132,38 @@ def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: i
     axes = [field.split_axis for field in fields]
     held = [axis for axis in axes if axis is not None]
     if len(fields) > 1 and len(held) != len(fields):
-        raise _fail("field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis.")
+        raise refusal(
+            "field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis."
+        )
     if not held:
         return
     intervals = sorted((axis.start, axis.stop) for axis in held)
-    for one, two in pairwise(intervals):
-        if one[1] != two[0]:
-            code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
-            raise _fail(
-                code,
-                f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of field {name!r} of layer {layer!r} "
-                "neither meet nor follow each other.",
-                first=one,
-                second=two,
-            )
+    _check_adjoining(intervals, f"field {name!r} of layer {layer!r}")
     if len({(axis.name, axis.size) for axis in held}) != 1:
-        raise _fail("parts-differ", f"Parts of field {name!r} of layer {layer!r} are split along different axes.")
+        raise refusal("parts-differ", f"Parts of field {name!r} of layer {layer!r} are split along different axes.")
     share = (intervals[0][0], intervals[-1][1])
     expected = even_interval(held[0].size, tp_size, tp_rank)
     if share != expected:
-        raise _fail(
+        raise refusal(
             "shard-irregular",
             f"Rank {tp_rank} of {tp_size} holds [{share[0]}, {share[1]}) of field {name!r} of layer {layer!r}; "
             f"its even share of {held[0].size} parts is [{expected[0]}, {expected[1]}).",
             held=share,
             expected=expected,
         )
+
+
+def _check_adjoining(intervals: list[tuple[int, int]], where: str) -> None:
+    """Raise unless each of the sorted intervals begins where the one before it ends."""
+    for one, two in pairwise(intervals):
+        if one[1] != two[0]:
+            code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
+            raise refusal(
+                code,
+                f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of {where} neither meet nor follow each other.",
+                first=one,
+                second=two,
+            )
 
 
 def _check_aliases(geometry: GeometryParts) -> None:
@@ -300,7 +199,7 @@ def _check_cluster(geometry: GeometryParts, numbers: list[int], group: int) -> N
     rows.append((rows[0][0] + stride, 0))
     is_disjoint = all(one[0] + one[1] <= two[0] for one, two in pairwise(rows))
     if not is_disjoint or any(region.page_stride_bytes != stride for region in regions):
-        raise _fail(
+        raise refusal(
             "regions-overlap",
             f"Regions {numbers} of group {group} share memory; a byte must have one place in a group.",
             regions=numbers,
@@ -315,11 +214,11 @@ def check_geometry(geometry: GeometryParts, placements: Placements) -> None:
         ("tp", geometry.tp_size, geometry.tp_rank),
         ("pp", geometry.pp_size, geometry.pp_rank),
     ):
-        _in_range(f"{what}_size", size, 1, LIMITS[what], where)
-        _in_range(f"{what}_rank", rank, 0, size - 1, where)
-    _in_range("number of groups", len(geometry.groups), 1, LIMITS["groups"], where)
-    _in_range("number of regions", len(geometry.regions), 1, LIMITS["regions"], where)
-    _in_range("number of members", sum(len(r.members) for r in geometry.regions), 1, LIMITS["members"], where)
+        check_in_range(f"{what}_size", size, 1, LIMITS[what], where)
+        check_in_range(f"{what}_rank", rank, 0, size - 1, where)
+    check_in_range("number of groups", len(geometry.groups), 1, LIMITS["groups"], where)
+    check_in_range("number of regions", len(geometry.regions), 1, LIMITS["regions"], where)
+    check_in_range("number of members", sum(len(r.members) for r in geometry.regions), 1, LIMITS["members"], where)
     for number, group in enumerate(geometry.groups):
         _check_group(group, number)
         _check_deal_rank(group, number, geometry.tp_rank)
@@ -333,7 +232,7 @@ def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
     """Raise unless the context-parallel rank follows from the tensor-parallel rank, as every reader assumes."""
     expected = tp_rank % group.deal.size
     if group.deal.rank != expected:
-        raise _fail(
+        raise refusal(
             "deal-irregular",
             f"Group {number} of tensor-parallel rank {tp_rank} has context rank {group.deal.rank} of {group.deal.size}; "
             f"it must be {expected}.",
@@ -350,7 +249,7 @@ def _check_regions(geometry: GeometryParts) -> None:
     for number, region in enumerate(geometry.regions):
         for member in region.members:
             if member.layout not in layouts:
-                _check_layout(member.layout, f"layer {member.layer!r}", budget)
+                check_layout(member.layout, f"layer {member.layer!r}", budget)
                 layouts.add(member.layout)
         _check_region(region, number, len(geometry.groups), patterns, budget)
         for member in region.members:
@@ -361,7 +260,7 @@ def _check_regions(geometry: GeometryParts) -> None:
 
 def _check_stages(geometry: GeometryParts) -> None:
     if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
-        raise _fail(
+        raise refusal(
             "stage-layers-count",
             f"stage_layers names {len(geometry.stage_layers)} stages of {geometry.pp_size}.",
             stages=len(geometry.stage_layers),
@@ -370,4 +269,6 @@ def _check_stages(geometry: GeometryParts) -> None:
     for layers in geometry.stage_layers:
         for entry in layers:
             if entry.group is not None:
-                _in_range(f"group of layer {entry.layer!r}", entry.group, 0, len(geometry.groups) - 1, "stage_layers")
+                check_in_range(
+                    f"group of layer {entry.layer!r}", entry.group, 0, len(geometry.groups) - 1, "stage_layers"
+                )

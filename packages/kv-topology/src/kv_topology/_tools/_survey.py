@@ -57,28 +57,39 @@ class Survey:
 
     def warnings(self) -> list[str]:
         """Return what a person should know before running this pair."""
-        found: list[str] = []
-        lengths = [
-            int(t.columns.length.min()) for p in self.plans.values() for r in p.producer_ranks for t in p.slices(r)
-        ]
-        if lengths and min(lengths) < TINY_BYTES:
-            found.append(
-                f"tiny descriptors: slices as small as {min(lengths)} bytes; larger blocks or equal layouts help"
-            )
-        read = {rank for plan in self.plans.values() for rank in plan.producer_ranks}
-        idle = sorted(set(self.producers) - read)
-        if idle:
-            found.append(f"replicas that nobody reads, only notified: {_ranks(idle)}")
-        loads = [self._load(rank) for rank in sorted(read)]
-        if loads and max(loads) > 1.05 * min(loads):
-            found.append(f"unequal load: producer ranks send {min(loads):.0f} to {max(loads):.0f} bytes per token")
-        copies = sum(loads) / self.unique_bytes() if self.unique_bytes() else 1.0
-        if copies > 1.01:
-            found.append(f"replicated reads: every byte is read {copies:.2f} times, by ranks that share it")
+        checks = (self._tiny_slices, self._unread_replicas, self._unequal_load, self._replicated_reads, self._staged)
+        return [warning for check in checks if (warning := check())]
+
+    def _read_ranks(self) -> list[Rank]:
+        return sorted({rank for plan in self.plans.values() for rank in plan.producer_ranks})
+
+    def _tiny_slices(self) -> str:
+        tables = [table for plan in self.plans.values() for rank in plan.producer_ranks for table in plan.slices(rank)]
+        least = min((int(table.columns.length.min()) for table in tables), default=TINY_BYTES)
+        if least >= TINY_BYTES:
+            return ""
+        return f"tiny descriptors: slices as small as {least} bytes; larger blocks or equal layouts help"
+
+    def _unread_replicas(self) -> str:
+        idle = sorted(set(self.producers) - set(self._read_ranks()))
+        return f"replicas that nobody reads, only notified: {_ranks(idle)}" if idle else ""
+
+    def _unequal_load(self) -> str:
+        loads = [self._load(rank) for rank in self._read_ranks()]
+        if not loads or max(loads) <= 1.05 * min(loads):
+            return ""
+        return f"unequal load: producer ranks send {min(loads):.0f} to {max(loads):.0f} bytes per token"
+
+    def _replicated_reads(self) -> str:
+        unique = self.unique_bytes()
+        copies = sum(map(self._load, self._read_ranks())) / unique if unique else 1.0
+        return (
+            f"replicated reads: every byte is read {copies:.2f} times, by ranks that share it" if copies > 1.01 else ""
+        )
+
+    def _staged(self) -> str:
         staged = [rank for rank, plan in self.plans.items() if plan.is_staged]
-        if staged:
-            found.append(f"staged: consumer ranks {_ranks(staged)} permute pages after the read")
-        return found
+        return f"staged: consumer ranks {_ranks(staged)} permute pages after the read" if staged else ""
 
     def _load(self, producer: Rank) -> float:
         """Return the bytes per token that a producer rank sends to all consumer ranks."""

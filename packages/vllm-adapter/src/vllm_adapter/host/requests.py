@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["RequestIdentity", "arrival_of", "ending_of", "scheduled_tokens"]
+__all__ = ["RefusedIdentity", "RequestIdentity", "arrival_of", "ending_of", "scheduled_tokens"]
 
 _NO_CONTENT_IDS = "ticket-media-unidentified"
 
@@ -69,30 +69,44 @@ def _embeds(request: Request, tokens: int) -> str:
     return hashlib.sha256(f"{embeds.dtype}/{tuple(embeds.shape[1:])}/".encode() + data.tobytes()).hexdigest()
 
 
+@final
+class RefusedIdentity:
+    """Stands for the prompt of a request that vLLM's frontend refused before the engine saw it.
+
+    vLLM sends its ticket with a stand-in prompt and aborts it at once, so that the producer can be told; nothing is read.
+    The digest is therefore the one that the ticket names. Source: `AsyncLLM.notify_kv_transfer_request_rejected`.
+
+    Args:
+        params: The ticket as it came.
+    """
+
+    refusal = ""
+
+    def __init__(self, params: object) -> None:
+        fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+        named = fields.get("kv_prompt")
+        self._digest = named if isinstance(named, str) else None
+
+    def digest(self, tokens: int) -> str | None:
+        """Return the digest that the ticket names, None if it names none."""
+        del tokens
+        return self._digest
+
+
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
-    given: object = request.kv_transfer_params
-    params = given
-    if isinstance(given, dict) and _stands_for_a_refused_one(request):
-        ticket = cast("dict[str, Any]", given)
-        params = {key: value for key, value in ticket.items() if key != "kv_prompt"}
+    params: object = request.kv_transfer_params
+    # Only vLLM itself sets the flag (0.32 and later); no client can.
+    is_refused = bool(getattr(request, "abort_immediately", False))
+    identity = RefusedIdentity(params) if is_refused else RequestIdentity(request, has_content_ids=has_content_ids)
     return Arrival(
         request.request_id,
         params,
         request.num_prompt_tokens,
-        RequestIdentity(request, has_content_ids=has_content_ids),
+        identity,
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
     )
-
-
-def _stands_for_a_refused_one(request: Request) -> bool:
-    """Tell whether this is vLLM's own request of no prompt, which it aborts at once to have a ticket's producer told.
-
-    Its frontend sends it with the ticket of a request that it refused before the engine saw it; there is nothing to compare
-    the ticket's prompt with, and nothing is read. Source: `AsyncLLM.notify_kv_transfer_request_rejected`.
-    """
-    return list(request.prompt_token_ids or ()) == [0] and request.max_tokens == 1
 
 
 def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
