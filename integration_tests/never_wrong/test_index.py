@@ -43,6 +43,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "a ticket that was changed on its way is refused": ("A7", (
         (STATE, "test_every_field_that_is_acted_upon_is_sealed"),
         (STATE, "test_no_forged_ticket_is_admitted"),
+        (ADAPTER, "test_a_changed_ticket_is_computed_here_counted_and_logged_by_code"),
     )),
     "context parallelism takes turns as the host decided": ("A2", (
         (NEVER_WRONG, "test_context_parallel_ranks_take_turns_block_by_block"),

@@ -14,6 +14,7 @@ from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class SchedulerSide:
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
+        self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
@@ -122,6 +124,7 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
         request_id = arrival.request_id
         with self._refusals("arrival", request_id):
+            self._seals.look(self._now_s())
             admission = self._state.arrive(
                 request_id,
                 arrival.params,
@@ -140,6 +143,8 @@ class SchedulerSide:
                 )
             if admission.role != "none":
                 self._followed.add(request_id)
+            if admission.role == "consumer":
+                self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
             if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
                 _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)
