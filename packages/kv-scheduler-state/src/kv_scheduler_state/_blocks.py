@@ -29,6 +29,9 @@ BlockIds = tuple[tuple[int, ...], ...]
 """Block ids, one tuple per KV-cache group, in token order."""
 
 
+_Row = tuple[str, int, int, int]
+"""Kind, span, window blocks and scratch blocks of a group."""
+
 _Record = TypeVar("_Record", bound="tuple[object, ...]")
 
 
@@ -73,8 +76,7 @@ class BlockRules:
         self._groups = groups
         self._count = len(groups)
         self._null = null
-        # Kind, span, window blocks and scratch blocks of each group: read for every hand-over.
-        self._rows = tuple(
+        self._rows: tuple[_Row, ...] = tuple(
             [(group.kind, group.span_tokens, group.window_blocks, group.scratch_blocks) for group in groups]
         )
         # Span of a model with one group that keeps the whole prompt, which is nearly every model; else 0.
@@ -134,32 +136,34 @@ class BlockRules:
             self.require_groups(new_block_ids)
         if not any(new_block_ids):
             return self.nothing
+        if self._count == 1:
+            return (self._filled(self._rows[0], block_ids[0], new_block_ids[0], start, tokens),)
+        groups = zip(self._rows, block_ids, new_block_ids, strict=True)
+        return tuple([self._filled(row, ids, new, start, tokens) for row, ids, new in groups])
+
+    def _filled(self, row: _Row, ids: Sequence[int], new: Sequence[int], start: int, tokens: int) -> BlockList:
+        """Return the blocks of one group that a consumer fills, see `wanted`."""
+        kind, span, window_blocks, scratch_blocks = row
         null = self._null
-        lists: list[BlockList] = []
-        for (kind, span, window_blocks, scratch_blocks), ids, new in zip(
-            self._rows, block_ids, new_block_ids, strict=True
-        ):
-            if kind == "state":
-                lists.append(BlockList(running_state(scratch_blocks, new), 0, null))
-                continue
-            first, end = start // span, -(-tokens // span)
-            if start % span or len(ids) < end:
-                raise InvalidEvent(
-                    f"a read of tokens {start} to {tokens} needs whole blocks of {span} tokens from the first on, and {end} of "
-                    f"them; the request has {len(ids)}",
-                    start=start,
-                    tokens=tokens,
-                    span_tokens=span,
-                    blocks=len(ids),
-                )
-            if window_blocks:
-                first = max(first, end - window_blocks)
-            kept = tuple(ids[first:end])
-            # The new blocks are among the request's, in its order. As many as there are from `first` on: none of those is a hit.
-            if len(new) != len(ids) - first or not new or new[0] != ids[first]:
-                kept = self._without_hits(kept, new)
-            lists.append(new_tuple(BlockList, (kept, first * span, null)))
-        return tuple(lists)
+        if kind == "state":
+            return BlockList(running_state(scratch_blocks, new), 0, null)
+        first, end = start // span, -(-tokens // span)
+        if start % span or len(ids) < end:
+            raise InvalidEvent(
+                f"a read of tokens {start} to {tokens} needs whole blocks of {span} tokens from the first on, and {end} of "
+                f"them; the request has {len(ids)}",
+                start=start,
+                tokens=tokens,
+                span_tokens=span,
+                blocks=len(ids),
+            )
+        if window_blocks:
+            first = max(first, end - window_blocks)
+        kept = tuple(ids[first:end])
+        # The new blocks are among the request's, in its order. As many as there are from `first` on: none of those is a hit.
+        if len(new) != len(ids) - first or not new or new[0] != ids[first]:
+            kept = self._without_hits(kept, new)
+        return new_tuple(BlockList, (kept, first * span, null))
 
     def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids with null in place of every block that a prefix hit covers."""

@@ -26,7 +26,7 @@ class ObservedClock:
         max_step_s: Most that observed time advances between two observations.
     """
 
-    __slots__ = ("_from_reading_s", "_from_s", "_last_s", "_max_step_s")
+    __slots__ = ("_from_reading_s", "_from_s", "_is_real", "_last_s", "_max_step_s")
 
     def __init__(self, max_step_s: float = math.inf) -> None:
         if not max_step_s > 0:
@@ -38,6 +38,8 @@ class ObservedClock:
         # Observed time runs with the readings since this one; a pause or a step back begins anew.
         self._from_reading_s = 0.0
         self._from_s = 0.0
+        # Nothing unusual has happened: observed and real time are equal.
+        self._is_real = True
 
     @property
     def max_step_s(self) -> float:
@@ -64,15 +66,16 @@ class ObservedClock:
         # Nearly every reading. What is not before a good reading and not far after it is good itself.
         if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s:
             self._last_s = now_s
-            return self._from_s + (now_s - self._from_reading_s)
+            return now_s if self._is_real else self._from_s + (now_s - self._from_reading_s)
         return self._observe_unusual(now_s)
 
     def _observe_unusual(self, now_s: float) -> float:
         if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
             raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
         last_s, now_s = self._last_s, float(now_s)
-        # The first reading is taken as it is: observed and real time are equal while nothing unusual happens.
+        # The first reading is taken as it is.
         if last_s < math.inf:
+            self._is_real = False
             self._from_s = self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
             self._from_reading_s = now_s
         self._last_s = now_s

@@ -126,6 +126,9 @@ class SchedulerConfig:
         bidirectional: Whether a decode engine hands its blocks back for the next turn.
         recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
         readback_lease_s: How long a decode engine keeps its blocks for the next turn.
+        max_leases: Leases that may be out at once; a prompt that ends beyond them is not handed over (`lease-quota`). None: any
+            number.
+        max_leased_blocks: Blocks that all leases together may keep, over all groups; beyond them likewise. None: any number.
         dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
         generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
         trace_length: Transitions that are remembered per request and machine.
@@ -155,6 +158,8 @@ class SchedulerConfig:
     bidirectional: bool = False
     recompute_threshold_tokens: int = 64
     readback_lease_s: float = 480.0
+    max_leases: int | None = None
+    max_leased_blocks: int | None = None
     dialect: int | None = None
     generation: int | None = None
     trace_length: int = 16
@@ -203,6 +208,10 @@ class SchedulerConfig:
             (
                 not 0 <= (self.generation or 0) <= MAX_GENERATION,
                 f"generation is {self.generation}, must be 0 to 2**53 - 1 or None",
+            ),
+            (
+                min(1 if quota is None else quota for quota in (self.max_leases, self.max_leased_blocks)) < 1,
+                f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
             ),
             (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
         )

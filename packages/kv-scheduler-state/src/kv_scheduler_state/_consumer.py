@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._errors import InvalidEvent, quote
-from kv_scheduler_state._handovers import HandOver, HandOvers
+from kv_scheduler_state._handovers import HandOver, HandOvers, key_of
 from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
-from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
+from kv_scheduler_state._machine import NEW, Table, Trace, Transition, advance
 from kv_scheduler_state._plan import ReadOrder
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class ConsumerRecord:
     __slots__ = (
         "computed_tokens",
         "hand_over",
+        "key",
         "loadable_tokens",
         "peer",
-        "since_s",
         "state",
         "ticket",
         "trace",
@@ -39,9 +39,9 @@ class ConsumerRecord:
 
     def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
         self.state = arrival.target
-        self.since_s = now_s
-        self.trace: tuple[TraceEntry, ...] = ((now_s, arrival.event, arrival.target),)
+        self.trace: Trace = (now_s, arrival, None)
         self.ticket = ticket
+        self.key = key_of(ticket)
         # Only if another request has brought the same ticket, see `HandOvers`.
         self.hand_over: HandOver | None = None
         self.loadable_tokens = loadable_tokens
@@ -67,7 +67,6 @@ class Consumers:
         "_on_hit",
         "_outbox",
         "_rules",
-        "_trace_length",
         "failure_event",
         "hand_overs",
         "heartbeats",
@@ -96,7 +95,6 @@ class Consumers:
         self._config = config
         self._rules = rules
         self._outbox = outbox
-        self._trace_length = config.trace_length
         self._backoff_tokens = config.backoff_tokens
 
     def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
@@ -108,7 +106,7 @@ class Consumers:
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
-            record.peer = self.heartbeats.start(ticket, now_s)
+            record.peer = self.heartbeats.start(ticket.peer, record.key, now_s)
         return record
 
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
@@ -154,10 +152,9 @@ class Consumers:
         start = record.loadable_tokens - external_tokens if computed is None else computed
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
-        self.settle(request_id, record, row, now_s)
-        hand_over = record.hand_over
-        if hand_over is not None:
-            hand_over.read()
+        advance(record, row, now_s)
+        if record.hand_over is not None:
+            record.hand_over.read()
         if "order-read" in row.effects:
             self._outbox.read(_read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True))
 
@@ -192,12 +189,12 @@ class Consumers:
             hand_over.is_spent = True
 
     def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
-        """Take a step and do what its row demands; only `allocate` knows enough to order a read."""
-        advance(record, row, now_s, self._trace_length)
+        """Take a step and do what its row demands, but for a read, which `allocate` orders."""
+        advance(record, row, now_s)
         for effect in row.effects:
             if effect == "stop-heartbeat":
                 if record.peer is not None:
-                    self.heartbeats.stop(record.peer, record.ticket)
+                    self.heartbeats.stop(record.peer, record.key)
                     record.peer = None
             elif effect == "end-read":
                 self.hand_overs.read_ended(record, is_passed=False)

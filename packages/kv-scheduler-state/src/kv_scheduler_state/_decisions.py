@@ -40,7 +40,7 @@ class FinishDecision(NamedTuple):
         keep_blocks: Whether the engine keeps them until the workers report the request as sent.
         params: `kv_transfer_params` of the response, or None for no hand-over.
         withheld_code: Code of the reason why a prompt that ended well is not handed over: `withheld` (the caller asked for
-            it), `cache-reset`, `no-blocks`, `no-fence-slot` or `state-too-long`; empty otherwise.
+            it), `cache-reset`, `no-blocks`, `draining`, `lease-quota`, `no-fence-slot` or `state-too-long`; empty otherwise.
     """
 
     keep_blocks: bool

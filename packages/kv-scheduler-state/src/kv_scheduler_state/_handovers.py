@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol, final
 if TYPE_CHECKING:
     from kv_scheduler_state._ticket import HandoffTicket
 
-__all__ = ["HandOver", "HandOvers"]
+__all__ = ["HandOver", "HandOvers", "TicketKey", "key_of"]
 
-_Key = tuple[str, str, str, tuple[int, int] | None]
-"""Peer engine, request id there, nonce and fence of a ticket."""
+TicketKey = tuple[str, str, str, tuple[int, int] | None]
+"""Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
 
 
 @final
@@ -34,7 +34,7 @@ class HandOver:
 
     __slots__ = ("is_spent", "key", "reading", "waiting")
 
-    def __init__(self, key: _Key) -> None:
+    def __init__(self, key: TicketKey) -> None:
         self.key = key
         self.waiting = 0
         self.reading = 0
@@ -60,7 +60,7 @@ class Holder(Protocol):
     """The part of a consumer record that this module reads, and the hand-over that it sets."""
 
     state: str
-    ticket: HandoffTicket
+    key: TicketKey
     hand_over: HandOver | None
 
 
@@ -75,11 +75,11 @@ class HandOvers:
     __slots__ = ("_by_key",)
 
     def __init__(self) -> None:
-        self._by_key: dict[_Key, Holder | HandOver] = {}
+        self._by_key: dict[TicketKey, Holder | HandOver] = {}
 
     def join(self, record: Holder) -> None:
         """Note one more waiting holder of the record's ticket."""
-        known = self._by_key.setdefault(_key_of(record.ticket), record)
+        known = self._by_key.setdefault(record.key, record)
         if known is record:
             return
         if not isinstance(known, HandOver):
@@ -89,8 +89,7 @@ class HandOvers:
 
     def _share(self, first: Holder) -> HandOver:
         """Return a hand-over in the place of its only holder so far."""
-        key = _key_of(first.ticket)
-        hand_over = self._by_key[key] = first.hand_over = HandOver(key)
+        hand_over = self._by_key[first.key] = first.hand_over = HandOver(first.key)
         if first.state == "queued":
             hand_over.waiting = 1
         else:
@@ -102,7 +101,7 @@ class HandOvers:
         """Note that a waiting holder gave up."""
         hand_over = record.hand_over
         if hand_over is None:
-            self._by_key.pop(_key_of(record.ticket), None)
+            self._by_key.pop(record.key, None)
             return
         hand_over.waiting -= 1
         self._forget(hand_over)
@@ -111,7 +110,7 @@ class HandOvers:
         """Note the end of a read; unless it is passed on, the ticket is used up."""
         hand_over = record.hand_over
         if hand_over is None:
-            self._by_key.pop(_key_of(record.ticket), None)
+            self._by_key.pop(record.key, None)
             return
         hand_over.reading -= 1
         if not is_passed:
@@ -126,5 +125,6 @@ class HandOvers:
         return len(self._by_key)
 
 
-def _key_of(ticket: HandoffTicket) -> _Key:
+def key_of(ticket: HandoffTicket) -> TicketKey:
+    """Return what the requests that hold the same ticket have in common."""
     return ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence

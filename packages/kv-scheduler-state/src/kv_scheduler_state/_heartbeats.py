@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state._plan import HeartbeatOrder
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
+    from kv_scheduler_state._handovers import TicketKey
+    from kv_scheduler_state._ticket import PeerAddress
 
 __all__ = ["Heartbeats", "PeerLeases"]
 
@@ -28,7 +29,7 @@ class PeerLeases:
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
         # Two local requests may hold the same ticket: the lease is renewed until the last of them is done.
-        self.counts: dict[tuple[str, str], int] = {}
+        self.counts: dict[TicketKey, int] = {}
         self.order: HeartbeatOrder | None = None
 
 
@@ -52,26 +53,24 @@ class Heartbeats:
         # How late the last orders were: the most overdue peer's.
         self.last_delay_s = 0.0
 
-    def start(self, ticket: HandoffTicket, now_s: float) -> PeerLeases:
+    def start(self, address: PeerAddress, key: TicketKey, now_s: float) -> PeerLeases:
         """Renew a ticket's lease from now on, and return the peer to stop it with."""
-        address = ticket.peer
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = PeerLeases(address)
             self._push(now_s, peer)
-        counts, reader = peer.counts, (ticket.peer_request_id, ticket.nonce)
-        counts[reader] = counts.get(reader, 0) + 1
+        counts = peer.counts
+        counts[key] = counts.get(key, 0) + 1
         peer.order = None
         return peer
 
-    def stop(self, peer: PeerLeases, ticket: HandoffTicket) -> None:
+    def stop(self, peer: PeerLeases, key: TicketKey) -> None:
         """Renew the lease no longer for one of its holders."""
-        reader = ticket.peer_request_id, ticket.nonce
-        left = peer.counts[reader] - 1
+        left = peer.counts[key] - 1
         if left:
-            peer.counts[reader] = left
+            peer.counts[key] = left
         else:
-            del peer.counts[reader]
+            del peer.counts[key]
             peer.order = None
 
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
@@ -86,7 +85,8 @@ class Heartbeats:
                 del self._peers[peer.address]
                 continue
             if peer.order is None:
-                peer.order = HeartbeatOrder(peer.address, tuple(peer.counts))
+                readers = dict.fromkeys((request_id, nonce) for _, request_id, nonce, _ in peer.counts)
+                peer.order = HeartbeatOrder(peer.address, tuple(readers))
             orders.append(peer.order)
             delay_s = max(delay_s, now_s - due_s)
             self._push(now_s + self._period_s, peer)
@@ -95,13 +95,9 @@ class Heartbeats:
             self.last_delay_s = delay_s
         return orders
 
-    def holders(self) -> dict[tuple[str, str, str], int]:
-        """Return how many local requests hold each (peer engine, peer request, nonce)."""
-        return {
-            (address.engine_id, *reader): count
-            for address, peer in self._peers.items()
-            for reader, count in peer.counts.items()
-        }
+    def holders(self) -> dict[TicketKey, int]:
+        """Return how many local requests hold each ticket."""
+        return {key: count for peer in self._peers.values() for key, count in peer.counts.items()}
 
     @property
     def peer_count(self) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._machine import GONE, describe_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from kv_scheduler_state._consumer import ConsumerRecord, Consumers
+    from kv_scheduler_state._handovers import TicketKey
     from kv_scheduler_state._machine import Table
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._producer import ProducerRecord, Producers
     from kv_scheduler_state._request import Request
 
-__all__ = ["count_states", "describe", "violations"]
+__all__ = ["count_states", "describe", "state_of", "violations"]
 
 _WAITS_FOR: Final = {
     ("producer", "waiting"): "the engine, to allocate its prompt",
@@ -43,7 +44,16 @@ def count_states(requests: Iterable[Request]) -> dict[str, int]:
     return counts
 
 
-def describe(request_id: str, live: Request, now_s: float) -> dict[str, object]:
+def state_of(live: Request) -> str:
+    """Return the states of a request's records as one word."""
+    return "+".join([record.state for record in _pending(live)]) or "running"
+
+
+def _pending(live: Request) -> list[ConsumerRecord | ProducerRecord]:
+    return [record for record in (live.consumer, live.producer) if record is not None and record.state != GONE]
+
+
+def describe(request_id: str, live: Request, now_s: float, trace_length: int) -> dict[str, object]:
     """Return a live request as plain values."""
     consumer, producer = live.consumer, live.producer
     entry: dict[str, object] = {
@@ -56,7 +66,7 @@ def describe(request_id: str, live: Request, now_s: float) -> dict[str, object]:
     }
     if consumer is not None:
         entry["consumer"] = {
-            **_record("consumer", consumer, now_s),
+            **_record("consumer", consumer, now_s, trace_length),
             "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
@@ -64,23 +74,24 @@ def describe(request_id: str, live: Request, now_s: float) -> dict[str, object]:
         }
     if producer is not None:
         entry["producer"] = {
-            **_record("producer", producer, now_s),
+            **_record("producer", producer, now_s, trace_length),
             "fence": producer.fence,
             "saved_blocks": producer.saved_blocks,
         }
-    pending = [record for record in (consumer, producer) if record is not None and record.state != GONE]
-    entry["state"] = "+".join(record.state for record in pending) or "running"
+    pending = _pending(live)
+    entry["state"] = state_of(live)
     name = "consumer" if consumer is not None and consumer.state != GONE else "producer"
     entry["waits_for"] = _WAITS_FOR.get((name, pending[0].state), "") if pending else "the engine, to finish it"
     return entry
 
 
-def _record(machine: str, record: ConsumerRecord | ProducerRecord, now_s: float) -> dict[str, object]:
+def _record(
+    machine: str, record: ConsumerRecord | ProducerRecord, now_s: float, trace_length: int
+) -> dict[str, object]:
     return {
         "machine": machine,
         "state": record.state,
-        "in_state_s": now_s - record.since_s,
-        "trace": [{"at_s": at_s, "event": event, "state": state} for at_s, event, state in record.trace],
+        **describe_trace(record.trace, trace_length, now_s),
     }
 
 
@@ -99,7 +110,7 @@ def _record_violations(live: Mapping[str, Request], consumer_table: Table, produ
         for table, record in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
             if record is not None and record.state not in table.states:
                 yield f"{request_id}: {table.name} state '{record.state}' is in no table"
-        pending = [record for record in (entry.consumer, entry.producer) if record is not None and record.state != GONE]
+        pending = _pending(entry)
         if entry.is_finished and not pending:
             yield f"{request_id}: ended, but still remembered"
         if not entry.is_finished and any(record.state in {"draining", "leased", "revoked"} for record in pending):
@@ -114,14 +125,13 @@ def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iter
 
 
 def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> Iterator[str]:
-    wanted: dict[tuple[str, str, str], int] = {}
+    wanted: dict[TicketKey, int] = {}
     for request_id, entry in live.items():
         record = entry.consumer
         if record is None:
             continue
         if record.peer is not None:
-            key = (record.ticket.peer.engine_id, record.ticket.peer_request_id, record.ticket.nonce)
-            wanted[key] = wanted.get(key, 0) + 1
+            wanted[record.key] = wanted.get(record.key, 0) + 1
         should_renew = record.state in {"queued", "reading"} and record.ticket.kind == "handoff"
         if (record.peer is not None) != should_renew:
             yield f"{request_id}: consumer in state '{record.state}' is {'' if record.peer else 'not '}renewed"

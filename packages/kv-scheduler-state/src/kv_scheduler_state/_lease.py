@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, final
 
-from kv_scheduler_state._machine import NEW, TraceEntry
+from kv_scheduler_state._machine import NEW, Trace
 
 __all__ = ["END_REASONS", "Lease", "LeaseEnd", "LeaseEndReason", "ReaderVerdict", "Readers", "Refusal"]
 
@@ -99,12 +99,11 @@ class Lease:
     hold the same ticket never add up to a complete read.
     """
 
-    __slots__ = ("deadline_s", "extension_s", "fence", "lease_s", "nonce", "readers", "since_s", "state", "trace")
+    __slots__ = ("deadline_s", "extension_s", "fence", "lease_s", "nonce", "readers", "state", "trace")
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self) -> None:
         self.state = NEW
-        self.since_s = now_s
-        self.trace: tuple[TraceEntry, ...] = ()
+        self.trace: Trace = None
         self.deadline_s = 0.0
         self.extension_s = 0.0
         self.lease_s = 0.0

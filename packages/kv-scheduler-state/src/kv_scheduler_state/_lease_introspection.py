@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from kv_scheduler_state._machine import describe_trace
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
     from kv_scheduler_state._lease import Lease
 
 __all__ = ["describe_leases", "lease_violations"]
+
+_TRACE_LENGTH: Final = 16
 
 
 def describe_leases(leases: Mapping[str, Lease], at_s: float) -> tuple[dict[str, object], ...]:
@@ -20,13 +24,12 @@ def describe_leases(leases: Mapping[str, Lease], at_s: float) -> tuple[dict[str,
             {
                 "request_id": request_id,
                 "state": lease.state,
-                "in_state_s": at_s - lease.since_s,
                 "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
                 "fence": lease.fence,
                 "nonce": lease.nonce,
                 "readers": list(lease.readers_done),
                 "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                "trace": [{"at_s": at, "event": event, "state": state} for at, event, state in lease.trace],
+                **describe_trace(lease.trace, _TRACE_LENGTH, at_s),
             }
             for request_id, lease in leases.items()
         ]

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaseTable"]
 
-_TRACE_LENGTH: Final = 16
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
 _PAUSE_PART: Final = 1 / 6
@@ -150,7 +149,7 @@ class LeaseTable:
         """
         row = self._table.find(request_id, self._state(request_id), "expect")
         at_s = self._clock.observe(now_s)
-        lease = self._leases[request_id] = Lease(at_s)
+        lease = self._leases[request_id] = Lease()
         self._past.pop(request_id, None)
         self._step(request_id, lease, row, at_s)
 
@@ -180,7 +179,7 @@ class LeaseTable:
         row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
         at_s = self._clock.observe(now_s)
         if lease is None:
-            lease = self._leases[request_id] = Lease(at_s)
+            lease = self._leases[request_id] = Lease()
             self._past.pop(request_id, None)
         lease.fence = fence
         lease.nonce = nonce
@@ -272,7 +271,7 @@ class LeaseTable:
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
         if lease is None:
-            lease = self._leases[request_id] = Lease(at_s)
+            lease = self._leases[request_id] = Lease()
         self._step(request_id, lease, row, at_s)
 
     def take_ended(self, *, now_s: float) -> tuple[LeaseEnd, ...]:
@@ -329,7 +328,7 @@ class LeaseTable:
 
     def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
         was_granted = lease.state == "granted"
-        advance(lease, row, at_s, _TRACE_LENGTH)
+        advance(lease, row, at_s)
         for effect in row.effects:
             if effect == "extend":
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)

@@ -8,22 +8,19 @@ the documents' diagrams are drawn from the same rows, and the proofs mutate them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, final
 
 from kv_scheduler_state._errors import IllegalTransition, InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GONE", "NEW", "Table", "TraceEntry", "Tracked", "Transition", "advance"]
+__all__ = ["GONE", "NEW", "Table", "Trace", "Transition", "advance", "describe_trace", "latest_steps", "shortened"]
 
 NEW = "new"
 """State of a request that the machine has not met."""
 GONE = "gone"
 """The one end of every machine; a request in it is forgotten."""
-
-TraceEntry = tuple[float, str, str]
-"""Entry of a request's trace: observed time, event, state afterwards."""
 
 
 @final
@@ -44,6 +41,10 @@ class Transition:
     target: str
     effects: tuple[str, ...]
     why: str
+
+
+Trace: TypeAlias = "tuple[float, Transition, Trace] | None"
+"""Steps of a request from state to state, the newest first: its observed time, its row, and the steps before it."""
 
 
 @final
@@ -107,18 +108,40 @@ class Tracked(Protocol):
     """The part of a request's record that every machine keeps."""
 
     state: str
-    since_s: float
-    trace: tuple[TraceEntry, ...]
+    trace: Trace
 
 
-def advance(record: Tracked, row: Transition, now_s: float, trace_length: int) -> None:
-    """Move a request to a row's target and remember the step."""
+def advance(record: Tracked, row: Transition, now_s: float) -> None:
+    """Move a request to a row's target and remember the step, unless the request stays where it is."""
     target = row.target
     if target != record.state:
         record.state = target
-        record.since_s = now_s
-    # A tuple, because it is a third smaller than a list, and most records see few steps.
-    trace = record.trace
-    if len(trace) >= trace_length:
-        trace = trace[1:]
-    record.trace = (*trace, (now_s, row.event, target))
+        record.trace = now_s, row, record.trace
+
+
+def latest_steps(trace: Trace, length: int) -> list[tuple[float, Transition]]:
+    """Return the newest steps of a trace with their times, oldest first, at most `length` of them."""
+    steps: list[tuple[float, Transition]] = []
+    while trace is not None and len(steps) < length:
+        at_s, row, trace = trace
+        steps.append((at_s, row))
+    return steps[::-1]
+
+
+def shortened(trace: Trace, length: int) -> Trace:
+    """Return a trace of the newest `length` steps.
+
+    Only for the steps that close a circle in a table (`preempt`): between two of those a trace cannot grow beyond the table.
+    """
+    short: Trace = None
+    for at_s, row in latest_steps(trace, length):
+        short = at_s, row, short
+    return short
+
+
+def describe_trace(trace: Trace, length: int, now_s: float) -> dict[str, object]:
+    """Return how long a request has been in its state, and its newest steps, oldest first."""
+    return {
+        "in_state_s": now_s - trace[0] if trace else 0.0,
+        "trace": [{"at_s": at_s, "event": row.event, "state": row.target} for at_s, row in latest_steps(trace, length)],
+    }

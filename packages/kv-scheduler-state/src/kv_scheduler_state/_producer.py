@@ -6,8 +6,11 @@ from hashlib import shake_256
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._blocks import new_tuple
+from kv_scheduler_state._config import MAX_GENERATION
+from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._fences import FencePool
-from kv_scheduler_state._machine import NEW, Table, TraceEntry, Transition, advance
+from kv_scheduler_state._machine import NEW, Table, Trace, Transition, advance, shortened
+from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
 from kv_scheduler_state._ticket import PeerAddress
 
@@ -24,8 +27,6 @@ __all__ = ["ProducerRecord", "Producers"]
 
 _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
-_RELIEF_S: Final = 5.0
-"""Longest wait for the blocks of a revoked lease before the engine preempts after all."""
 
 
 @final
@@ -37,23 +38,24 @@ class ProducerRecord:
         "is_preemption_due",
         "is_readback",
         "is_void",
+        "leased_blocks",
         "preemptions",
         "prompt_tokens",
         "saved_blocks",
-        "since_s",
         "state",
         "trace",
     )
 
-    def __init__(self, arrival: Transition, *, prompt_tokens: int, is_readback: bool, now_s: float) -> None:
+    def __init__(self, arrival: Transition, prompt_tokens: int, now_s: float, *, is_readback: bool) -> None:
         self.state = arrival.target
-        self.since_s = now_s
-        self.trace: tuple[TraceEntry, ...] = ((now_s, arrival.event, arrival.target),)
+        self.trace: Trace = (now_s, arrival, None)
         self.prompt_tokens = prompt_tokens
         self.is_readback = is_readback
         self.is_void = False
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
+        # Per group, while the lease is out.
+        self.leased_blocks: tuple[int, ...] = ()
         # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
         self.preemptions = 0
         self.is_preemption_due = False
@@ -69,25 +71,25 @@ class Producers:
     __slots__ = (
         "_address",
         "_arrival",
-        "_config",
         "_draws",
         "_handoff",
         "_has_state",
-        "_leased",
         "_nonces",
         "_on_allocate",
         "_on_preempt",
-        "_outbox",
         "_readback",
-        "_revoked",
         "_rules",
         "_spans",
         "_trace_length",
+        "config",
         "fences",
+        "is_draining",
+        "leases",
         "on_drop",
         "on_hand_over",
         "on_revoke",
         "on_sent",
+        "outbox",
         "seal",
         "table",
     )
@@ -102,23 +104,29 @@ class Producers:
         self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
         self.fences = FencePool(config.fence_slots, config.fence_seed)
-        self._config = config
+        self.config = config
         self._rules = rules
-        self._outbox = outbox
+        self.outbox = outbox
         self._trace_length = config.trace_length
         self._has_state = config.has_state
         self._spans = [group.span_tokens for group in config.groups]
         self._draws = 0
         self._nonces: list[str] = []
-        # Requests with a lease, oldest grant first, and those whose lease was revoked, with the time.
-        self._leased: dict[str, ProducerRecord] = {}
-        self._revoked: dict[str, float] = {}
+        self.leases = Outstanding(config)
+        # Nothing is handed over any more.
+        self.is_draining = False
         self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
     def set_generation(self, generation: int | None) -> None:
-        """Name this generation in tickets from now on."""
-        config = self._config
+        """Name this generation in tickets from now on; None names none.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a number that no consumer would accept.
+        """
+        if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
+            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
+        config = self.config
         self._address = _own_address(config, generation)
         # The constant part of every ticket, and the lease that it announces.
         self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
@@ -128,67 +136,64 @@ class Producers:
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
-        return ProducerRecord(arrival, prompt_tokens=prompt_tokens, is_readback=is_readback, now_s=now_s)
+        return ProducerRecord(arrival, prompt_tokens, now_s, is_readback=is_readback)
 
-    def allocation_rows(
-        self, request_id: str, record: ProducerRecord, preemptions: int
-    ) -> tuple[Transition | None, Transition]:
-        """Return the row of a preemption that was not told before, if there was one, and that of the allocation.
-
-        A cache reset preempts outside of a step. The engine then tells of the preemption with the step that has already
-        allocated the request again.
+    def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
+        """Return the row of an allocation, which may tell of a preemption at the same time, see `allocate`.
 
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        table, state = self.table, record.state
+        state = record.state
         if preemptions > record.preemptions and state in self._on_preempt:
-            preempt = self._on_preempt[state]
-            return preempt, table.find(request_id, preempt.target, "allocate")
-        return None, self._on_allocate.get(state) or table.refuse(request_id, state, "allocate")
+            state = self._on_preempt[state].target
+        return self._on_allocate.get(state) or self.table.refuse(request_id, state, "allocate")
 
-    def allocate(
-        self,
-        request_id: str,
-        record: ProducerRecord,
-        rows: tuple[Transition | None, Transition],
-        preemptions: int,
-        now_s: float,
-    ) -> None:
-        """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence."""
-        record.preemptions = preemptions
-        preemption, row = rows
-        if preemption is not None:
-            self.preempt(request_id, record, preemption, now_s)
-            record.is_preemption_due = True
-        advance(record, row, now_s, self._trace_length)
+    def allocate(self, request_id: str, record: ProducerRecord, preemptions: int, now_s: float) -> None:
+        """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
+
+        A cache reset preempts outside of a step. The engine then tells of the preemption with the step that has already
+        allocated the request again: its count of `preemptions` is higher than the one that is known.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.require_allocation(request_id, record, preemptions)
+        if preemptions != record.preemptions:
+            preemption = self._on_preempt.get(record.state) if preemptions > record.preemptions else None
+            record.preemptions = preemptions
+            if preemption is not None:
+                self.preempt(request_id, record, preemption, now_s)
+                record.is_preemption_due = True
+        advance(record, row, now_s)
         if "announce" in row.effects:
             record.fence = self.fences.take()
-            self._outbox.expect(request_id, record.fence)
+            self.outbox.expect(request_id, record.fence)
         elif "restart" in row.effects:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
-            self._outbox.restart(request_id, record.fence)
+            self.outbox.restart(request_id, record.fence)
 
     def scheduled(
         self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
     ) -> None:
         """Order the host-buffer save of a chunk."""
-        advance(record, row, now_s, self._trace_length)
-        if not self._config.uses_host_buffer:
+        advance(record, row, now_s)
+        if not self.config.uses_host_buffer:
             return
         if "save" in row.effects and any(blocks):
-            self._outbox.saves.append((request_id, blocks))
-            self._outbox.has_orders = True
+            self.outbox.saves.append((request_id, blocks))
+            self.outbox.has_orders = True
             record.saved_blocks += sum(map(len, blocks))
         if "complete" in row.effects:
-            self._outbox.completes[request_id] = None
-            self._outbox.has_orders = True
+            self.outbox.completes[request_id] = None
+            self.outbox.has_orders = True
 
     def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Forget what was saved of blocks that are gone."""
-        advance(record, row, now_s, self._trace_length)
+        advance(record, row, now_s)
+        record.trace = shortened(record.trace, self._trace_length)
         if "forget-saves" in row.effects:
-            self._outbox.drop_saves(request_id)
+            self.outbox.drop_saves(request_id)
             record.saved_blocks = 0
         record.is_void = False
 
@@ -219,7 +224,11 @@ class Producers:
             self._rules.require_groups(block_ids)
             state = record.state
             row = self.on_hand_over.get(state) or self.table.refuse(request_id, state, "hand-over")
-            if record.fence is None and self.fences.slots:
+            if self.is_draining:
+                code = "draining"
+            elif not self.leases.has_room(block_ids):
+                code = "lease-quota"
+            elif record.fence is None and self.fences.slots:
                 code = "no-fence-slot"
             elif self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
                 code = "state-too-long"
@@ -243,17 +252,17 @@ class Producers:
         now_s: float,
     ) -> dict[str, object] | None:
         """End the request: grant the lease and return the ticket's params, or let the workers forget the request."""
-        advance(record, row, now_s, self._trace_length)
+        advance(record, row, now_s)
         if "grant" not in row.effects:
             if "withdraw" in row.effects:
                 self._withdraw(request_id, record)
             return None
         template, lease_s = self._readback if record.is_readback else self._handoff
         nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
-        outbox, fence = self._outbox, record.fence
+        outbox, fence = self.outbox, record.fence
         outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, fence, nonce)))
         outbox.has_orders = True
-        self._leased[request_id] = record
+        self.leases.grant(request_id, record, block_ids)
         tokens = self._tokens_of(record, computed_tokens)
         params = template.copy()
         params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
@@ -271,17 +280,16 @@ class Producers:
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""
-        advance(record, row, now_s, self._trace_length)
-        self._leased.pop(request_id, None)
-        self._revoked[request_id] = now_s
+        advance(record, row, now_s)
+        self.leases.revoke(request_id, now_s)
         if "order-revoke" in row.effects:
-            self._outbox.add(self._outbox.revokes, request_id)
+            self.outbox.add(self.outbox.revokes, request_id)
 
     def relieve(self, now_s: float) -> bool:
         """Revoke the oldest lease unless blocks are about to be freed already; True while they are."""
-        if self._revoked:
-            return now_s - next(iter(self._revoked.values())) < _RELIEF_S
-        oldest = next(iter(self._leased.items()), None)
+        if self.leases.is_relief_due(now_s):
+            return True
+        oldest = self.leases.oldest()
         if oldest is None:
             return False
         request_id, record = oldest
@@ -290,16 +298,14 @@ class Producers:
 
     def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
-        advance(record, row, now_s, self._trace_length)
-        self._leased.pop(request_id, None)
-        if self._revoked:
-            self._revoked.pop(request_id, None)
+        advance(record, row, now_s)
+        self.leases.end(request_id, record)
         if "return-slot" in row.effects:
             self._return_slot(record)
 
     def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
-        if not self._outbox.withdraw(request_id):
-            self._outbox.add(self._outbox.releases, request_id)
+        if not self.outbox.withdraw(request_id):
+            self.outbox.add(self.outbox.releases, request_id)
         # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
         # slot's next owner are applied after this one's.
         self._return_slot(record)
@@ -311,7 +317,7 @@ class Producers:
 
     def _draw_nonce(self) -> str:
         """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes 64 of them."""
-        config = self._config
+        config = self.config
         self._draws += 1
         digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
         self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._consumer import ConsumerRecord, Consumers
     from kv_scheduler_state._producer import ProducerRecord, Producers
 
-__all__ = ["Request", "forget_if_ended", "void_all"]
+__all__ = ["Request", "forget_if_ended", "preempt", "void_all"]
 
 
 @final
@@ -39,6 +39,24 @@ def forget_if_ended(requests: dict[str, Request], request_id: str, request: Requ
         request.producer = producer = None
     if consumer is None and producer is None and request.is_finished:
         del requests[request_id]
+
+
+def preempt(request_id: str, request: Request, consumers: Consumers, producers: Producers, at_s: float) -> None:
+    """Apply a preemption to both records of a request, or to none.
+
+    Raises:
+        IllegalTransition: `illegal-transition`.
+    """
+    consumer, producer = request.consumer, request.producer
+    if producer is not None and producer.is_preemption_due:
+        producer.is_preemption_due = False  # the allocation has told of it, see `Producers.allocate`
+        return
+    consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
+    producer_row = producer and producers.table.find(request_id, producer.state, "preempt")
+    if consumer is not None and consumer_row is not None:
+        consumers.settle(request_id, consumer, consumer_row, at_s)
+    if producer is not None and producer_row is not None:
+        producers.preempt(request_id, producer, producer_row, at_s)
 
 
 def void_all(requests: Mapping[str, Request], consumers: Consumers, producers: Producers, at_s: float) -> None:

@@ -17,23 +17,15 @@ from typing import TYPE_CHECKING, Final, final
 from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules, new_tuple
 from kv_scheduler_state._clock import ObservedClock
-from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._consumer import Consumers
-from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
-from kv_scheduler_state._errors import (
-    DuplicateRequest,
-    InvalidEvent,
-    SchedulerStateError,
-    UnknownRequest,
-    quote,
-    refuse_count,
-)
+from kv_scheduler_state._decisions import NOT_KEPT, Admission, FinishDecision, FinishReason
+from kv_scheduler_state._errors import InvalidEvent, SchedulerStateError, UnknownRequest, quote, refuse_count
 from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
-from kv_scheduler_state._request import Request, forget_if_ended, void_all
+from kv_scheduler_state._request import Request, forget_if_ended, preempt, void_all
 from kv_scheduler_state._seal import TicketSeal
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
@@ -90,8 +82,8 @@ class SchedulerState:
         self._producers = Producers(config, producer_table, self._rules, self._outbox)
         self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
         self._requests: dict[str, Request] = {}
-        self._admissions = Admissions(config, self._consumers, self._producers)
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
+        self._admissions = Admissions(self._requests, self._clock, self._consumers, self._producers, self._reports)
         if secrets:
             self.set_secrets(secrets)
 
@@ -131,22 +123,7 @@ class SchedulerState:
             DuplicateRequest: `duplicate-request`, while a request of that id is live or has orders in the next plan.
             InvalidEvent: `invalid-event`, for an empty id, a negative length or a time that is none.
         """
-        if type(request_id) is not str or not request_id:
-            raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
-        if type(prompt_tokens) is not int or prompt_tokens < 0:
-            refuse_count("prompt_tokens", prompt_tokens)
-        known = self._requests.get(request_id)
-        if known is not None:
-            raise DuplicateRequest(request_id, str(describe(request_id, known, 0.0)["state"]))
-        if self._outbox.has_orders and self._outbox.is_parting(request_id):
-            raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
-        if request_id in self._reports.unread:
-            raise DuplicateRequest(request_id, "waiting for the report of its failure")
-        at_s = self._clock.observe(now_s)
-        request = Request(prompt_tokens, at_s)
-        admission = BYSTANDER if params is None else self._admissions.admit(request_id, request, params, identity, at_s)
-        self._requests[request_id] = request
-        return admission
+        return self._admissions.arrive(request_id, params, prompt_tokens, identity, now_s)
 
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
         """Return the prompt tokens to read from the peer beyond the local prefix hit; orders nothing.
@@ -202,15 +179,16 @@ class SchedulerState:
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             at_s = self._clock.observe(now_s)
-            rows = None if producer is None else self._producers.allocation_rows(request_id, producer, preemptions)
             if consumer is not None:
+                if producer is not None:
+                    self._producers.require_allocation(request_id, producer, preemptions)
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
+            if producer is not None:
+                self._producers.allocate(request_id, producer, preemptions, at_s)
         except SchedulerStateError:
             if type(external_tokens) is int and external_tokens > 0 and self._reports.expect_failure(request_id):
                 self._outbox.fail(request_id)
             raise
-        if producer is not None and rows is not None:
-            self._producers.allocate(request_id, producer, rows, preemptions, at_s)
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
         """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
@@ -241,17 +219,7 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         request = self._find(request_id, "preempt")
-        consumer, producer = request.consumer, request.producer
-        if producer is not None and producer.is_preemption_due:
-            producer.is_preemption_due = False  # the allocation has told of it, see `Producers.allocation_rows`
-            return
-        consumer_row = consumer and self._consumers.table.find(request_id, consumer.state, "preempt")
-        producer_row = producer and self._producers.table.find(request_id, producer.state, "preempt")
-        at_s = self._clock.observe(now_s)
-        if consumer is not None and consumer_row is not None:
-            self._consumers.settle(request_id, consumer, consumer_row, at_s)
-        if producer is not None and producer_row is not None:
-            self._producers.preempt(request_id, producer, producer_row, at_s)
+        preempt(request_id, request, self._consumers, self._producers, self._clock.observe(now_s))
 
     def finish(
         self,
@@ -287,21 +255,23 @@ class SchedulerState:
         if type(computed_tokens) is not int or computed_tokens < 0:
             refuse_count("computed_tokens", computed_tokens)
         at_s = self._clock.observe(now_s)
-        producers, producer, row, code = self._producers, request.producer, None, ""
+        producers, producer, consumer = self._producers, request.producer, request.consumer
+        row, code = None, ""
         if producer is not None and hands_over:
             row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
         elif producer is not None:
             row = producers.on_drop.get(producer.state) or producers.table.refuse(request_id, producer.state, "drop")
-        if request.consumer is not None:
-            self._consumers.finish(request_id, request.consumer, at_s)
+        if consumer is not None:
+            self._consumers.finish(request_id, consumer, at_s)
         request.is_finished = True
-        params = None
         if producer is not None and row is not None:
             params = producers.finish(request_id, producer, row, block_ids, computed_tokens, identity, at_s)
+            if params is not None:
+                if consumer is not None:
+                    forget_if_ended(self._requests, request_id, request)
+                return new_tuple(FinishDecision, (True, params, ""))
         forget_if_ended(self._requests, request_id, request)
-        if params is None:
-            return new_tuple(FinishDecision, (False, None, code)) if code else NOT_KEPT
-        return new_tuple(FinishDecision, (True, params, ""))
+        return new_tuple(FinishDecision, (False, None, code)) if code else NOT_KEPT
 
     def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Note the reports of the workers after a step.
@@ -352,6 +322,25 @@ class SchedulerState:
         """Fence slots in use; with all of `config.fence_slots` in use nothing is handed over."""
         return self._producers.fences.used
 
+    @property
+    def lease_count(self) -> int:
+        """Leases that are out: granted, and not reported as `sent` yet."""
+        return len(self._producers.leases)
+
+    @property
+    def leased_blocks(self) -> tuple[int, ...]:
+        """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
+        return tuple(self._producers.leases.blocks)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._producers.is_draining
+
+    def drain(self) -> None:
+        """Hand nothing over from now on: prompts end with the code `draining`. Leases that are out live on, reads go on."""
+        self._producers.is_draining = True
+
     def relieve(self, *, now_s: float) -> bool:
         """Revoke the oldest lease under memory pressure, one at a time; True while blocks are about to be freed.
 
@@ -379,8 +368,6 @@ class SchedulerState:
         Raises:
             InvalidEvent: `invalid-event`, for a number that no consumer would accept.
         """
-        if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
-            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
         self._producers.set_generation(generation)
 
     def reset(self, *, now_s: float) -> None:
@@ -399,7 +386,9 @@ class SchedulerState:
     def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
         """Return every live request with its age, its states, its traces and the event that it waits for, oldest first."""
         at_s = self._clock.observe(now_s)
-        return tuple([describe(request_id, request, at_s) for request_id, request in self._requests.items()])
+        return tuple(
+            [describe(name, request, at_s, self._config.trace_length) for name, request in self._requests.items()]
+        )
 
     def state_counts(self) -> dict[str, int]:
         """Return how many live requests are in each state, such as `producer-leased`. Costs a scan."""
@@ -412,7 +401,7 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
         """
         request = self._find(request_id, "explain")
-        return describe(request_id, request, self._clock.observe(now_s))
+        return describe(request_id, request, self._clock.observe(now_s), self._config.trace_length)
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""

@@ -1,0 +1,92 @@
+"""Leases that are out: the blocks that they keep from the engine, and whether one more may be granted.
+
+A lease is out from its grant until every worker has reported its end, revoked or not: that long the engine keeps the blocks.
+
+Example: `max_leases` 2 and `max_leased_blocks` 100. With leases of 40 and 50 blocks out nothing more is granted. Once that of 40
+has ended, a prompt of 50 blocks is handed over, and one of 51 is not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._producer import ProducerRecord
+
+__all__ = ["Outstanding"]
+
+_RELIEF_S: Final = 5.0
+"""Longest wait for the blocks of a revoked lease before the engine preempts after all."""
+
+
+@final
+class Outstanding:
+    """The leases that are out, oldest grant first.
+
+    Args:
+        config: The engine, with its quotas.
+
+    Attributes:
+        blocks: Blocks that the leases keep, per KV-cache group. Null blocks do not count; blocks of two leases count twice.
+    """
+
+    __slots__ = ("_has_quota", "_leased", "_max_blocks", "_max_leases", "_null", "_revoked", "blocks")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_leases = math.inf if config.max_leases is None else config.max_leases
+        self._max_blocks = math.inf if config.max_leased_blocks is None else config.max_leased_blocks
+        self._has_quota = config.max_leases is not None or config.max_leased_blocks is not None
+        # A group that keeps the whole prompt has no null blocks to look for.
+        self._null = None if all(group.kind == "full" for group in config.groups) else config.null_block
+        # Leases that the scheduler has not taken back, and those that it has, with the time.
+        self._leased: dict[str, ProducerRecord] = {}
+        self._revoked: dict[str, float] = {}
+        self.blocks = [0] * len(config.groups)
+
+    def __len__(self) -> int:
+        return len(self._leased) + len(self._revoked)
+
+    def has_room(self, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Whether the quotas admit one more lease, of these blocks."""
+        if not self._has_quota:
+            return True
+        return len(self) < self._max_leases and sum(self.blocks) + sum(self._counts(block_ids)) <= self._max_blocks
+
+    def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
+        """Note a lease that was granted."""
+        self._leased[request_id] = record
+        record.leased_blocks = counts = self._counts(block_ids)
+        for group, count in enumerate(counts):
+            self.blocks[group] += count
+
+    def revoke(self, request_id: str, now_s: float) -> None:
+        """Note a lease that was taken back: the workers have yet to end it."""
+        self._leased.pop(request_id, None)
+        self._revoked[request_id] = now_s
+
+    def end(self, request_id: str, record: ProducerRecord) -> None:
+        """Note the end of a lease on every worker."""
+        self._leased.pop(request_id, None)
+        if self._revoked:
+            self._revoked.pop(request_id, None)
+        for group, count in enumerate(record.leased_blocks):
+            self.blocks[group] -= count
+        record.leased_blocks = ()
+
+    def is_relief_due(self, now_s: float) -> bool:
+        """Whether a lease was taken back so recently that its blocks are about to be freed."""
+        return bool(self._revoked) and now_s - next(iter(self._revoked.values())) < _RELIEF_S
+
+    def oldest(self) -> tuple[str, ProducerRecord] | None:
+        """Return the lease to take back first; None if none is out, or if blocks of another one are still awaited."""
+        return None if self._revoked else next(iter(self._leased.items()), None)
+
+    def _counts(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        null = self._null
+        if null is None:
+            return tuple(map(len, block_ids))
+        return tuple([len(ids) - ids.count(null) for ids in block_ids])
