@@ -284,8 +284,10 @@ def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
         each.close()
 
 
-def test_encrypted_channel_without_a_list_lets_every_key_in(keys):
-    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"]))
+def test_encrypted_channel_lets_every_key_in_if_told_so(keys):
+    listener = Listener(
+        "127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"], admits_any_client=True)
+    )
     listener.start()
     stranger = secure_client(keys, "stranger")
     assert stranger.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
@@ -294,7 +296,9 @@ def test_encrypted_channel_without_a_list_lets_every_key_in(keys):
 
 
 def test_plain_client_and_wrong_server_key_get_nothing(keys):
-    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"]))
+    listener = Listener(
+        "127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"], admits_any_client=True)
+    )
     listener.start()
     plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
     wrong = secure_client(keys, "friend", server="stranger")
@@ -349,9 +353,9 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
             raise failure
         return real(query, clock_s=clock_s)
 
-    def made_later(port, *, security=None):
+    def made_later(port, **options):
         assert gate.wait(20)
-        return router_socket(port, security=security)
+        return router_socket(port, **options)
 
     router_socket = RouterSocket
     monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)

@@ -14,7 +14,7 @@ from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
 from kv_handshake._states import state_diagram
 from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._text import printable, shortened
-from kv_handshake._zmq._keys import read_authorized_keys, read_keypair, read_public_key
+from kv_handshake._zmq._key_files import read_authorized_keys, read_keypair, read_public_key, write_keypair
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
 ADVERTISEMENT = Advertisement(
@@ -136,9 +136,7 @@ def test_log_gate():
     assert gate.held_total == 3
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "::1", "fe80::1%eth0", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"])
 def test_hosts_that_are_fine(host):
     assert endpoint_of(host, 1).host == host
 
@@ -173,7 +171,10 @@ def test_hosts_that_are_not(host):
 
 def test_an_address_is_written_anew():
     assert endpoint_of("0:0:0:0:0:0:0:1", 1).url == "tcp://[::1]:1"
-    assert endpoint_of("fe80::1%eth0.7", 1).url == "tcp://[fe80::1%eth0.7]:1"
+    for host in ("fe80::1%eth0.7", "::ffff:127.0.0.1%1]:0;[127.0.0.77", "127.0.0.1;127.0.0.77"):
+        with pytest.raises(ConfigurationError) as caught:
+            endpoint_of(host, 1)
+        assert caught.value.code == "invalid-endpoint"
 
 
 @pytest.mark.parametrize(("port", "is_server"), [(0, False), (-1, True), (65_536, True)])
@@ -205,14 +206,60 @@ def test_key_files(tmp_path):
     assert read_public_key(public_file) == public
     assert read_authorized_keys(tmp_path) == {public: "engine-a"}
     assert ServerSecurity.read(secret_file, tmp_path) == ServerSecurity(public, secret, {public: "engine-a"})
-    assert ServerSecurity.read(secret_file) == ServerSecurity(public, secret)
+    anybody = ServerSecurity(public, secret, admits_any_client=True)
+    assert ServerSecurity.read(secret_file, admits_any_client=True) == anybody
     assert ClientSecurity.read(secret_file, public_file) == ClientSecurity(public, secret, public)
     for mode in (0o640, 0o604, 0o666):
         secret_file.chmod(mode)
         with pytest.raises(ConfigurationError, match=f"{mode:04o}") as caught:
             read_keypair(secret_file)
         assert caught.value.code == "insecure-key-file"
-    assert secret not in repr(ServerSecurity(public, secret)) + repr(ClientSecurity(public, secret, public))
+    assert secret not in repr(anybody) + repr(ClientSecurity(public, secret, public))
+
+
+def test_a_secret_of_an_own_group_may_be_read_by_it(tmp_path, monkeypatch):
+    """Kubernetes mounts secrets as 0440 with fsGroup."""
+    _, secret_file = write_certificate(tmp_path, "engine-a")
+    secret_file.chmod(0o440)
+    assert read_keypair(secret_file)[0]
+    group = secret_file.stat().st_gid
+    monkeypatch.setattr("os.getegid", lambda: group + 1)
+    monkeypatch.setattr("os.getgroups", lambda: [group + 2])
+    with pytest.raises(ConfigurationError, match="0440") as caught:
+        read_keypair(secret_file)
+    assert caught.value.code == "insecure-key-file"
+
+
+def test_no_list_of_clients_admits_nobody_by_accident(tmp_path):
+    public_file, secret_file = write_certificate(tmp_path, "engine-a")
+    public, secret = read_keypair(secret_file)
+    for make in (
+        lambda: ServerSecurity(public, secret),
+        lambda: ServerSecurity.read(secret_file),
+        lambda: ServerSecurity(public, secret, {public: "a"}, admits_any_client=True),
+    ):
+        with pytest.raises(ConfigurationError, match="admits_any_client"):
+            make()
+    empty = tmp_path / "clients"
+    empty.mkdir()
+    with pytest.raises(ConfigurationError, match=r"no \*\.key file"):
+        ServerSecurity.read(secret_file, empty)
+    assert ClientSecurity.read(secret_file, tmp_path).server_keys == (public,)
+    assert public_file.exists()
+
+
+def test_a_new_pair_is_the_owners_alone_and_replaces_nothing(tmp_path):
+    public_file, secret_file = write_keypair(tmp_path / "new", "engine-b")
+    assert (public_file.name, secret_file.name) == ("engine-b.key", "engine-b.key_secret")
+    assert secret_file.stat().st_mode & 0o777 == 0o600
+    assert read_keypair(secret_file)[0] == read_public_key(public_file)
+    before = secret_file.read_bytes()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        write_keypair(tmp_path / "new", "engine-b")
+    assert secret_file.read_bytes() == before
+    for name in ("", "../x", "a b", "x" * 129):
+        with pytest.raises(ConfigurationError, match="letters"):
+            write_keypair(tmp_path, name)
 
 
 def test_bad_key_files(tmp_path):

@@ -452,10 +452,7 @@ def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
 def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = Parts(
-        facts(), changes={"unsealed_networks": ("10.0.0.0/24",)}, secrets=write_secret(tmp_path / "d", "a" * 16)
-    )
-    side = SchedulerSide(facts(), parts)
+    side = sealing_side(write_secret(tmp_path / "d", "a" * 16), unsealed_networks=("10.0.0.0/24",))
     plain = finished_ticket(sealing_side(None), "p1")
     for number in range(3):
         side.arrived(Arrival(f"d{number}", plain, 32))

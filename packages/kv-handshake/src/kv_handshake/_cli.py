@@ -19,7 +19,7 @@ from kv_handshake._recording import Recording
 from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
 from kv_handshake._text import printable
 from kv_handshake._vectors import vectors_text
-from kv_handshake._zmq import ClientSecurity
+from kv_handshake._zmq import ClientSecurity, write_keypair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("vectors", help="print the conformance vectors")
     listing.add_argument("--json", action="store_true", help="print the data file instead of a table")
     listing.set_defaults(run=_run_vectors)
+    keygen = commands.add_parser("keygen", help="write a new pair of keys for an encrypted side channel")
+    keygen.add_argument("directory", metavar="DIRECTORY", help="where NAME.key and NAME.key_secret go")
+    keygen.add_argument("name", metavar="NAME", help="name of the engine, as it will stand in logs")
+    keygen.add_argument("--json", action="store_true", help="print JSON")
+    keygen.set_defaults(run=_run_keygen)
     return parser
 
 
@@ -219,6 +224,15 @@ def _run_serve(options: argparse.Namespace) -> int:
         threading.Event().wait(options.seconds)
     finally:
         listener.close()
+    return EXIT_OK
+
+
+def _run_keygen(options: argparse.Namespace) -> int:
+    public, secret = write_keypair(options.directory, options.name)
+    if options.json:
+        print(json.dumps({"public": str(public), "secret": str(secret)}))
+    else:
+        print(f"{secret}: both keys, mode 0600, for this engine alone\n{public}: the public key, for its peers")
     return EXIT_OK
 
 

@@ -17,6 +17,7 @@ from kv_handshake._log import GatedLog
 from kv_handshake._loop import Loop
 from kv_handshake._outcome import Outcome, outcome_of
 from kv_handshake._pacing import Backoff, FailureMemory
+from kv_handshake._queries import check_rank_count
 from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
 
@@ -94,6 +95,7 @@ class Client:
             ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``, before anything is
                 sent; ``invalid-argument`` also after `close`.
         """
+        check_rank_count(ranks)
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
         task = Task(
             HandshakeRequest(question, self._offer),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_ENGINE_ID_CHARS",
     "MAX_ENVELOPE_BYTES",
     "MAX_FACTORS",
+    "MAX_LIST_BYTES",
     "MAX_NOTIFICATION_BYTES",
     "MAX_QUERY_BYTES",
     "MAX_RANK",
+    "MAX_RANKS",
     "MAX_READER_COUNT",
+    "MAX_REGIONS",
     "MAX_REPLY_BYTES",
     "MAX_REQUEST_ID_BYTES",
     "NUMBER_END",
@@ -18,8 +22,20 @@ __all__ = [
 MAX_QUERY_BYTES = 256
 """A metadata query takes 16 to 32 bytes, whichever integer widths the sender picks."""
 
-MAX_REPLY_BYTES = 16 * 1024 * 1024
-"""Bytes of a rank's envelope. Thousands of regions and a dozen network rails stay below a tenth of this."""
+MAX_REPLY_BYTES = 4 * 1024 * 1024
+"""Bytes of a rank's envelope. A thousand regions and a dozen network rails stay below a tenth of this."""
+
+MAX_REGIONS = 16_384
+"""Entries of each list in the agent metadata."""
+
+MAX_LIST_BYTES = 512 * 1024
+"""Bytes of each list in the agent metadata, before it is opened: 16 384 names of 30 characters. It is opened in 0.1 s at most."""
+
+MAX_DEPTH = 8
+"""Lists and maps within each other in a factor; a KV-cache group of vLLM has 3."""
+
+MAX_RANKS = 4096
+"""Ranks that one handshake asks for."""
 
 MAX_ENVELOPE_BYTES = 256 * 1024
 """An envelope without its metadata bytes: the hash and the factors. The factors of a model of 1000 layers take 50 kB."""

@@ -35,6 +35,10 @@ _NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 class QueryLimits:
     """Rate limit of the queries from one address.
 
+    Many engines can share an address behind a router. So the first queries of every connection, an eighth of `burst`, are
+    answered whatever else comes from its address, and do not count. Example: with a burst of 5000 an engine asks for 625 ranks at
+    once while its neighbour is refused for asking 100 000 times.
+
     Attributes:
         queries_per_s: Queries a second on average; 0 for no limit.
         burst: Queries that may come at once: a large engine starting up asks for every rank from every one of its own.
@@ -45,6 +49,8 @@ class QueryLimits:
 
 
 _DEFAULT_LIMITS = QueryLimits()
+_SHARES = 8
+_TOO_LONG = frozenset({"message-too-long", "messages-too-long"})
 
 
 @final
@@ -82,9 +88,12 @@ class Listener:
         self._security = security
         self._clock = clock
         self._core = ServerCore(payloads, advertisement=advertisement)
+        self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
         self._counts: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
+        self._watch_lock = threading.Lock()
         self._closing = threading.Event()
         self._lifecycle = threading.Lock()
         self._socket: RouterSocket | None = None
@@ -129,7 +138,7 @@ class Listener:
                 raise ConfigurationError("invalid-argument", "a listener starts once")
             port = ListeningPort(self._endpoint)
             try:
-                self._socket = RouterSocket(port, security=self._security)
+                self._socket = self._open_socket(port)
             except HandshakeError:
                 port.close()
                 raise
@@ -147,17 +156,22 @@ class Listener:
         """Return the counts so far.
 
         They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read),
-        ``restarts``, ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
+        ``restarts``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``, ``too-many-connections``,
+        ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
         ``clients_refused.<address> <key>`` one by one.
         """
         sock = self._socket
         denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
+        with self._watch_lock:
+            closed = {f"connections_closed.{cause}": count for cause, count in self._closed.items()}
         return {
             "answered": 0,
             "unsent": 0,
             "restarts": 0,
             **self._core.statistics(),
             **self._counts,
+            **closed,
             "log_lines_held_back": self._log.held_back,
             "clients_refused": sum(denied.values()),
             **{f"clients_refused.{client}": count for client, count in denied.items()},
@@ -187,8 +201,10 @@ class Listener:
             began_s = time.monotonic()
             try:
                 if self._socket is None:
-                    self._socket = RouterSocket(port, security=self._security)
+                    self._socket = self._open_socket(port)
                 self._serve(self._socket)
+                if self._take_over_keys(self._socket):
+                    failures = -1  # a rotation, which must not make clients wait
             except TooManyFrames as message:
                 self._counts["refused.wrong-frames"] += 1
                 self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
@@ -203,8 +219,16 @@ class Listener:
                 self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
             failures = max(0, failures)
 
+    def _open_socket(self, port: ListeningPort) -> RouterSocket:
+        return RouterSocket(port, security=self._security, report=self._hung_up)
+
+    def _take_over_keys(self, sock: RouterSocket) -> bool:
+        """Use the keys of an outdated socket's files from now on; return whether there were any."""
+        self._security = sock.security
+        return sock.is_outdated
+
     def _serve(self, sock: RouterSocket) -> None:
-        while not self._closing.is_set():
+        while not self._closing.is_set() and not sock.is_outdated:
             incoming = sock.receive()
             if incoming is None:
                 continue
@@ -214,14 +238,32 @@ class Listener:
 
     def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
         now_s = self._clock()
-        wait_s = self._buckets.wait_s(incoming.address, now_s)
+        wait_s = self._wait_s(incoming, now_s)
         if wait_s:
-            self._log.warning("rate-limited", f"{incoming.address} asks too often")
+            self._log.warning("rate-limited", f"{incoming.sender.address} asks too often")
             return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
         if incoming.query is None:
-            self._log.warning("wrong-frames", f"{incoming.address} sent a message that is no query")
+            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is no query")
             return self._core.refuse("wrong-frames")
         return self._core.respond(incoming.query, clock_s=now_s)
+
+    def _wait_s(self, incoming: Incoming, now_s: float) -> float:
+        """Return 0 if the query may be answered, else the seconds until the next one may."""
+        sender = incoming.sender
+        if sender.queries <= self._limits.burst / _SHARES and not incoming.surplus:
+            return 0.0
+        return self._buckets.wait_s(sender.address, now_s, 1.0 + incoming.surplus)
+
+    def _hung_up(self, cause: str, address: str) -> None:
+        """Count a connection that was shut down, or log trouble with key files; on the thread of the connection limits."""
+        if cause == "keys":
+            self._log.warning(cause, address)
+            return
+        with self._watch_lock:
+            self._closed[cause] += 1
+            if cause in _TOO_LONG:
+                self._counts["refused.wrong-frames"] += 1
+        self._log.warning(cause, f"a connection of {address} was closed: {cause}")
 
     def _drop_socket(self) -> None:
         sock, self._socket = self._socket, None

@@ -8,18 +8,19 @@ dead, slow or hostile delays no other request. `Client` and `probe` both run the
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, final
 
-from kv_handshake._errors import HandshakeError
+from kv_handshake._errors import HandshakeError, WireError
+from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._names import Names
 from kv_handshake._zmq import Connection, Hub
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from concurrent.futures import Future
 
     from kv_handshake._log import GatedLog
     from kv_handshake._task import Task
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Loop"]
 
-_RESOLVERS = 4
 _IDLE_POLL_S = 60.0
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
+_LOOK_S = 0.02
+"""Time between two looks at how much has come in on open connections; most handshakes end before the first."""
+
+_PATIENCE_S = 0.5
+"""An attempt that has no connection after this gives its place up if a host without any place wants it."""
 
 _PROBLEMS = {
     "connection-refused": "no connection",
@@ -63,7 +68,9 @@ class Loop:
         self._lookups: dict[Task[Any], Future[list[str]]] = {}
         self._running: dict[Connection, Task[Any]] = {}
         self._hub = Hub(security)
-        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="kv-handshake-names")
+        self._places: Counter[str] = Counter()
+        self._next_look_s = 0.0
+        self._names = Names(self._hub.wake)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
 
@@ -96,7 +103,7 @@ class Loop:
         self._hub.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
-        self._resolvers.shutdown(wait=False, cancel_futures=True)
+        self._names.close()
 
     # Everything below runs on the loop's thread.
 
@@ -131,7 +138,7 @@ class Loop:
         self._start_due(now_s)
         with self._lock:
             has_work = bool(self._inbox)
-        readable, changed = self._hub.poll(0 if has_work else self._next_deadline_s() - time.monotonic())
+        readable, changed = self._hub.poll(0 if has_work else self._next_event_s() - time.monotonic())
         for connection in readable:
             self._read(connection)
         for connection in changed:
@@ -157,10 +164,11 @@ class Loop:
                 self._begin(task, lookup.result())
         for _ in range(len(self._waiting)):
             task = self._waiting.popleft()
-            has_place = len(self._running) + len(self._lookups) < self._timing.connections
-            if not has_place or not task.next_attempt_s <= now_s < task.deadline_s:
+            is_due = task.next_attempt_s <= now_s < task.deadline_s
+            if not is_due or not self._has_place(task.request.endpoint.host, now_s):
                 self._waiting.append(task)
                 continue
+            self._places[task.request.endpoint.host] += 1
             task.begin_attempt(now_s)
             with self._lock:
                 self._counts["attempts"] += 1
@@ -168,9 +176,30 @@ class Loop:
             if endpoint.address is not None:
                 self._begin(task, [endpoint.host])
             else:
-                lookup = self._resolvers.submit(_addresses_of, endpoint.host)
-                self._lookups[task] = lookup
-                lookup.add_done_callback(lambda _: self._hub.wake())
+                self._lookups[task] = self._names.look_up(endpoint.host)
+
+    def _has_place(self, host: str, now_s: float) -> bool:
+        """Return whether a host may have a place more; a host that has none may take that of a silent one.
+
+        A host takes no more places than it leaves free: of 512, one host has at most 256, and the next one at most 128.
+        """
+        free = self._timing.connections - len(self._running) - len(self._lookups)
+        if self._places[host]:
+            return self._places[host] <= free
+        return free > 0 or self._displace(now_s)
+
+    def _displace(self, now_s: float) -> bool:
+        """End the oldest attempt without a connection, of the host with most places; return False if there is none."""
+        for host, count in self._places.most_common():
+            for connection, task in self._running.items():
+                is_silent = not connection.is_open and now_s - task.attempt_began_s > _PATIENCE_S
+                if count > 1 and is_silent and task.request.endpoint.host == host:
+                    task.session.fail(
+                        task.transport_error("timed-out", "no answer, and others wait for its place", now_s)
+                    )
+                    self._hang_up(connection, task)
+                    return True
+        return False
 
     def _begin(self, task: Task[Any], addresses: list[str]) -> None:
         """Connect to the first of the addresses."""
@@ -186,12 +215,17 @@ class Loop:
         if task.session.is_over or address is None:
             self._end_attempt(task)
             return
+        self._open(task, address, 0)
+
+    def _open(self, task: Task[Any], address: str, key_number: int) -> None:
         try:
-            connection = self._hub.open(address, task.request.endpoint.port)
+            connection = self._hub.open(address, task.request.endpoint.port, key_number)
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)
             return
+        if not self._running:
+            self._next_look_s = time.monotonic() + _LOOK_S
         self._running[connection] = task
         self._send_ahead(connection, task)
         self._hang_up_if_over(connection, task)
@@ -231,6 +265,12 @@ class Loop:
             self._hub.discard(connection)
             self._connect(task)
             return
+        if fault == "authentication-refused" and connection.key_number + 1 < self._hub.server_keys:
+            task.change_key()
+            del self._running[connection]
+            self._hub.discard(connection)
+            self._open(task, connection.address, connection.key_number + 1)
+            return
         task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
         self._hang_up(connection, task)
 
@@ -247,12 +287,25 @@ class Loop:
         for task in list(self._lookups):
             task.check_time(now_s)
             if task.session.is_over:
-                self._lookups.pop(task).cancel()
+                del self._lookups[task]
                 self._end_attempt(task)
+        if self._running and now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._end_flooded()
         for task in [task for task in self._waiting if now_s >= task.deadline_s]:
             self._waiting.remove(task)
             task.session.fail(task.transport_error("timed-out", "no place for a connection", now_s))
             task.on_end(task)
+
+    def _end_flooded(self) -> None:
+        for connection in self._hub.flooded():
+            task = self._running.get(connection)
+            if task is not None:
+                task.session.fail(WireError("oversized-reply", f"more came in than replies of {MAX_REPLY_BYTES} bytes"))
+                self._hang_up(connection, task)
+
+    def _next_event_s(self) -> float:
+        return min(self._next_deadline_s(), self._next_look_s) if self._running else self._next_deadline_s()
 
     def _next_deadline_s(self) -> float:
         times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
@@ -263,17 +316,11 @@ class Loop:
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
 
     def _end_attempt(self, task: Task[Any]) -> None:
+        host = task.request.endpoint.host
+        self._places[host] -= 1
+        if self._places[host] <= 0:
+            del self._places[host]
         if task.plan_retry(time.monotonic(), self._random.random()):
             self._waiting.append(task)
         else:
             task.on_end(task)
-
-
-def _addresses_of(host: str) -> list[str]:
-    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; none if it has none."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    ordered = sorted(found, key=lambda each: each[0] != socket.AF_INET)
-    return list(dict.fromkeys(str(each[4][0]) for each in ordered))

@@ -34,14 +34,14 @@ class TokenBuckets:
         self._capacity = capacity
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, key: Hashable, now_s: float) -> float:
-        """Count one event; return 0 if it is allowed, else the seconds until the next one would be."""
+    def wait_s(self, key: Hashable, now_s: float, cost: float = 1.0) -> float:
+        """Count one event of this cost; return 0 if it is allowed, else the seconds until the next one would be."""
         if self._rate_per_s <= 0:
             return 0.0
         level, since_s = self._levels.get(key, (self._burst, now_s))
         level = min(self._burst, level + (now_s - since_s) * self._rate_per_s)
         is_allowed = level >= 1
-        self._levels[key] = (level - 1 if is_allowed else level, now_s)
+        self._levels[key] = (level - cost if is_allowed else level, now_s)
         self._levels.move_to_end(key)
         if len(self._levels) > self._capacity:
             self._levels.popitem(last=False)

@@ -9,12 +9,14 @@ import msgspec
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import ConfigurationError, WireError
-from kv_handshake._limits import MAX_QUERY_BYTES, MAX_RANK
+from kv_handshake._limits import MAX_QUERY_BYTES, MAX_RANK, MAX_RANKS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_handshake._dialect import Dialect
 
-__all__ = ["ADVERTISEMENT_QUERY", "Query", "Rank", "check_rank", "encode_query", "parse_query"]
+__all__ = ["ADVERTISEMENT_QUERY", "Query", "Rank", "check_rank", "check_rank_count", "encode_query", "parse_query"]
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""
@@ -66,6 +68,12 @@ def check_rank(rank: Rank) -> None:
     """Raise ``invalid-argument`` unless both numbers are ranks."""
     if not all(0 <= number <= MAX_RANK for number in rank):
         raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
+
+
+def check_rank_count(ranks: Sequence[Rank]) -> None:
+    """Raise ``invalid-argument`` if one handshake would ask for too many ranks: a ticket may name 1024 x 1024."""
+    if len(ranks) > MAX_RANKS:
+        raise ConfigurationError("invalid-argument", f"{len(ranks)} ranks; one handshake asks for at most {MAX_RANKS}")
 
 
 def parse_query(frame: bytes) -> Query:

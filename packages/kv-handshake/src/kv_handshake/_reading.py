@@ -13,14 +13,22 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 from msgspec import Raw
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import WireError
-from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_ENVELOPE_BYTES, MAX_FACTORS, MAX_REPLY_BYTES
+from kv_handshake._limits import (
+    MAX_DEPTH,
+    MAX_ENGINE_ID_CHARS,
+    MAX_ENVELOPE_BYTES,
+    MAX_FACTORS,
+    MAX_LIST_BYTES,
+    MAX_REGIONS,
+    MAX_REPLY_BYTES,
+)
 from kv_handshake._messages import (
     METADATA_FIELDS,
     AgentMetadata,
@@ -30,7 +38,7 @@ from kv_handshake._messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from msgspec.structs import FieldInfo
 
@@ -50,8 +58,28 @@ class Repeated:
         """Return the decoded value: the last one of this name if its bytes are equal."""
         known = self._known.get(name)
         if known is None or known[0] != raw:
+            if len(memoryview(raw)) > MAX_LIST_BYTES or _entries(raw) > MAX_REGIONS:
+                raise WireError(
+                    "malformed-metadata" if name != "factors" else "malformed-envelope",
+                    f"{name} has {_entries(raw)} entries in {len(memoryview(raw))} bytes; at most {MAX_REGIONS} in "
+                    f"{MAX_LIST_BYTES} are read",
+                )
             known = self._known[name] = (raw, decoder(raw))
         return known[1]
+
+
+def _entries(raw: Raw) -> int:
+    """Return the entries of a list or a map from its first bytes; 0 for any other value.
+
+    Example: ``dd 00 01 00 00`` begins a list of 65 536.
+    """
+    head = bytes(memoryview(raw)[:5])
+    kind = head[0] if head else 0
+    if kind in (0xDC, 0xDE):
+        return int.from_bytes(head[1:3], "big")
+    if kind in (0xDD, 0xDF):
+        return int.from_bytes(head[1:5], "big")
+    return kind & 0x0F if 0x80 <= kind <= 0x9F else 0
 
 
 def _is_long(info: FieldInfo) -> bool:
@@ -132,11 +160,24 @@ def _decode_factors(raw: Raw) -> dict[str, Any]:
     factors = _factors_decoder.decode(raw)
     if len(factors) > MAX_FACTORS:
         raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {MAX_FACTORS}")
+    if any(_is_deep(each, MAX_DEPTH) for each in factors.values()):
+        raise WireError("malformed-envelope", f"a factor nests more than {MAX_DEPTH} lists and maps")
     try:
         json.dumps(factors, sort_keys=True)
     except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
     return factors
+
+
+def _is_deep(value: object, levels: int) -> bool:
+    """Return whether lists and maps nest deeper than so many levels."""
+    if isinstance(value, dict):
+        inner: Iterable[object] = cast("dict[str, object]", value).values()
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    else:
+        return False
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
 
 
 def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> AgentMetadata:

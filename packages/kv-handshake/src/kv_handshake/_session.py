@@ -19,7 +19,7 @@ from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
-from kv_handshake._queries import Rank, encode_query
+from kv_handshake._queries import Rank, check_rank_count, encode_query
 from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._text import shortened
@@ -76,6 +76,7 @@ class ClientSession:
         generation: int | None = None,
         keeps_replies: bool = False,
     ) -> None:
+        check_rank_count(ranks)
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(version)

@@ -167,6 +167,7 @@ class Task(Generic[S]):
         self.deadline_s = now_s + timing.deadline_s
         self.next_attempt_s = now_s
         self.attempt_deadline_s = now_s
+        self.attempt_began_s = now_s
         self.attempts = 0
         self.session = request.new_session()
 
@@ -180,6 +181,7 @@ class Task(Generic[S]):
         if self.attempts:
             self.session = self.request.new_session()
         self.attempts += 1
+        self.attempt_began_s = now_s
         self.extend_attempt(now_s)
 
     def extend_attempt(self, now_s: float) -> None:
@@ -201,6 +203,10 @@ class Task(Generic[S]):
             return False
         self.session = self.request.new_session()
         return True
+
+    def change_key(self) -> None:
+        """Prepare for another key at the same address, with a new session."""
+        self.session = self.request.new_session()
 
     def check_time(self, now_s: float) -> None:
         """Fail the session if the attempt or the whole request has taken too long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kv_handshake._zmq._connections import Connection, Hub
 from kv_handshake._zmq._curve import generate_keypair
+from kv_handshake._zmq._key_files import write_keypair
 from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
 from kv_handshake._zmq._port import ListeningPort
 from kv_handshake._zmq._router import Incoming, RouterSocket, TooManyFrames
@@ -18,4 +19,5 @@ __all__ = [
     "ServerSecurity",
     "TooManyFrames",
     "generate_keypair",
+    "write_keypair",
 ]

@@ -29,6 +29,7 @@ import zmq
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import HandshakeError, TransportError
 from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ serves the domain in a client's context, so nothing else changes."""
 _OPENING_MS = 30_000
 """A connection that is not open by then is given up: its peer is silent, or too busy to answer."""
 
+_OPENING_BYTES = 64 * 1024
+"""Bytes for the opening, for heartbeats of the server and for the heads of frames."""
+
 _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
+_REFRESH_S = 1.0
 _MOST_ENDED = 32
 """Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
 wait: either takes as long as several replies (see ``tools/bench/handshake.py``)."""
@@ -56,6 +61,7 @@ _EVENT = struct.Struct("=HI")  # kind, value
 _MONITORED = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -67,10 +73,16 @@ _MONITORED = (
 class Connection:
     """A client connection to a listener; belongs to its hub's thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], security: ClientSecurity | None, key_number: int = 0
+    ) -> None:
+        self.address = ""
+        self.key_number = key_number
         self.socket = context.socket(zmq.DEALER)
-        self._is_open = False
+        self.is_open = False
         self._fault = ""
+        self._descriptor = -1
+        self._sent = 0
         self._connected_s = 0.0
         set_options(
             self.socket,
@@ -87,7 +99,7 @@ class Connection:
         else:
             self.socket.curve_publickey = security.public_key.encode("ascii")
             self.socket.curve_secretkey = security.secret_key.encode("ascii")
-            self.socket.curve_serverkey = security.server_key.encode("ascii")
+            self.socket.curve_serverkey = security.server_keys[key_number].encode("ascii")
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
 
     def connect(self, address: str, port: int) -> None:
@@ -98,6 +110,7 @@ class Connection:
             ConfigurationError: ``invalid-endpoint``.
         """
         endpoint = endpoint_of(address, port)
+        self.address = address
         try:
             self.socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
             self._connected_s = time.monotonic()
@@ -115,6 +128,7 @@ class Connection:
         Raises:
             TransportError: ``transport-failed``.
         """
+        self._sent += 1
         try:
             self.socket.send(b"", NOBLOCK_AND_MORE)
             self.socket.send(query, zmq.NOBLOCK)
@@ -154,8 +168,10 @@ class Connection:
             self.monitor.recv()  # the address, which is known
         except zmq.Again:
             return ""
-        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_open = True
+        if kind == zmq.EVENT_CONNECTED:
+            self._descriptor = detail
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_open = True
         else:
             self._fault = self._cause(kind, detail)
         return self._fault
@@ -163,11 +179,17 @@ class Connection:
     def _cause(self, kind: int, detail: int) -> str:
         if kind == zmq.EVENT_CLOSED:
             return "connection-refused"
-        if self._is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
+        if self.is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
             return "connection-lost"
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and detail == errno.ECONNRESET:
             return "connection-refused"
         return "authentication-refused"
+
+    def is_flooded(self, grip: Grip) -> bool:
+        """Return whether more has come in than all replies that were asked for may have."""
+        if self._descriptor < 0:
+            return False
+        return grip.received_bytes(self._descriptor) > _OPENING_BYTES + self._sent * MAX_REPLY_BYTES
 
     def close(self) -> None:
         """Close the connection."""
@@ -190,18 +212,34 @@ class Hub:
         self._prepared: Connection | None = None
         self._ended: list[Connection] = []
         self._needs_upkeep = True
+        self._next_refresh_s = 0.0
+        self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
-    def open(self, address: str, port: int) -> Connection:
+    @property
+    def server_keys(self) -> int:
+        """Keys that a listener may have; 0 without encryption."""
+        return len(self._security.server_keys) if self._security is not None else 0
+
+    def open(self, address: str, port: int, key_number: int = 0) -> Connection:
         """Return a new connection, on its way.
+
+        Args:
+            address: A literal address.
+            port: The port.
+            key_number: Index of the key that the listener must have.
 
         Raises:
             TransportError: ``transport-failed``.
-            ConfigurationError: ``invalid-endpoint``.
+            ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
+        self._refresh_keys()
         try:
-            connection = self._prepared or Connection(self._context, self._security)
-            self._prepared, self._needs_upkeep = None, True
+            if self._prepared is not None and not key_number:
+                connection, self._prepared = self._prepared, None
+            else:
+                connection = Connection(self._context, self._security, key_number)
+            self._needs_upkeep = True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         try:
@@ -213,6 +251,16 @@ class Hub:
             self._poller.register(each, zmq.POLLIN)
             self._by_socket[each] = connection
         return connection
+
+    def _refresh_keys(self) -> None:
+        """Take changed key files over, at most once a second."""
+        if self._security is None or time.monotonic() < self._next_refresh_s:
+            return
+        self._next_refresh_s = time.monotonic() + _REFRESH_S
+        former, self._security = self._security, self._security.refreshed()
+        if self._security is not former and self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
 
     def discard(self, connection: Connection) -> None:
         """Forget a connection; `poll` closes it when there is time."""
@@ -246,6 +294,12 @@ class Hub:
             self._do_upkeep()
         return readable, changed
 
+    def flooded(self) -> list[Connection]:
+        """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
+        if self._grip is None:
+            return []
+        return [each for each in dict.fromkeys(self._by_socket.values()) if each.is_flooded(self._grip)]
+
     def _do_upkeep(self) -> None:
         """Close ended connections and prepare the next one."""
         self._needs_upkeep = False
@@ -265,6 +319,8 @@ class Hub:
         for connection in {*self._by_socket.values(), *self._ended, *prepared}:
             connection.close()
         self._wakeup.close()
+        if self._grip is not None:
+            self._grip.close()
         self._context.destroy(linger=0)
 
 

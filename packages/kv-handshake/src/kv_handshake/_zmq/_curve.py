@@ -61,6 +61,11 @@ class ClientKeyCheck(ThreadAuthenticator):
         self._client_address = msg[_ADDRESS_FRAME].decode("ascii", "replace") if len(msg) > _ADDRESS_FRAME else ""
         await super().handle_zap_message(msg)
 
+    def admit(self, authorized: Mapping[str, str]) -> bool:
+        """Let these clients in from now on; return whether one of the former ones is not among them."""
+        former, self._authorized = self._authorized, dict(authorized)
+        return not former.keys() <= authorized.keys()
+
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the owner of a public key may connect."""
         del domain

@@ -1,23 +1,46 @@
-"""Optional CURVE keys: the clients that may connect, and certificate files that only their owner can read.
+"""Optional CURVE keys: the clients that may connect, and certificate files that only their owner and its group can read.
 
 Certificate files are those of pyzmq (`zmq.auth.create_certificates`): ``NAME.key`` holds the public key, ``NAME.key_secret``
-both keys. Secret files must belong to their owner alone.
+both keys. Values that were read from files know them, and `refreshed` reads them again once they have changed: a rotation
+replaces files, a revocation deletes one, and nothing is restarted.
 """
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
 
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._zmq._curve import read_certificate
+from kv_handshake._zmq._key_files import (
+    check_key,
+    read_authorized_keys,
+    read_keypair,
+    read_server_keys,
+    signature_of,
+)
 
-__all__ = ["ClientSecurity", "ServerSecurity", "read_authorized_keys", "read_keypair", "read_public_key"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-_KEY_CHARS = 40
-_Z85 = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+    from kv_handshake._zmq._key_files import Signature
+
+__all__ = ["ClientSecurity", "ServerSecurity"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files that a value was read from, as they were then."""
+
+    secret: Path
+    others: Path | None
+    signature: Signature
+
+    def have_changed(self) -> bool:
+        """Return whether a file has another content, time or name now."""
+        return signature_of(self.secret, self.others) != self.signature
 
 
 @final
@@ -28,28 +51,52 @@ class ServerSecurity:
     Attributes:
         public_key: This listener's public key (Z85, 40 characters).
         secret_key: Its secret key.
-        authorized: Name by public key of each client that may connect; empty lets every client with any key in, so that
-            the channel is encrypted but the client not authenticated.
+        authorized: Name by public key of each client that may connect.
+        admits_any_client: Whether every client with any key may connect, so that the channel is encrypted but its clients are
+            not known. Without it, an empty `authorized` is refused.
     """
 
     public_key: str
     secret_key: str = field(repr=False)
-    authorized: dict[str, str] = field(default_factory=dict[str, str])
+    authorized: Mapping[str, str] = field(default_factory=dict[str, str])
+    admits_any_client: bool = False
+    _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for key in (self.public_key, self.secret_key, *self.authorized):
-            _check_key(key, "given directly")
+            check_key(key, "given directly")
+        if bool(self.authorized) == self.admits_any_client:
+            raise ConfigurationError(
+                "invalid-argument", "give either the clients that may connect, or admits_any_client=True to admit all"
+            )
+        object.__setattr__(self, "authorized", MappingProxyType(dict(self.authorized)))
 
     @staticmethod
-    def read(secret_file: str | Path, clients: str | Path | None = None) -> ServerSecurity:
+    def read(
+        secret_file: str | Path, clients: str | Path | None = None, *, admits_any_client: bool = False
+    ) -> ServerSecurity:
         """Return the keys in a listener's secret certificate, and the clients whose ``*.key`` files lie in a directory.
 
         Raises:
-            ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on the
-                secret file.
+            ConfigurationError: ``invalid-key-file``; ``insecure-key-file`` if anybody but the owner and a group of this process
+                has a right on the secret file; ``invalid-argument`` without clients, unless any client is admitted.
         """
-        public, secret = read_keypair(secret_file)
-        return ServerSecurity(public, secret, read_authorized_keys(clients) if clients is not None else {})
+        secret, others = Path(secret_file), Path(clients) if clients is not None else None
+        signature = signature_of(secret, others)
+        public_key, secret_key = read_keypair(secret)
+        authorized = read_authorized_keys(others) if others is not None else {}
+        return ServerSecurity(public_key, secret_key, authorized, admits_any_client, _Files(secret, others, signature))
+
+    def refreshed(self) -> ServerSecurity:
+        """Return the keys as their files are now; this value if nothing has changed, or if it came from no files.
+
+        Raises:
+            ConfigurationError: As `read`.
+        """
+        files = self._files
+        if files is None or not files.have_changed():
+            return self
+        return ServerSecurity.read(files.secret, files.others, admits_any_client=self.admits_any_client)
 
 
 @final
@@ -61,88 +108,45 @@ class ClientSecurity:
         public_key: This client's public key (Z85, 40 characters).
         secret_key: Its secret key.
         server_key: The public key that every listener it talks to must have.
+        further_server_keys: Keys that a listener may have instead, tried in this order: those of a rotation under way.
     """
 
     public_key: str
     secret_key: str = field(repr=False)
     server_key: str
+    further_server_keys: tuple[str, ...] = ()
+    _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for key in (self.public_key, self.secret_key, self.server_key):
-            _check_key(key, "given directly")
+        for key in (self.public_key, self.secret_key, *self.server_keys):
+            check_key(key, "given directly")
+
+    @property
+    def server_keys(self) -> tuple[str, ...]:
+        """All keys that a listener may have, in the order in which they are tried."""
+        return (self.server_key, *self.further_server_keys)
 
     @staticmethod
     def read(secret_file: str | Path, server_file: str | Path) -> ClientSecurity:
-        """Return the keys in a client's secret certificate and in the listener's public one.
+        """Return the keys in a client's secret certificate and in the listener's public one, or in a directory of them.
 
         Raises:
-            ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on the
-                secret file.
+            ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if anybody but the owner and a group of this
+                process has a right on the secret file.
         """
-        public, secret = read_keypair(secret_file)
-        return ClientSecurity(public, secret, read_public_key(server_file))
+        secret, others = Path(secret_file), Path(server_file)
+        signature = signature_of(secret, others)
+        public_key, secret_key = read_keypair(secret)
+        first, *further = read_server_keys(others)
+        return ClientSecurity(public_key, secret_key, first, tuple(further), _Files(secret, others, signature))
 
+    def refreshed(self) -> ClientSecurity:
+        """Return the keys as their files are now; this value if nothing has changed, or if it came from no files.
 
-def read_public_key(path: str | Path) -> str:
-    """Return the public key in a certificate file.
-
-    Raises:
-        ConfigurationError: ``invalid-key-file``.
-    """
-    return _read(Path(path))[0]
-
-
-def read_keypair(path: str | Path) -> tuple[str, str]:
-    """Return the (public, secret) keys in a certificate file that only its owner can read.
-
-    Raises:
-        ConfigurationError: ``invalid-key-file``, or ``insecure-key-file`` if group or others have any right on it.
-    """
-    file = Path(path)
-    try:
-        mode = stat.S_IMODE(file.stat().st_mode)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    if mode & 0o077:
-        raise ConfigurationError(
-            "insecure-key-file",
-            f"secret key file {file} has mode {mode:04o}; make it 0600 so that only its owner can read it",
-            path=str(file),
-            mode=mode,
-        )
-    public, secret = _read(file)
-    if secret is None:
-        raise ConfigurationError("invalid-key-file", f"{file} holds no secret key", path=str(file))
-    return public, secret
-
-
-def read_authorized_keys(directory: str | Path) -> dict[str, str]:
-    """Return the clients that may connect: name by key, from the ``*.key`` files in a directory.
-
-    Raises:
-        ConfigurationError: ``invalid-key-file`` if there is none, or one that holds no key.
-    """
-    folder = Path(directory)
-    files = sorted(folder.glob("*.key"))
-    if not files:
-        raise ConfigurationError("invalid-key-file", f"{folder} holds no *.key file", path=str(folder))
-    return {_read(file)[0]: file.stem for file in files}
-
-
-def _read(file: Path) -> tuple[str, str | None]:
-    try:
-        public, secret = read_certificate(file)
-    except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from error
-    for key in (public, *([secret] if secret is not None else [])):
-        _check_key(key, f"in {file}")
-    return public, secret
-
-
-def _check_key(key: str, where: str) -> None:
-    if len(key) != _KEY_CHARS or not _Z85.issuperset(key):
-        raise ConfigurationError("invalid-key-file", f"the key {where} is not 40 characters of Z85")
-
-
-def _unreadable(file: Path, error: Exception) -> ConfigurationError:
-    return ConfigurationError("invalid-key-file", f"key file {file} cannot be read: {error}", path=str(file))
+        Raises:
+            ConfigurationError: As `read`.
+        """
+        files = self._files
+        if files is None or not files.have_changed():
+            return self
+        return ClientSecurity.read(files.secret, files.others or files.secret)

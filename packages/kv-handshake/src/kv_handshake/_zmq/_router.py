@@ -14,25 +14,37 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import zmq
 
-from kv_handshake._errors import TransportError
+from kv_handshake._errors import ConfigurationError, TransportError
 from kv_handshake._zmq._curve import DOMAIN, ClientKeyCheck
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
+from kv_handshake._zmq._watch import ConnectionLimits, ConnectionWatch, Sender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kv_handshake._zmq._keys import ServerSecurity
     from kv_handshake._zmq._port import ListeningPort
 
 __all__ = ["Incoming", "RouterSocket", "TooManyFrames"]
 
-_MAX_INCOMING_BYTES = 1024 * 1024
+_MAX_INCOMING_BYTES = 128 * 1024
 """A longer frame closes its connection before it is in memory; shorter ones are refused with a code."""
 
+_UNREAD_REPLIES = 256
+"""Replies queued per connection. They share their bytes, so that one takes some 300 bytes however long its envelope is."""
+
+_SHARED_FROM_BYTES = 1024
+_MOST_SHARED = 128
+_CHOSEN = slice(0, 1)
+"""An identity that begins with a zero byte is libzmq's own and belongs to one connection for ever; a peer chooses others."""
+
 _RECEIVE_TIMEOUT_MS = 1000
-_KNOWN_ADDRESSES = 4096
+_KNOWN_SENDERS = 4096
 _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
+_WAKER = Sender("", -1)
+"""In-process: a call of `wake`."""
+
 _NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -46,36 +58,62 @@ class Incoming(NamedTuple):
     Attributes:
         envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
         query: The query, or None if the message is not shaped like one.
-        address: The sender's IP address.
+        sender: The connection that it came from.
+        surplus: Frames beyond those of a query.
     """
 
     envelope: tuple[bytes, ...]
     query: bytes | None
-    address: str
+    sender: Sender
+    surplus: int = 0
 
 
 @final
 class RouterSocket:
     """A socket on a listening port, used by one thread; only `wake` may be called from others.
 
+    Args:
+        port: The listening port.
+        security: Keys of an encrypted side channel.
+        limits: Limits on connections.
+        report: Called on another thread with the cause and the address of each connection that was shut down, and with ``keys``
+            and a text if key files cannot be read.
+
+    Attributes:
+        security: The keys as their files are now.
+        is_outdated: Whether the listener's own keys have changed, so that a new socket is needed.
+
     Raises:
         TransportError: ``bind-failed``.
     """
 
-    def __init__(self, port: ListeningPort, *, security: ServerSecurity | None = None) -> None:
+    def __init__(
+        self,
+        port: ListeningPort,
+        *,
+        security: ServerSecurity | None = None,
+        limits: ConnectionLimits | None = None,
+        report: Callable[[str, str], None] = lambda _cause, _address: None,
+    ) -> None:
         endpoint = port.endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._wakeup_url = f"inproc://wake-{uuid.uuid4().hex}"
-        self._addresses: OrderedDict[bytes, str] = OrderedDict()
+        self._senders: OrderedDict[bytes, Sender] = OrderedDict()
+        self._shared: dict[int, tuple[bytes, zmq.Frame]] = {}
         self._key_check: ClientKeyCheck | None = None
+        self._key_problem = ""
+        self._report = report
+        self.security = security
+        self.is_outdated = False
+        self._watch: ConnectionWatch | None = None
         try:
             set_options(
                 self._socket,
                 (zmq.LINGER, 0),
                 (zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES),
                 (zmq.RCVHWM, HIGH_WATER_MARK),
-                (zmq.SNDHWM, HIGH_WATER_MARK),
+                (zmq.SNDHWM, _UNREAD_REPLIES),
                 (zmq.RCVTIMEO, _RECEIVE_TIMEOUT_MS),
                 (zmq.ROUTER_MANDATORY, 1),
                 (zmq.TCP_KEEPALIVE, 1),
@@ -83,6 +121,9 @@ class RouterSocket:
             )
             if security is not None:
                 self._encrypt(security)
+            self._watch = ConnectionWatch(
+                self._socket, limits or ConnectionLimits(), report=report, upkeep=self._refresh_keys
+            )
             self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)
             self._socket.bind(self._wakeup_url)
@@ -104,27 +145,28 @@ class RouterSocket:
         """
         try:
             identity = self._socket.recv()
-            address = self._addresses.get(identity)
-            if address is None:
+            sender = self._senders.get(identity)
+            if sender is None or identity[_CHOSEN] != b"\0":
                 first = self._socket.recv(copy=False)
-                address = self._remember(identity, first)
+                sender = self._remember(identity, first)
                 frames = [first.bytes]
             else:
                 frames = [self._socket.recv()]
+            sender.queries += 1
             surplus = 0
             while self._socket.get(zmq.RCVMORE):
                 part = self._socket.recv()
                 if len(frames) < _MAX_FRAMES:
                     frames.append(part)
                 elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
-                    raise TooManyFrames(address)
+                    raise TooManyFrames(sender.address)
         except zmq.Again:
             return None
         if surplus or (len(frames) == _MAX_FRAMES and frames[0]):
-            return Incoming((identity, b""), None, address)
+            return Incoming((identity, b""), None, sender, surplus)
         if len(frames) == _MAX_FRAMES:
-            return Incoming((identity, b""), frames[1], address)
-        return Incoming((identity,), frames[0], address) if address else None
+            return Incoming((identity, b""), frames[1], sender)
+        return Incoming((identity,), frames[0], sender) if sender is not _WAKER else None
 
     def send(self, envelope: Sequence[bytes], frames: Iterable[bytes]) -> bool:
         """Send a reply; return False if the peer is gone or does not read."""
@@ -132,13 +174,25 @@ class RouterSocket:
             # Not send_multipart, which looks at every part again.
             *first, last = (*envelope, *frames)
             for frame in first:
-                self._socket.send(frame, NOBLOCK_AND_MORE)
-            self._socket.send(last, zmq.NOBLOCK)
+                self._send(frame, NOBLOCK_AND_MORE)
+            self._send(last, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
             raise
         return True
+
+    def _send(self, frame: bytes, flags: int) -> None:
+        """Send a frame; long ones lie in memory once, however many replies wait for their readers."""
+        if len(frame) < _SHARED_FROM_BYTES:
+            self._socket.send(frame, flags)
+            return
+        known = self._shared.get(id(frame))
+        if known is None or known[0] is not frame:
+            if len(self._shared) >= _MOST_SHARED:
+                self._shared.clear()
+            known = self._shared[id(frame)] = (frame, zmq.Frame(frame, copy=True))
+        self._socket.send(known[1], flags, copy=False)
 
     def wake(self) -> None:
         """Make a blocked `receive` return soon; from any thread."""
@@ -153,6 +207,8 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket and everything that belongs to it."""
+        if self._watch is not None:
+            self._watch.close()
         if self._key_check is not None:
             self._key_check.stop()
         self._context.destroy(linger=0)
@@ -161,17 +217,46 @@ class RouterSocket:
         self._socket.curve_server = True
         self._socket.curve_publickey = security.public_key.encode("ascii")
         self._socket.curve_secretkey = security.secret_key.encode("ascii")
-        if security.authorized:
+        if not security.admits_any_client:
             self._socket.zap_domain = DOMAIN.encode("ascii")
             self._key_check = ClientKeyCheck(self._context, security.authorized)
             self._key_check.start()
 
-    def _remember(self, identity: bytes, frame: zmq.Frame) -> str:
+    def _refresh_keys(self) -> bool:
+        """Take changed key files over; return whether connections may stand that would not be let in any more.
+
+        Key files that cannot be read admit nobody, since one of them may have been a revocation. Runs on the thread of the watch.
+        """
+        former = self.security
+        if former is None:
+            return False
         try:
-            address = str(frame.get("Peer-Address"))
+            self.security = former.refreshed()
+        except ConfigurationError as error:
+            if str(error) != self._key_problem:
+                self._key_problem = str(error)
+                self._report("keys", f"no new client is let in: {error}")
+            return self._key_check is not None and self._key_check.admit({})
+        self._key_problem = ""
+        if self.security is former:
+            # The files may have become readable again with their former content.
+            return self._key_check is not None and self._key_check.admit(former.authorized)
+        if (self.security.public_key, self.security.secret_key) != (former.public_key, former.secret_key):
+            self.is_outdated = True
+        return self._key_check is not None and self._key_check.admit(self.security.authorized)
+
+    def _remember(self, identity: bytes, frame: zmq.Frame) -> Sender:
+        try:
+            descriptor = int(frame.get(zmq.SRCFD))
+            known = self._senders.get(identity)
+            if known is not None and known.descriptor == descriptor:
+                return known
+            sender = Sender(str(frame.get("Peer-Address")), descriptor)
         except zmq.ZMQError:
-            return ""  # in-process: a call of `wake`
-        self._addresses[identity] = address
-        if len(self._addresses) > _KNOWN_ADDRESSES:
-            self._addresses.popitem(last=False)
-        return address
+            return _WAKER
+        if self._watch is not None:
+            self._watch.note(sender)
+        self._senders[identity] = sender
+        if len(self._senders) > _KNOWN_SENDERS:
+            self._senders.popitem(last=False)
+        return sender

@@ -35,6 +35,9 @@ _NO_FENCE = (
     "cannot be compared and a restart of it is found by a failed read"
 )
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
+_PIPELINE_RANKS_SINCE = 5
+"""First dialect whose queries have three fields."""
+
 _SILENT_PROBES = 2
 _PROBE_DEADLINE_S = 2.0
 
@@ -163,12 +166,22 @@ class PeerDirectory:
                 port=peer.port,
                 ranks=self._planner.target_ranks(peer),
                 engine_id=peer.engine_id,
-                dialect=peer.dialect or self._limits.dialect,
+                dialect=self._dialect_for(peer),
                 generation=peer.generation,
                 on_done=lambda outcome: self._parts.agent.call_soon(lambda: self._handshake_ended(engine, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
+
+    def _dialect_for(self, peer: PeerAddress) -> int:
+        """Return the dialect to ask in: the ticket's, unless its queries have another shape than the configured one's.
+
+        A listener of vLLM itself ends on a query of the wrong shape, and a ticket is a client's word. Our own listeners answer
+        both shapes. Example: with dialect 14 configured, a ticket that says 13 is asked in 13, one that says 4 in 14.
+        """
+        told = peer.dialect or self._limits.dialect
+        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
+        return told if is_same_shape else self._limits.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.address) is not engine:

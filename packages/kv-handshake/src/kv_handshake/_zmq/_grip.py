@@ -1,0 +1,91 @@
+"""A look at one of libzmq's own TCP connections: how much came in, who is at the other end, and an end to it.
+
+libzmq bounds the bytes of a frame, but neither the frames of a message nor the connections of a socket. The kernel counts the
+bytes of every connection, so the bound is kept here: `Grip` reads that count and can shut a connection down, after which
+libzmq drops what it holds of it.
+
+The descriptors belong to libzmq, which may close one at any moment, and the next file of the process may take its number. So
+nothing here acts on a bare number: `dup2` pins whatever is behind it to a descriptor of our own, and the two ends are compared
+before it is shut down. That descriptor exists from the beginning, so a process without any descriptor left can still do it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import final
+
+__all__ = ["CAN_LOOK", "Grip", "Ends"]
+
+_INFO_BYTES = 136
+_RECEIVED_AT = 128
+_COUNT = struct.Struct("=Q")
+"""``tcpi_bytes_received`` of Linux's ``struct tcp_info``: 8 bytes of flags, 24 numbers of 32 bits, then 64 bits each of two
+paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
+
+CAN_LOOK = hasattr(socket, "TCP_INFO")
+"""Whether this system counts a connection's bytes."""
+
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""(host, port) of this end and of the peer's end of a connection, which no other living connection shares."""
+
+
+@final
+class Grip:
+    """A descriptor that points at one connection after the other; for one thread."""
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._pinned = socket.socket()
+
+    def received_bytes(self, descriptor: int) -> int:
+        """Return the bytes that have come in on a connection, or 0 if it is gone."""
+        with_info = self._pin(descriptor)
+        try:
+            info = self._pinned.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES) if with_info else b""
+        except OSError:
+            return 0
+        finally:
+            self._let_go()
+        return int(_COUNT.unpack_from(info, _RECEIVED_AT)[0]) if len(info) == _INFO_BYTES else 0
+
+    def ends(self, descriptor: int) -> Ends | None:
+        """Return the two ends of a connection, or None if it is gone."""
+        try:
+            return self._pinned_ends() if self._pin(descriptor) else None
+        except OSError:
+            return None
+        finally:
+            self._let_go()
+
+    def hang_up(self, descriptor: int, ends: Ends) -> bool:
+        """Shut a connection down if the descriptor still is the one with these ends; return whether it was."""
+        try:
+            if not self._pin(descriptor) or self._pinned_ends() != ends:
+                return False
+            self._pinned.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+        finally:
+            self._let_go()
+        return True
+
+    def close(self) -> None:
+        """Give both descriptors back."""
+        self._pinned.close()
+        os.close(self._nothing)
+
+    def _pinned_ends(self) -> Ends:
+        own, peer = self._pinned.getsockname(), self._pinned.getpeername()
+        return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
+
+    def _pin(self, descriptor: int) -> bool:
+        try:
+            os.dup2(descriptor, self._pinned.fileno(), inheritable=False)
+        except OSError:
+            return False
+        return True
+
+    def _let_go(self) -> None:
+        os.dup2(self._nothing, self._pinned.fileno(), inheritable=False)

@@ -1,0 +1,105 @@
+"""Keys that change while a listener and its clients run."""
+
+import time
+
+import pytest
+
+from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake._zmq import write_keypair
+from kv_handshake.security import ClientSecurity, ServerSecurity
+from kv_handshake.testing import sample_envelopes
+
+TIMING = Timing(deadline_s=30, attempt_s=10, hold_first_s=0.01, hold_most_s=0.02)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Give folders with the keys of a listener and of one client that it knows."""
+    for folder in ("server", "client", "known-clients", "known-servers"):
+        (tmp_path / folder).mkdir()
+    for role, known in (("server", "known-servers"), ("client", "known-clients")):
+        public, _ = write_keypair(tmp_path / role, f"{role}-1")
+        (tmp_path / known / public.name).write_bytes(public.read_bytes())
+    return tmp_path
+
+
+def served(keys):
+    security = ServerSecurity.read(keys / "server" / "server-1.key_secret", keys / "known-clients")
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
+    listener.start()
+    return listener
+
+
+def client_of(keys, name="client-1"):
+    security = ClientSecurity.read(keys / "client" / f"{name}.key_secret", keys / "known-servers")
+    return Client(LocalOffer(policy="off"), timing=TIMING, security=security)
+
+
+def code(client, listener):
+    return client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).code
+
+
+def until(client, listener, wanted, *, seconds=20.0):
+    end_s = time.monotonic() + seconds
+    while (found := code(client, listener)) not in wanted:
+        assert time.monotonic() < end_s, f"{found} instead of {wanted}"
+        time.sleep(0.05)
+    return found
+
+
+def test_a_deleted_client_is_locked_out_and_a_new_one_let_in(keys):
+    listener, first = served(keys), client_of(keys)
+    assert code(first, listener) == ""
+    public, _ = write_keypair(keys / "client", "client-2")
+    second = client_of(keys, "client-2")
+    assert code(second, listener) == "authentication-refused"
+    (keys / "known-clients" / public.name).write_bytes(public.read_bytes())
+    until(second, listener, {""})
+    (keys / "known-clients" / "client-1.key").unlink()
+    until(first, listener, {"authentication-refused", "recently-failed"})
+    assert code(second, listener) == ""
+    (keys / "known-clients" / public.name).unlink()  # nobody is left: nobody is let in
+    until(second, listener, {"authentication-refused", "recently-failed"})
+    assert listener.statistics()["restarts"] == 0
+    for each in (first, second, listener):
+        each.close()
+
+
+def test_a_listeners_keys_change_without_a_failed_handshake(keys):
+    """First every client learns the new key, then the listener takes it, then the old one goes."""
+    listener, client = served(keys), client_of(keys)
+    old = keys / "server" / "server-1.key_secret"
+    public, secret = write_keypair(keys / "server", "server-2")
+    (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
+    codes = []
+    for number in range(60):
+        if number == 10:
+            fresh = secret.read_bytes()
+            secret.unlink()
+            staged = old.with_suffix(".next")
+            staged.touch(mode=0o600)
+            staged.write_bytes(fresh)
+            staged.replace(old)
+        if number == 50:
+            (keys / "known-servers" / "server-1.key").unlink()
+        codes.append(code(client, listener))
+        time.sleep(0.05)
+    assert set(codes) == {""}
+    only_new = ClientSecurity.read(keys / "client" / "client-1.key_secret", public)
+    late = Client(LocalOffer(policy="off"), timing=TIMING, security=only_new)
+    assert code(late, listener) == "", "the listener has the new key alone"
+    for each in (client, late, listener):
+        each.close()
+
+
+def test_a_clients_own_keys_change(keys):
+    listener, client = served(keys), client_of(keys)
+    assert code(client, listener) == ""
+    public, secret = write_keypair(keys / "client", "client-2")
+    (keys / "known-clients" / public.name).write_bytes(public.read_bytes())
+    secret.replace(keys / "client" / "client-1.key_secret")
+    (keys / "known-clients" / "client-1.key").unlink()
+    time.sleep(2.5)  # both look at their files once a second
+    assert code(client, listener) == ""
+    client.close()
+    listener.close()
