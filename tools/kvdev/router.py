@@ -1,4 +1,6 @@
-"""A small prefill/decode router for tests and demos: OpenAI-compatible, async, streaming.
+"""A demo router between prefill and decode engines: OpenAI-compatible, async, streaming. For tests and demos only.
+
+For service take vllm-router, llm-d, Ray Serve LLM or Dynamo: this one knows nothing of load, prefixes or access rights.
 
 For each request it asks a prefill engine for one token, takes the hand-off ticket (`kv_transfer_params`) out of the answer
 and forwards the original body with that ticket to a decode engine, whose answer it relays as it comes. Without a ticket the
@@ -6,21 +8,25 @@ decode engine simply computes the prompt itself.
 
 A ticket belongs to one prompt, however many choices are asked for: prefill is asked for one choice, and not at all where a
 body has several prompts.
+
+A request that a dead or draining engine refuses goes to another one, as long as nothing of its answer has gone to the client.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import time
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+
+from kvdev.backends import ABOUT, Refusal, Side, check_first_event, is_aborted, says_something
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -29,9 +35,13 @@ __all__ = ["make_app", "serve_forever"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)
-_DECODE_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
+_DECODE_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MAX_BODY_BYTES = 64 * 2**20
+_ATTEMPTS = 6
+"""Decode engines that a request is offered to, one after the other, the same ones again after a while."""
+_PAUSE_S = 0.25
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
 # Request to a prefill engine: keep the blocks, tell where they are. Source: vLLM's router contract.
 _ASK_TICKET: dict[str, object] = {
     "do_remote_decode": True,
@@ -43,14 +53,26 @@ _ASK_TICKET: dict[str, object] = {
 }
 
 
+@dataclass
+class _Job:
+    """A client's request on its way."""
+
+    request: web.Request
+    body: dict[str, Any]
+    headers: dict[str, str]
+    ticket: dict[str, Any] | None = None
+    prefill_ms: float = 0.0
+    passed_on: web.Response | None = field(default=None)
+    """A prefill engine's refusal of the request itself: the client's business."""
+
+
 class _Router:
-    """Round-robin over both fleets, with counters."""
+    """Both sides of the fleet, with counters."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        self.urls = [url.rstrip("/") for url in (*prefill, *decode)]
-        self.prefill = itertools.cycle(self.urls[: len(prefill)])
-        self.decode = itertools.cycle(self.urls[len(prefill) :])
-        self.counts = {"requests": 0, "tickets": 0, "no_ticket": 0, "prefill_errors": 0, "decode_errors": 0}
+        self.prefill, self.decode = Side(prefill), Side(decode)
+        names = ("requests", "tickets", "no_ticket", "prefill_errors", "decode_errors", "retries")
+        self.counts = dict.fromkeys(names, 0)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.counts["requests"] += 1
@@ -60,87 +82,181 @@ class _Router:
             return _error(400, "the body is not JSON")
         if not isinstance(body, dict):
             return _error(400, "the body is not a JSON object")
-        session: aiohttp.ClientSession = request.app[_SESSION]
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
+        job = _Job(request, body, headers)
+        await self._fetch_ticket(job)
+        self.counts["tickets" if job.ticket is not None else "no_ticket"] += job.passed_on is None
+        return job.passed_on or await self._answer(job)
 
+    # ------------------------------------------------------------------------------------------------------ prefill
+
+    async def _fetch_ticket(self, job: _Job) -> None:
+        """Put a prefill engine's ticket into the job, None for no hand-off, or its refusal of the request itself."""
+        job.ticket = None
+        if not _is_one_prompt(job.body):
+            return
         started = time.perf_counter()
-        answer = await self._ask_prefill(session, request.path, body, headers) if _is_one_prompt(body) else None
-        if isinstance(answer, web.Response):
-            return answer
-        prefill_ms = 1e3 * (time.perf_counter() - started)
-        forwarded = {k: v for k, v in body.items() if k != "kv_transfer_params"}
-        if answer is not None:
-            forwarded["kv_transfer_params"] = answer
-        self.counts["tickets" if answer is not None else "no_ticket"] += 1
-        return await self._relay_decode(request, session, forwarded, headers, prefill_ms)
+        for url in self.prefill.in_turn():
+            try:
+                await self._ask_prefill(job, url)
+                self.prefill.answered(url)
+                break
+            except Refusal as refusal:
+                # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
+                self.counts["prefill_errors"] += 1
+                self.prefill.refused(url, refusal)
+        job.prefill_ms = 1e3 * (time.perf_counter() - started)
 
-    async def _ask_prefill(
-        self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> dict[str, Any] | web.Response | None:
-        """Return the ticket, None for no hand-off, or the refusal to pass on to the client."""
-        short = {k: v for k, v in body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
+    async def _ask_prefill(self, job: _Job, url: str) -> None:
+        short = {k: v for k, v in job.body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
         short |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": _ASK_TICKET}
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
+        session = job.request.app[_SESSION]
         try:
             async with session.post(
-                next(self.prefill) + path, json=short, headers=headers, timeout=_PREFILL_TIMEOUT
+                url + job.request.path, json=short, headers=job.headers, timeout=_PREFILL_TIMEOUT
             ) as reply:
                 if 400 <= reply.status < 500:
-                    return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
+                    body = await reply.read()
+                    job.passed_on = web.Response(status=reply.status, body=body, content_type="application/json")
+                    return
                 reply.raise_for_status()
-                ticket = (await reply.json()).get("kv_transfer_params")
-                return ticket if isinstance(ticket, dict) else None
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
-            # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
-            self.counts["prefill_errors"] += 1
-            return None
+                answer = await reply.json()
+        except _NO_ANSWER as error:
+            raise Refusal(_said(error)) from error
+        if is_aborted(answer):
+            raise Refusal("it drains")
+        ticket = answer.get("kv_transfer_params")
+        job.ticket = ticket if isinstance(ticket, dict) else None
 
-    async def _relay_decode(
-        self,
-        request: web.Request,
-        session: aiohttp.ClientSession,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        prefill_ms: float,
-    ) -> web.StreamResponse:
-        response: web.StreamResponse | None = None
+    # ------------------------------------------------------------------------------------------------------- decode
+
+    async def _answer(self, job: _Job) -> web.StreamResponse:
+        """Relay a decode engine's answer; offer the request to another engine while nothing has gone to the client."""
+        reason = ""
+        for attempt in range(_ATTEMPTS):
+            # A second round over the same engines is worth a pause: one may be starting.
+            await asyncio.sleep(_PAUSE_S * (attempt // len(self.decode.urls)))
+            url = self.decode.in_turn()[0]
+            try:
+                answer = await self._relay(job, url)
+                self.decode.answered(url)
+                return answer  # noqa: TRY300  (the next line is of a refusal)
+            except Refusal as refusal:
+                reason = f"{url}: {refusal}"
+                self.counts["decode_errors"] += 1
+                if refusal.is_engine_down:
+                    self.decode.refused(url, refusal)
+                if refusal.has_seen_ticket:
+                    await self._fetch_ticket(job)
+                if job.passed_on is not None:
+                    return job.passed_on
+                self.counts["retries"] += attempt + 1 < _ATTEMPTS
+        return _error(502, f"the decode engine did not answer: {reason}")
+
+    async def _relay(self, job: _Job, url: str) -> web.StreamResponse:
+        body = {k: v for k, v in job.body.items() if k != "kv_transfer_params"}
+        if job.ticket is not None:
+            body["kv_transfer_params"] = job.ticket
+        session = job.request.app[_SESSION]
         try:
             async with session.post(
-                next(self.decode) + request.path, json=body, headers=headers, timeout=_DECODE_TIMEOUT
+                url + job.request.path, json=body, headers=job.headers, timeout=_DECODE_TIMEOUT
             ) as reply:
-                response = web.StreamResponse(status=reply.status)
-                response.content_type = reply.content_type
-                response.headers["X-Prefill-Ms"] = f"{prefill_ms:.1f}"
-                await response.prepare(request)
-                async for chunk in reply.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
-                return response
-        except (aiohttp.ClientError, TimeoutError) as error:
+                if reply.status >= 500:
+                    said = (await reply.text())[:200]
+                    raise Refusal(f"HTTP {reply.status}: {said}", is_engine_down=reply.status == 503)
+                if reply.content_type == "text/event-stream":
+                    return await self._relay_stream(job, reply)
+                return await _relay_whole(job, reply)
+        except aiohttp.ClientConnectorError as error:
+            raise Refusal(_said(error), has_seen_ticket=False) from error
+        except _NO_ANSWER as error:
+            raise Refusal(_said(error)) from error
+
+    async def _relay_stream(self, job: _Job, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Relay events as they come, from the first that says something on; end a broken stream with an error event."""
+        held, first = b"", b""
+        async for chunk in reply.content.iter_any():
+            held += chunk
+            first = next(filter(says_something, held.split(b"\n")[:-1]), b"")
+            if first:
+                break
+        check_first_event(first)
+        response = _prepared_like(reply, job)
+        await response.prepare(job.request)
+        await response.write(held)
+        try:
+            async for chunk in reply.content.iter_any():
+                await response.write(chunk)
+        except _NO_ANSWER as error:
             self.counts["decode_errors"] += 1
-            if response is None or not response.prepared:
-                return _error(502, f"the decode engine did not answer: {error}")
-            # Part of the answer is out: an end of the connection in its middle is all that can still say "failed".
-            if request.transport is not None:
-                request.transport.abort()
+            await _end_broken(job.request, response, _said(error))
             return response
+        await response.write_eof()
+        return response
+
+    # ------------------------------------------------------------------------------------------------------- looking
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer 200 if each engine does, else 503 with the names of those that do not."""
+        """Answer 200 if each engine does, else 503 with the names of those that do not; name those that refuse, too."""
         session = request.app[_SESSION]
-        silent = [url for url in self.urls if not await _answers(session, url)]
+        urls = [*self.prefill.urls, *self.decode.urls]
+        answers = await asyncio.gather(*(_answers(session, url) for url in urls))
+        silent = [url for url, is_up in zip(urls, answers, strict=True) if not is_up]
         status = {"status": "engines do not answer", "engines": silent} if silent else {"status": "ok"}
-        return web.json_response({**status, **self.counts}, status=503 if silent else 200)
+        refusing = [*self.prefill.refusing(), *self.decode.refusing()]
+        return web.json_response({**status, "refusing": refusing, **self.counts}, status=503 if silent else 200)
 
     async def models(self, request: web.Request) -> web.Response:
-        try:
-            async with request.app[_SESSION].get(next(self.decode) + "/v1/models") as reply:
-                return web.json_response(await reply.json(), status=reply.status)
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
-            return _error(502, f"the decode engine did not answer: {error}")
+        why: object = ""
+        for url in self.decode.in_turn():
+            try:
+                async with request.app[_SESSION].get(url + "/v1/models", timeout=_HEALTH_TIMEOUT) as reply:
+                    return web.json_response(await reply.json(), status=reply.status)
+            except _NO_ANSWER as error:
+                why = _said(error)
+        return _error(502, f"the decode engine did not answer: {why}")
+
+
+async def _relay_whole(job: _Job, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Relay an answer of one piece, once all of it is there."""
+    body = await reply.read()
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    if is_aborted(answer):
+        raise Refusal("it drains", has_seen_ticket=any(choice.get("text") for choice in answer["choices"]))
+    response = _prepared_like(reply, job)
+    await response.prepare(job.request)
+    await response.write(body)
+    await response.write_eof()
+    return response
+
+
+def _prepared_like(reply: aiohttp.ClientResponse, job: _Job) -> web.StreamResponse:
+    response = web.StreamResponse(status=reply.status)
+    response.content_type = reply.content_type
+    response.headers["X-Prefill-Ms"] = f"{job.prefill_ms:.1f}"
+    return response
+
+
+async def _end_broken(request: web.Request, response: web.StreamResponse, reason: str) -> None:
+    """Tell a client in the middle of its stream that there is no more to come, by an event and by an unfinished body."""
+    message = f"the decode engine broke off: {reason}"
+    event = {"error": {"message": message, "type": "router_error", "code": 502}}
+    # An event that was cut in its middle ends at the blank line.
+    await response.write(f"\n\ndata: {json.dumps(event)}\n\n".encode())
+    if request.transport is not None:
+        request.transport.close()
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
@@ -220,7 +336,7 @@ def _is_base_url(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=ABOUT)
     parser.add_argument("--prefill", action="append", required=True)
     parser.add_argument("--decode", action="append", required=True)
     parser.add_argument("--host", default="127.0.0.1")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdev.envs import DEFAULT_VLLM, host_environment, lowest_environment, package_environment
+from kvdev.envs import DEFAULT_VLLM, fleet_environment, host_environment, lowest_environment, package_environment
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, fail, note, run_step
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
-SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "host", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "host", "fleet", "gpu")
 _NO_TESTS_COLLECTED = 5
 
 
@@ -86,13 +86,7 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
 def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
     note(f"scope {scope}")
     if scope == "check":
-        from kvdev.checks import run_checks
-
-        if run_checks(fix=False) != 0:
-            tally.failed += 1
-            tally.failures.append(scope)
-        else:
-            tally.passed += 1
+        _check(tally)
     elif scope in PACKAGES:
         _package(uv, scope, tally, options)
     elif scope == "never-wrong":
@@ -101,8 +95,8 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
         _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
     elif scope in {"sim", "real-io"}:
         _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
-    elif scope == "host":
-        _host(uv, tally, options)
+    elif scope in {"host", "fleet"}:
+        (_host if scope == "host" else _fleet)(uv, tally, options)
     elif not _has_gpu():
         tally.not_run.append(
             "not run: gpu (this machine has no NVIDIA GPU; the GPU stage is not green, it did not happen)"
@@ -112,6 +106,16 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
             tally.failures.append(scope)
     else:
         _pytest(scope, _here(), ROOT / "integration_tests" / "gpu", tally, *options.words)
+
+
+def _check(tally: _Tally) -> None:
+    from kvdev.checks import run_checks
+
+    if run_checks(fix=False) != 0:
+        tally.failed += 1
+        tally.failures.append("check")
+    else:
+        tally.passed += 1
 
 
 def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
@@ -166,6 +170,19 @@ def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
     env = {**os.environ, "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
     words = ["--timeout=900", *options.words]
     _pytest("host-engines", _here(), folder / "engines", tally, *words, env=env, timeout_s=2400)
+
+
+def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
+    """Run our connector in other people's engines: a real vLLM in Ray Serve LLM and behind vllm-router."""
+    python = fleet_environment(uv, options.vllm)
+    env = {
+        **os.environ,
+        "KVDEV_VLLM": options.vllm,
+        "KVDEV_FLEET_PYTHON": str(python),
+        "PYTHONPATH": str(ROOT / "tools"),
+    }
+    words = ["--timeout=900", "--durations=15", *options.words]
+    _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
 
 
 def _pytest(

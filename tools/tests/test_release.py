@@ -10,7 +10,8 @@ import pytest
 
 from kvdev.fragments import fragments_of, misnamed_fragments
 from kvdev.paths import PACKAGES, ROOT
-from kvdev.release import absolute_links, repository_address, version_faults, with_urls
+from kvdev.release import version_faults
+from kvdev.staging import absolute_links, repository_address, with_urls
 
 ADDRESS = "https://forge.test/team/project"
 

@@ -11,6 +11,8 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from kvdev.arguments import make_parser
+from kvdev.backends import Side
 from kvdev.router import make_app, serve_forever
 
 TICKET = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1, 2]]}
@@ -27,12 +29,20 @@ class StandIn:
         app = web.Application()
         app.router.add_post("/v1/completions", self._handle)
         app.router.add_post("/v1/chat/completions", self._handle)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         self.server = TestServer(app)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         self.headers.append(request.headers.get("X-Request-Id", ""))
         return await self._answer(request)
+
+    async def _models(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": []})
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        return web.Response()
 
     @property
     def url(self) -> str:
@@ -204,3 +214,173 @@ def test_what_is_no_address_of_an_engine_is_refused_at_the_start(url: str, capsy
 def test_a_port_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_forever(["http://127.0.0.1:1"], ["http://127.0.0.1:1"], host="127.0.0.1", port=99999) == 1
     assert "99999" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- two engines on each side
+
+
+class Fleet:
+    """Two stand-ins per side and a router; None for an engine that is not there."""
+
+    def __init__(self, prefill: list[Handler | None], decode: list[Handler | None]) -> None:
+        self.prefill = [StandIn(handler or gives_text) for handler in prefill]
+        self.decode = [StandIn(handler or gives_text) for handler in decode]
+        self._engines = list(zip([*self.prefill, *self.decode], [*prefill, *decode], strict=True))
+
+    async def __aenter__(self) -> TestClient[Any, Any]:
+        for engine, handler in self._engines:
+            if handler is not None:
+                await engine.server.start_server()
+        app = make_app(*([self._url(e) for e in side] for side in (self.prefill, self.decode)))
+        self.client = TestClient(TestServer(app))
+        await self.client.start_server()
+        return self.client
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        for engine, handler in self._engines:
+            if handler is not None:
+                await engine.server.close()
+
+    def _url(self, engine: StandIn) -> str:
+        handlers = {id(one): handler for one, handler in self._engines}
+        return engine.url if handlers[id(engine)] is not None else "http://127.0.0.1:1"
+
+    @property
+    def tickets(self) -> list[Any]:
+        """Tickets that reached a decode engine."""
+        return [body.get("kv_transfer_params") for engine in self.decode for body in engine.asked]
+
+
+async def drains(_: web.Request) -> web.StreamResponse:
+    """Answer as vLLM does between SIGTERM and its end."""
+    return web.json_response({"choices": [{"text": "", "finish_reason": "abort"}]})
+
+
+async def drains_in_a_stream(request: web.Request) -> web.StreamResponse:
+    return await said_in_a_stream(
+        request,
+        {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+        {"choices": [{"delta": {"content": ""}, "finish_reason": "abort"}]},
+    )
+
+
+async def fails_in_a_stream(request: web.Request) -> web.StreamResponse:
+    return await said_in_a_stream(request, {"error": {"message": "Internal server error", "code": 500}})
+
+
+async def fails(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "KV load failure"}}, status=500)
+
+
+async def dies_at_once(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def said_in_a_stream(request: web.Request, *events: dict[str, Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def several(fleet: Fleet, body: dict[str, Any], times: int = 4) -> list[tuple[int, str]]:
+    """Send a body so often; return statuses and texts."""
+
+    async def run() -> list[tuple[int, str]]:
+        answers: list[tuple[int, str]] = []
+        async with fleet as client:
+            for _ in range(times):
+                reply = await client.post("/v1/completions", json=body)
+                answers.append((reply.status, await reply.text()))
+        return answers
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("gone", [None, drains, fails, dies_at_once])
+def test_a_prefill_engine_that_refuses_is_replaced_by_the_other(gone: Handler | None) -> None:
+    fleet = Fleet([gone, gives_ticket], [gives_text, gives_text])
+    assert {status for status, _ in several(fleet, {"prompt": "p"})} == {200}
+    assert fleet.tickets == [TICKET] * 4
+
+
+@pytest.mark.parametrize(("gone", "prefills"), [(None, 1), (drains, 1), (fails, 2), (dies_at_once, 2)])
+def test_a_decode_engine_that_refuses_is_replaced_by_the_other(gone: Handler | None, prefills: int) -> None:
+    """A ticket that the engine cannot have used goes to the next one; else the prompt is handed over anew."""
+    fleet = Fleet([gives_ticket, gives_ticket], [gone, gives_text])
+    ((status, text),) = several(fleet, {"prompt": "p"}, times=1)
+    assert (status, json.loads(text)) == (200, {"choices": [{"text": "hello"}]})
+    assert sum(len(engine.asked) for engine in fleet.prefill) == prefills
+    assert set(map(str, fleet.tickets)) == {str(TICKET)}
+
+
+@pytest.mark.parametrize("gone", [drains_in_a_stream, fails_in_a_stream, dies_at_once])
+def test_a_stream_of_which_the_client_saw_nothing_begins_again_elsewhere(gone: Handler) -> None:
+    answers = several(Fleet([gives_ticket, gives_ticket], [gone, streams]), {"prompt": "p", "stream": True})
+    assert answers == [(200, "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n")] * 4
+
+
+def test_a_request_that_all_engines_refuse_is_a_502_that_says_why() -> None:
+    ((status, text),) = several(Fleet([gives_ticket], [drains, drains]), {"prompt": "p"}, times=1)
+    assert status == 502
+    assert "it drains" in text
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    seen: list[bytes] = []
+
+    async def run() -> None:
+        async with Fleet([gives_ticket], [dies_in_the_middle]) as client:
+            reply = await client.post("/v1/completions", json={"prompt": "p", "stream": True})
+            async for line in reply.content:
+                seen.append(line.strip())  # noqa: PERF401  (those before the end of the connection are kept)
+
+    with pytest.raises(ClientError):
+        asyncio.run(asyncio.wait_for(run(), timeout=10))
+    last = [line for line in seen if line][-1]
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["type"]) == (502, "router_error")
+
+
+def test_models_come_from_the_engine_that_is_left_and_health_names_the_other() -> None:
+    async def run() -> None:
+        fleet = Fleet([gives_ticket, None], [None, gives_text])
+        async with fleet as client:
+            for _ in range(2):
+                await client.post("/v1/completions", json={"prompt": "p"})
+                reply = await client.get("/v1/models")
+                assert (reply.status, await reply.json()) == (200, {"data": []})
+            await client.post("/v1/completions", json={"prompt": "p"})
+            health = await client.get("/health")
+            told = await health.json()
+            assert (health.status, told["engines"], told["refusing"]) == (
+                503,
+                ["http://127.0.0.1:1"] * 2,
+                ["http://127.0.0.1:1"] * 2,
+            )
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_refuses_is_asked_last_until_its_pause_is_over() -> None:
+    now = [0.0]
+    side = Side(["a", "b", "c"], lambda: now[0])
+    assert [side.in_turn()[0] for _ in range(4)] == ["a", "b", "c", "a"]
+    side.refused("b", "it drains")
+    assert {side.in_turn()[-1] for _ in range(3)} == {"b"}
+    now[0] = 1.5
+    assert side.refusing() == []
+    assert {side.in_turn()[0] for _ in range(3)} == {"a", "b", "c"}
+
+
+def test_the_router_says_that_it_is_a_demo_and_names_those_for_service(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["router", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for words in ("demo", "not for service", "vllm-router", "llm-d", "Ray Serve LLM", "Dynamo"):
+        assert words in told

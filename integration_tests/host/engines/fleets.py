@@ -213,12 +213,12 @@ def started_fleet(
     if family.startswith("mla"):
         # Where the processor has AMX, vLLM would choose kernels that only take bfloat16.
         more += ["--attention-backend", "CPU_MLA"]
-    count = os.cpu_count() or 1
+    allowed = sorted(os.sched_getaffinity(0))
     specs = [
         EngineSpec(
             f"{family}-{name}",
             model,
-            (cores or {}).get(name, str(number % count)),
+            (cores or {}).get(name, str(allowed[number % len(allowed)])),
             config,
             [*more, *(arguments or {}).get(name, ())],
             {**extra, **(environments or {}).get(name, {})},

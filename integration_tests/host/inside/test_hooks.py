@@ -119,7 +119,7 @@ def test_statistics_of_ranks_add_up_and_are_forgotten_once_read() -> None:
     assert figures["Avg xfer time (ms)"] == 1500
     assert figures["Avg number of descriptors"] == 2
     assert figures["Avg MB per transfer"] == 1
-    assert (figures["Num failed transfers"], figures["Num KV expired requests"]) == (1, 2)
+    assert (figures["Num failed transfers"], figures["Num KV expired reqs"]) == (1, 2)
     total.reset()
     assert total.is_empty()
     assert total.reduce()["Num successful transfers"] == 0

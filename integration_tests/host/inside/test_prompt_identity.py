@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host.refusals import Situation, check_start
 from vllm_adapter.host.requests import RequestIdentity
-from vllm_adapter.host.vllm import check_readback, has_content_ids
+from vllm_adapter.host.vllm import has_content_ids
 
 TOKENS = prompt(40)
 
@@ -123,14 +125,14 @@ def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: py
 @pytest.mark.never_wrong("A5")
 def test_readback_is_refused_without_the_role_of_both() -> None:
     for role, is_refused in (("kv_both", False), ("kv_producer", True), ("kv_consumer", True)):
-        config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=role))
-        check_readback(config, is_bidirectional=False)
+        situation = Situation(kv_role=role)
+        check_start(situation)
         if is_refused:
             with pytest.raises(UnsupportedHost, match="kv_both") as caught:
-                check_readback(config, is_bidirectional=True)
+                check_start(replace(situation, is_bidirectional=True))
             assert caught.value.code == "readback-needs-kv-both"
         else:
-            check_readback(config, is_bidirectional=True)
+            check_start(replace(situation, is_bidirectional=True))
 
 
 @pytest.mark.never_wrong("B7")

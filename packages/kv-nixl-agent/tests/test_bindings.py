@@ -87,6 +87,34 @@ def code_of(call):
     return error.value.code
 
 
+class Configuration:
+    """NIXL's own configuration object; its Python package sets no delay of the progress thread, that is zero."""
+
+    pthrDelay = 0  # noqa: N815 - NIXL's spelling
+
+
+def test_the_progress_thread_is_made_to_sleep_between_events(monkeypatch):
+    extension: Any = types.ModuleType("nixl._bindings")
+    extension.nixlAgent = lambda _name, configuration: configuration
+    extension.READ = 7
+    seen = []
+
+    class Agent(StandIn):
+        def __init__(self, name, config):
+            super().__init__(name, config)
+            bindings: Any = sys.modules["nixl"]
+            seen.append((bindings.nixlBind.nixlAgent(name, Configuration()).pthrDelay, bindings.nixlBind.READ))
+
+    stand_in: Any = types.ModuleType("nixl")
+    stand_in.nixl_agent, stand_in.nixlBind = Agent, extension
+    stand_in.nixl_agent_config = lambda **given: given
+    Agent.__module__ = "nixl"
+    monkeypatch.setitem(sys.modules, "nixl", stand_in)
+    open_one()
+    assert seen == [(5000, 7)]
+    assert stand_in.nixlBind is extension
+
+
 def test_agent_is_made_with_our_settings(module):
     binding, agent = open_one(num_threads="4")
     assert agent.config == {
@@ -100,7 +128,7 @@ def test_agent_is_made_with_our_settings(module):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    for name in _bindings._IMPORT_NAMES:
+    for name in _bindings.IMPORT_NAMES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(AgentError, match=r"nixl_cu13.*nixl_rocm") as error:
         find_nixl()

@@ -58,7 +58,7 @@ def test_variables(variables, name, severity):
 
 
 def test_a_transport_list_without_cuda_is_an_error_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(_environment, "_has_gpu", lambda: True)
+    monkeypatch.setattr(_environment, "has_gpu", lambda: True)
     assert by_name(check_environment({"UCX_TLS": "rc,sm"}))["ucx-tls"] == "error"
     assert "ucx-tls" not in by_name(check_environment({"UCX_TLS": "rc,cuda_copy"}))
 

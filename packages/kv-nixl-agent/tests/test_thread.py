@@ -11,6 +11,7 @@ import pytest
 from helpers import Pages, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
+from kv_nixl_agent._pacing import Pacer
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -212,6 +213,34 @@ def test_the_switch_interval_is_lowered_while_threads_live_and_restored():
     assert sys.getswitchinterval() == pytest.approx(min(before, 2e-3))
     second.thread.close()
     assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_an_idle_thread_leaves_the_switch_interval_to_the_process_until_it_is_woken():
+    before = sys.getswitchinterval()
+    rank = Rank(FakeFabric(), "idle", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=1e-3))
+    rank.thread.start()
+    assert sys.getswitchinterval() == pytest.approx(min(before, 1e-3))
+    rank.thread.allow_slow_polling(True)
+    wait_for(lambda: sys.getswitchinterval() == pytest.approx(before))
+    assert rank.do(sys.getswitchinterval) == pytest.approx(min(before, 1e-3))
+    wait_for(lambda: sys.getswitchinterval() == pytest.approx(before))
+    rank.thread.allow_slow_polling(False)
+    wait_for(lambda: sys.getswitchinterval() == pytest.approx(min(before, 1e-3)))
+    rank.thread.close()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_an_end_to_slow_polling_ends_a_long_sleep():
+    pacer = Pacer(ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None), lambda: time.monotonic() + 1e6)
+    pacer._last_progress_s -= 1e6  # as after a long quiet time
+    pacer.may_poll_slowly = True
+    sleeper = threading.Thread(target=pacer.wait_idle, args=(1e12, lambda: False))
+    sleeper.start()
+    time.sleep(0.05)
+    assert sleeper.is_alive()
+    pacer.may_poll_slowly = False
+    sleeper.join(10)
+    assert not sleeper.is_alive()
 
 
 def test_work_wakes_a_sleeping_thread_at_once():

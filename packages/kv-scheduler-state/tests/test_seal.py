@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
-from ticket_changes import HARMLESS, forged, tampered
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
 from kv_scheduler_state._seal import TicketSeal, canonical_ticket
 from kv_scheduler_state._ticket import KNOWN_KEYS
+from kv_scheduler_state.testing import forged_tickets, tampered_tickets
 
 SECRET, OTHER, NEXT = b"a fleet secret, 16+", b"the secret of another fleet", b"the secret after a rotation"
 VECTORS = json.loads((Path(__file__).parent / "data" / "seals.json").read_text())
@@ -134,7 +134,7 @@ def test_every_field_that_is_acted_upon_is_sealed(groups, blocks):
     honest = reader.read(params, "handoff")
     assert set(params) <= KNOWN_KEYS
     refused, same = 0, []
-    for what, forgery in tampered(params):
+    for what, forgery in tampered_tickets(params):
         code = code_of(forgery, groups=groups)
         if code:
             refused += 1
@@ -160,7 +160,7 @@ def test_no_forged_ticket_is_admitted():
     def reseal(params):
         return {**params, "kv_seal": stranger.of_params(params, reader.read(params, "handoff").peer)}
 
-    for what, forgery in forged(tickets, 300, 14, reseal):
+    for what, forgery in forged_tickets(tickets, 300, 14, reseal):
         kind = what.split()[0]
         code = code_of(forgery)
         if kind == "changed" and not code:
@@ -329,6 +329,3 @@ def test_without_that_rule_readers_of_vllms_own_kind_count():
     leases = LeaseTable()
     leases.grant("p1", lease_s=30.0, fence=None, nonce="n", now_s=0.0)
     assert leases.read_complete("p1", reader="x", reader_count=1, now_s=0.0) == "complete"
-
-
-assert HARMLESS < KNOWN_KEYS

@@ -161,6 +161,10 @@ class FakeAgent:
         self.refuse_post = False
         self.deaf_peers: set[str] = set()
         self.stalled: list[Stall] = []
+        self.may_poll_slowly = False
+
+    def allow_slow_polling(self, allowed: bool) -> None:
+        self.may_poll_slowly = allowed
 
     def call_soon(self, function: Any) -> None:
         function()

@@ -260,3 +260,22 @@ def test_an_expiry_is_a_warning(bench: Bench) -> None:
     bench.now_s += 31
     bench.leases.tick()
     assert len(bench.recorder.warnings) == 1
+
+
+def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(bench: Bench) -> None:
+    bench.leases.tick()
+    assert bench.agent.may_poll_slowly
+    bench.expect()
+    assert not bench.agent.may_poll_slowly
+    bench.grant()
+    bench.leases.tick()
+    assert not bench.agent.may_poll_slowly
+    bench.read()
+    bench.leases.tick()
+    assert bench.agent.may_poll_slowly
+
+
+def test_hand_overs_that_are_announced_after_a_sleep_end_slow_polling(bench: Bench) -> None:
+    bench.leases.tick()
+    bench.leases.expect(["r"])
+    assert not bench.agent.may_poll_slowly

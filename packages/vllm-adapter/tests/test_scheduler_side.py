@@ -460,3 +460,37 @@ def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
     assert caplog.text.count("hands over without seals") == 1
     side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32))
     assert side.external_tokens("far", 0) == (0, False)
+
+
+def test_reports_of_other_connectors_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside other connectors each gets the ids of all: a load of another one was an error with a traceback."""
+    engine = Engine()
+    text = "x" * 2 * BLOCK
+    assert engine.prefill("leased", text) is not None
+    engine.side.arrived(Arrival("busy", PREFILL, len(text), Prompt(text)))
+    engine.allocate("busy", [4, 5])
+    engine.step()
+    for ids in (("unheard of",), ("busy",), ("leased",)):
+        engine.side.update_output(sent=(), received=ids, failed=ids)
+    for ids in (("unheard of",), ("busy",)):
+        engine.side.update_output(sent=ids, received=(), failed=())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert engine.state.live_count == 2
+    engine.side.update_output(sent=("leased", "unheard of"), received=(), failed=())
+    assert engine.state.live_count == 1
+
+
+def test_ranks_whose_metadata_another_connector_kept_back_are_asked_for_it() -> None:
+    """vLLM's MultiConnector passes on the metadata of its first child that has any, to all children."""
+    engine = Engine()
+    ranks = [(0, 0), (0, 1)]
+    engine.side.serve({}, ranks)
+    orders = engine.side.build_step((), ())
+    assert orders.question
+    assert engine.prefill("early", "x" * 20) is None, "nobody could read from this engine yet"
+    for rank in ranks:
+        answer = RankRegistration(engine.facts.generation, b"envelope of %d" % rank[1], orders.question)
+        engine.side.update_output(sent=(), received=(), failed=(), registrations={rank: answer})
+    assert engine.parts.listener.served[-1] == {(0, 0): b"envelope of 0", (0, 1): b"envelope of 1"}
+    assert engine.side.build_step((), ()).question == 0
+    assert engine.prefill("later", "x" * 20) is not None

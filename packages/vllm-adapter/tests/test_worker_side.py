@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from factories import facts
 from fakes import order
+from test_scheduler_side import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
 from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -32,14 +35,24 @@ def _end(code: str = "", **changes: Any) -> FinishedRead:
     return FinishedRead(ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
 
 
-def test_a_failed_read_is_reported_and_logged_once_with_who_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     worker = _worker()
     worker._finished.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
     with caplog.at_level(logging.ERROR):
         results = worker.take_report()
+        awaited, ids = AwaitedReports(), ("r1", "r2")
+        awaited.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)))
+        for tp_rank in range(8):
+            awaited.explained({name: {(0, tp_rank): reason} for name, reason in results.reasons.items()})
+        side = SchedulerEngine().side
+        side._awaited = awaited
+        side.update_output(sent=(), received=ids, failed=("r1",))
     assert results.received == {"r1", "r2"}
     assert results.failed == {"r1"}
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if "not taken over" in record.getMessage()]
+    assert "by ranks 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 from" in record.getMessage()
     for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
         assert part in record.getMessage()
     assert not worker.take_report().received
@@ -58,6 +71,10 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     assert stats is not None
     assert stats["num_failed_notifications"] == [1]
     assert not stats["read_failure_codes"]
+    end = _end("connection-refused", is_reported=False)
+    worker._finished.append(replace(end, end=replace(end.end, was_met=False)))
+    worker.take_report()
+    assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
 
 
 def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:

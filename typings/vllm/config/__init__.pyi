@@ -8,6 +8,8 @@ class KVTransferConfig:
     kv_connector_extra_config: dict[str, object] | None
     kv_load_failure_policy: str
     kv_buffer_device: str
+    @property
+    def is_kv_producer(self) -> bool: ...
 
 class ModelConfig:
     model: str
@@ -47,6 +49,7 @@ class ObservabilityConfig:
 
 class VllmConfig:
     instance_id: str
+    shutdown_timeout: int
     model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig

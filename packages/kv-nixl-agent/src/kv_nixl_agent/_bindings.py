@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ._errors import AgentError
 from ._nixl_port import NixlAgent, NixlBinding, attempt
+from ._progress import sleeping_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["available_plugins", "find_nixl", "open_nixl"]
+__all__ = ["IMPORT_NAMES", "available_plugins", "find_nixl", "loaded_build", "open_nixl"]
 
-_IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""Modules that are tried, in this order; `nixl` itself loads one of the others."""
 
 # vLLM sets the same before its first import: without a bound, UCX's registration cache keeps unmapped memory.
 _BEFORE_IMPORT: Final = MappingProxyType({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
@@ -35,7 +37,7 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
     for name, value in _BEFORE_IMPORT.items():
         os.environ.setdefault(name, value)
     reasons: list[str] = []
-    for name in _IMPORT_NAMES:
+    for name in IMPORT_NAMES:
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
@@ -44,12 +46,24 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
         "nixl-missing",
         "no NIXL package can be imported ("
         + "; ".join(reasons)
-        + "); install nixl with the build for your accelerator",
+        + "); install the build for torch's CUDA, nixl-cu12 or nixl-cu13: pip install 'kv-nixl-agent[cu13]'",
     )
 
 
+def loaded_build() -> str | None:
+    """Return the module that NIXL is loaded from, for example `nixl_cu13`; None where none can be loaded."""
+    try:
+        return _build_of(find_nixl())
+    except AgentError:
+        return None
+
+
+def _build_of(module: Any) -> str:  # noqa: ANN401
+    return str(module.nixl_agent.__module__).split(".")[0]
+
+
 def _version_of(module: Any) -> str:  # noqa: ANN401
-    name = str(module.nixl_agent.__module__).split(".")[0]
+    name = _build_of(module)
     for candidate in (name, name.replace("_", "-"), "nixl"):
         try:
             return f"{name} {importlib.metadata.version(candidate)}"
@@ -92,7 +106,8 @@ def open_nixl(
         modes = getattr(module, "nixl_thread_sync_t", None)
         if modes is not None:
             arguments["sync_mode"] = modes[f"NIXL_THREAD_SYNC_{sync_mode.upper()}"]
-        return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
+        with sleeping_progress_thread(module.nixl_agent):
+            return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
 
     agent = attempt("create agent", create)
     plugins = list(agent.get_plugin_list())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, final
 from ._errors import AgentError
 from ._health import ErrorLog
 from ._mailbox import Arrivals, Mailbox
-from ._pacing import Pacer, SwitchInterval
+from ._pacing import Pacer
 from ._statistics import Snapshot
 from ._timers import Timers
 from ._values import TransferOrder
@@ -81,9 +81,7 @@ class Loop:
 
     def run(self) -> None:
         """Be the owner thread, from set-up to tear-down."""
-        bound_s = self._options.gil_switch_interval_s
-        if bound_s is not None:
-            SwitchInterval.lower(bound_s)
+        self.pacer.begin()
         try:
             agent = self.set_up()
             if agent is not None:
@@ -91,8 +89,7 @@ class Loop:
                 self._turn_until_closed(agent)
                 self.tear_down(agent)
         finally:
-            if bound_s is not None:
-                SwitchInterval.restore(bound_s)
+            self.pacer.end()
             self.ready.set()
 
     def accept(self, agent: TransferAgent, order: TransferOrder) -> None:

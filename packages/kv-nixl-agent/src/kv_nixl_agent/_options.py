@@ -172,8 +172,9 @@ class ThreadOptions:
         slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
         close_grace_s: How long `close` lets transfers in flight end before it abandons them.
-        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread lives. A notification waits
-            that long when the engine thread computes in Python, 5 ms by default; None leaves it alone.
+        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread has work or looks out for some; not
+            while it may poll slowly and has nothing to do. A notification waits that long when the engine thread
+            computes in Python, 5 ms by default; None leaves it alone.
         on_thread_start: Called first on the owner thread, for example to select a CUDA device.
     """
 
@@ -181,7 +182,7 @@ class ThreadOptions:
     min_sleep_s: float = 20e-6
     max_sleep_s: float = 500e-6
     idle_poll_s: float = 5e-4
-    slow_poll_s: float = 8e-3
+    slow_poll_s: float = 50e-3
     stuck_after_s: float = 30.0
     close_grace_s: float = 2.0
     gil_switch_interval_s: float | None = 5e-4

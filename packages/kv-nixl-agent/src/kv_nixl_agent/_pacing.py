@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Pacer", "SwitchInterval"]
 
-_SLOWING = 1 / 32  # 8 ms after a quarter of a second without work
+_SLOWING = 1 / 32  # 50 ms after 1.6 s without work
+_REST_AFTER_S = 0.1
+_TIMER_SLACK_S = 0.05
+"""How late timers may be for a thread at rest, so that it wakes for all of them at once."""
 
 
 @final
@@ -23,6 +26,10 @@ class Pacer:
 
     While transfers are in flight it spins briefly, then sleeps longer and longer; otherwise it sleeps on an event.
     A waker from any thread ends the idle sleep at once.
+
+    The interpreter's switch interval is lowered while there is work or may be any moment. A thread that may poll slowly and has
+    had nothing to do for 0.1 s takes no part in that: the interval is the process's own again until somebody wakes it. The
+    waker lowers it before it rings, since the woken thread waits for the interpreter as long as that interval.
     """
 
     def __init__(self, options: ThreadOptions, clock: Callable[[], float]) -> None:
@@ -32,21 +39,44 @@ class Pacer:
         self._is_idle = False
         self._last_progress_s = clock()
         self._sleep_s = options.min_sleep_s
-        self.may_poll_slowly = False
+        self._may_poll_slowly = False
+        self._interval = SwitchInterval(options.gil_switch_interval_s)
+
+    def begin(self) -> None:
+        """Lower the switch interval, when the owner thread begins."""
+        self._interval.lower()
+
+    def end(self) -> None:
+        """Restore the switch interval, for good, when the owner thread ends."""
+        self._interval.close()
+
+    @property
+    def may_poll_slowly(self) -> bool:
         """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
+        return self._may_poll_slowly
+
+    @may_poll_slowly.setter
+    def may_poll_slowly(self, allowed: bool) -> None:
+        is_news = allowed is not self._may_poll_slowly
+        self._may_poll_slowly = allowed
+        if is_news and not allowed:
+            self.wake()  # it may be in a long sleep
 
     def wake(self) -> None:
         """End an idle sleep, from any thread. The caller has made its work visible before."""
         if self._is_idle:
+            self._interval.lower()
             self._event.set()
 
     def progressed(self) -> None:
         """Note that the last turn moved something."""
         self._last_progress_s = self._clock()
         self._sleep_s = self._options.min_sleep_s
+        self._interval.lower()
 
     def wait_busy(self) -> None:
         """Wait between two polls of the wire."""
+        self._interval.lower()
         if self._clock() - self._last_progress_s < self._options.spin_s:
             time.sleep(0)  # lets go of the interpreter and of the core, and comes back
             return
@@ -54,17 +84,26 @@ class Pacer:
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
 
     def wait_idle(self, until_s: float, has_work: Callable[[], bool]) -> None:
-        """Wait for work, at most the idle polling period and not beyond `until_s`."""
+        """Wait for work, at most the idle polling period and not beyond `until_s`; at rest up to 50 ms beyond it."""
+        now_s = self._clock()
+        period_s, left_s = self._idle_period_s(now_s), until_s - now_s
+        if self._is_at_rest(now_s):
+            self._interval.restore()
+            left_s = max(left_s, _TIMER_SLACK_S)
+        elif not self._may_poll_slowly:
+            self._interval.lower()
         self._is_idle = True
         # Work that was put down before the flag was visible did not ring the bell: look once more.
         if not has_work():
-            now_s = self._clock()
-            self._event.wait(max(0.0, min(self._idle_period_s(now_s), until_s - now_s)))
+            self._event.wait(max(0.0, min(period_s, left_s)))
         self._is_idle = False
         self._event.clear()
 
+    def _is_at_rest(self, now_s: float) -> bool:
+        return self._may_poll_slowly and now_s - self._last_progress_s > _REST_AFTER_S
+
     def _idle_period_s(self, now_s: float) -> float:
-        if not self.may_poll_slowly:
+        if not self._may_poll_slowly:
             return self._options.idle_poll_s
         quiet_s = now_s - self._last_progress_s
         return max(self._options.idle_poll_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))
@@ -72,27 +111,52 @@ class Pacer:
 
 @final
 class SwitchInterval:
-    """Keeps `sys.getswitchinterval()` at or below a bound while any owner thread wants it, and restores it after."""
+    """Share of an owner thread in `sys.getswitchinterval()`: at or below its bound while it wants that.
+
+    The lowest bound of the process counts; when nobody wants one any more, the interval is what it was before the first did.
+
+    Args:
+        bound_s: Bound; None for no share at all.
+    """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _wanted: ClassVar[list[float]] = []
     _before: ClassVar[float] = 0.0
 
-    @classmethod
-    def lower(cls, bound_s: float) -> None:
-        """Ask for a bound."""
-        with cls._lock:
-            if not cls._wanted:
-                cls._before = sys.getswitchinterval()
-            cls._wanted.append(bound_s)
-            cls._apply()
+    def __init__(self, bound_s: float | None) -> None:
+        self._bound_s = bound_s
+        self._is_lowered = bound_s is None
+        self._is_closed = bound_s is None
 
-    @classmethod
-    def restore(cls, bound_s: float) -> None:
-        """Take a bound back."""
-        with cls._lock:
-            cls._wanted.remove(bound_s)
-            cls._apply()
+    def lower(self) -> None:
+        """Ask for the bound; any thread."""
+        if self._is_lowered:
+            return
+        with self._lock:
+            if self._bound_s is not None and not self._is_closed:
+                self._begin(self._bound_s)
+
+    def restore(self) -> None:
+        """Take the bound back; any thread."""
+        with self._lock:
+            if self._is_lowered and self._bound_s is not None:
+                self._wanted.remove(self._bound_s)
+                self._is_lowered = False
+                self._apply()
+
+    def close(self) -> None:
+        """Take the bound back for good."""
+        self._is_closed = True
+        self.restore()
+
+    def _begin(self, bound_s: float) -> None:
+        if self._is_lowered:  # by another thread, while this one waited for the lock
+            return
+        if not self._wanted:
+            SwitchInterval._before = sys.getswitchinterval()
+        self._wanted.append(bound_s)
+        self._is_lowered = True
+        self._apply()
 
     @classmethod
     def _apply(cls) -> None:

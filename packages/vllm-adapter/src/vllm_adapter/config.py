@@ -44,7 +44,7 @@ class Settings:
     progress_thread: str = _key(
         "auto",
         "NIXL's own progress thread, beside the transfer thread, which makes progress without it. "
-        "auto: where there are more than 8 cores.",
+        "auto: where this process may use more than 8 cores.",
         choices=("auto", "on", "off"),
     )
     enforce_handshake_compat: bool = _key(True, "Refuse a peer whose compatibility hash differs from ours.")

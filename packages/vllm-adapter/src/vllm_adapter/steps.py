@@ -69,12 +69,14 @@ class StepReport:
         received: Consumer requests whose read has ended on this worker, well or badly.
         failed: The part of `received` that ended badly.
         registration: This rank's registration, if it was asked for or has changed.
+        reasons: Why each of `failed` ended badly, where it was a read that did.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     registration: RankRegistration | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class ReadEnd:
         message: The same as a sentence.
         times: Times of its stages.
         ended_s: Time of the end.
+        was_met: Whether its engine was met; a handshake that failed is counted as that and as nothing else.
     """
 
     order: ReadOrder
@@ -108,6 +111,7 @@ class ReadEnd:
     message: str
     times: ReadTimes
     ended_s: float
+    was_met: bool = True
 
     @property
     def is_ok(self) -> bool:

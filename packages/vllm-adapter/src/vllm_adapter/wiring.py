@@ -27,6 +27,7 @@ from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.cores import core_count, use_allowed_cores
 from vllm_adapter.fleet_secrets import FleetSecrets
 from vllm_adapter.observe.recorder import Recorder
 
@@ -156,8 +157,9 @@ class WorkerParts:
         on_result: Callable[[ports.TransferResult], None],
         on_quiet: Callable[[str], None],
         on_notification: Callable[[str, bytes], None],
+        on_start: Callable[[], None] | None = None,
     ) -> ports.TransferThread:
-        """Return this rank's transfer thread, not yet started."""
+        """Return this rank's transfer thread, not yet started; `on_start` is the first that it calls."""
         # UCX keeps registrations of memory that is gone without it. Source: vLLM sets the same before NIXL is imported.
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
         facts, settings = self.facts, self.settings
@@ -178,7 +180,7 @@ class WorkerParts:
             on_quiet=on_quiet,
             on_notification=on_notification,
             options=options,
-            thread_options=ThreadOptions(on_thread_start=_use_all_cores),
+            thread_options=ThreadOptions(on_thread_start=_starting(on_start)),
             port_factory=self.port_factory or open_nixl,
         )
 
@@ -224,13 +226,19 @@ class WorkerParts:
 
 def _wants_progress_thread(choice: str) -> bool:
     if choice == "auto":
-        return (os.cpu_count() or 1) > _CORES_TO_SPARE
+        return core_count() > _CORES_TO_SPARE
     return choice == "on"
 
 
-def _use_all_cores() -> None:
-    """Let the transfer thread run anywhere: it starts on the engine thread, which the host may have bound to one core."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+def _starting(on_start: Callable[[], None] | None) -> Callable[[], None]:
+    """Return what a transfer thread does first: leave the engine thread's core, select its device."""
+
+    def start() -> None:
+        use_allowed_cores()
+        if on_start is not None:
+            on_start()
+
+    return start
 
 
 def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:

@@ -15,7 +15,7 @@ from kv_nixl_agent._errors import AgentError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Finding", "Severity", "check_environment", "check_nixl"]
+__all__ = ["Finding", "Severity", "check_environment", "check_nixl", "has_gpu"]
 
 Severity = Literal["ok", "warning", "error"]
 
@@ -53,7 +53,7 @@ def check_nixl() -> Sequence[Finding]:
         f"{name} ({'/'.join(given) or 'no memory kinds'})" for name, (given, _) in sorted(plugins.items())
     )
     findings = [Finding("nixl", "ok", f"{implementation}; plugins {listed}")]
-    if not _has_gpu():
+    if not has_gpu():
         findings.append(Finding("gpu", "ok", "no NVIDIA GPU: DRAM transfers only, VRAM is not looked at"))
     elif "VRAM" not in kinds:
         findings.append(Finding("gpu", "error", f"a GPU is present, but the UCX plugin offers only {kinds}"))
@@ -75,7 +75,8 @@ def check_environment(environment: Mapping[str, str] | None = None) -> Sequence[
     ]
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Tell whether this machine shows an NVIDIA GPU."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
@@ -102,7 +103,7 @@ def _check_variables(variables: Mapping[str, str]) -> Sequence[Finding]:
                     "ucx-tls", "warning", f"UCX_TLS={variables['UCX_TLS']} allows TCP only; unset it to use RDMA or CMA"
                 )
             )
-        elif _has_gpu() and not any(one.startswith(("cuda", "gdr", "all")) for one in transports):
+        elif has_gpu() and not any(one.startswith(("cuda", "gdr", "all")) for one in transports):
             findings.append(
                 Finding(
                     "ucx-tls",

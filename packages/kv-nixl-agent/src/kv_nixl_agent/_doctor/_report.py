@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
+from kv_nixl_agent._bindings import loaded_build
+from kv_nixl_agent._doctor._builds import check_builds
 from kv_nixl_agent._doctor._environment import Finding, Severity, check_environment, check_nixl
 from kv_nixl_agent._doctor._remote_test import measure_peer
 from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest, run_selftest
@@ -46,7 +48,7 @@ class Report:
 def examine(peer: tuple[str, int] | None = None) -> Report:
     """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises."""
     findings = list(check_nixl())
-    findings += check_environment()
+    findings += [*check_builds(loaded_build()), *check_environment()]
     test = SelfTest(is_ok=False, message="not run, NIXL does not start")
     if findings[0].severity != "error":
         test = run_selftest()

@@ -27,6 +27,7 @@ class CacheGroup:
         scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
         layers: Names of its layers.
         is_dealt: Whether context parallelism deals out its tokens; else every rank of the context group has all of them.
+        block_bytes: Bytes of one block in all its layers on a rank; 0 if not known.
     """
 
     kind: GroupKind
@@ -35,6 +36,7 @@ class CacheGroup:
     scratch_blocks: int
     layers: tuple[str, ...]
     is_dealt: bool = True
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

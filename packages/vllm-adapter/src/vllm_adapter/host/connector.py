@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.config import load_settings
-from vllm_adapter.host.metadata import RankEnvelope, RegistrationReport, StepMetadata
+from vllm_adapter.host.devices import device_selector
+from vllm_adapter.host.factory import register_connector
+from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
+from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
+from vllm_adapter.host.situation import labels_of, situation_of, start_line, tag_lines
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -16,7 +21,6 @@ from vllm_adapter.host.vllm import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
-    check_readback,
     engine_facts,
     extra_config,
     has_content_ids,
@@ -27,6 +31,7 @@ from vllm_adapter.host.vllm import (
     wants_host_buffer,
 )
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.steps import StepReport
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -46,7 +51,6 @@ if TYPE_CHECKING:
     from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
     from vllm_adapter.scheduler.side import Ending
-    from vllm_adapter.steps import RankRegistration
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -67,13 +71,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for note in notes:
             _logger.info(note)
         is_worker = role == KVConnectorRole.WORKER
-        check_readback(vllm_config, is_bidirectional=settings.bidirectional_kv_xfer)
+        check_start(situation_of(vllm_config, settings), warns=not is_worker)
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
         self._has_mirror = wants_host_buffer(vllm_config)
         self._mirror: TorchMirror | None = None
-        self._registration: RankRegistration | None = None
+        self._report = StepReport()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
@@ -84,10 +88,15 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             spans = _span_writer(vllm_config, facts, None)
             policy = load_failure_policy(vllm_config)
+            watch = ShutdownWatch()
+            watch.install()
+            warn_of_no_drain(vllm_config, settings.kv_lease_duration)
+            _logger.info(start_line(labels_of(vllm_config, settings), facts))
             self._scheduler = SchedulerSide(
                 facts,
                 SchedulerParts(facts, settings, policy, self._has_mirror),
                 lease_ended=spans.lease_ended if spans is not None else None,
+                is_ending=watch.is_requested,
             )
 
     @property
@@ -134,7 +143,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         """Register the Prometheus metrics."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        settings, _ = load_settings(extra_config(vllm_config))
+        info = labels_of(vllm_config, settings)
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info=info)
 
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
@@ -199,7 +210,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             sent=connector_output.finished_sending or (),
             received=connector_output.finished_recving or (),
             failed=getattr(connector_output, "failed_recving", None) or (),
-            registrations=report.ranks if isinstance(report, RegistrationReport) else None,
+            registrations=report.ranks if isinstance(report, WorkerReport) else None,
+            reasons=report.reasons if isinstance(report, WorkerReport) else None,
         )
 
     def reset_cache(self) -> bool:
@@ -213,19 +225,24 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Serve the ranks' metadata, by (pipeline stage, tensor-parallel rank)."""
+        """Serve the ranks' metadata, by (pipeline stage, tensor-parallel rank).
+
+        Beside other connectors it may be another one's; then our workers are asked for ours.
+        """
         envelopes = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
-        self._scheduler_side.serve(envelopes)
+        self._scheduler_side.serve(envelopes, metadata)
 
     # ---------------------------------------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and get ready for peers."""
+        select_device = device_selector(kv_caches.values())
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
         caches = layer_caches(kv_caches, self._cache_config)
-        self._worker_side.register(caches, TorchPages(kv_caches.values()), self._mirror)
+        pages = TorchPages(kv_caches.values())
+        self._worker_side.register(caches, pages, self._mirror, select_device=select_device)
 
     def unregister_kv_caches(self) -> None:
         """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""
@@ -271,14 +288,19 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the hand-overs that ended since the last step."""
-        report = self._worker_side.take_report()
-        self._registration = report.registration
+        self._report = report = self._worker_side.take_report()
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
-    def build_connector_worker_meta(self) -> RegistrationReport | None:
-        """Return this rank's registration, if the scheduler must know."""
-        registration, self._registration = self._registration, None
-        return RegistrationReport({self._worker_side.rank: registration}) if registration is not None else None
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return this rank's registration, if the scheduler must know, and why reads failed."""
+        report, self._report = self._report, StepReport()
+        if report.registration is None and not report.reasons:
+            return None
+        rank = self._worker_side.rank
+        registrations = {rank: report.registration} if report.registration is not None else {}
+        return WorkerReport(
+            registrations, {request_id: {rank: reason} for request_id, reason in report.reasons.items()}
+        )
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics."""
@@ -287,8 +309,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-class NixlConnector(KVTransferConnector):
-    """The same connector under the name that vLLM's own checks look for."""
+NixlConnector = KVTransferConnector
+"""The same connector under the name that vLLM's own checks look for in a configuration.
+
+It is the same class, and known by its own name to vLLM's factory: beside other connectors vLLM finds the class for statistics
+that crossed processes by the class's name, and the name `NixlConnector` would find vLLM's.
+"""
+register_connector("KVTransferConnector", __name__)
+tag_lines()
 
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.steps import RankRegistration, StepOrders
 
-__all__ = ["RankEnvelope", "RegistrationReport", "StepMetadata"]
+__all__ = ["RankEnvelope", "StepMetadata", "WorkerReport"]
 
 
 @final
@@ -31,12 +31,27 @@ class RankEnvelope(KVConnectorHandshakeMetadata):
 
 
 @final
-class RegistrationReport(KVConnectorWorkerMetadata):
-    """Registrations of ranks, workers to scheduler, by (pp rank, tp rank); vLLM adds the ranks' reports up."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Registrations and reasons of failed reads, workers to scheduler, by (pp rank, tp rank); vLLM adds the ranks' reports up.
 
-    def __init__(self, ranks: Mapping[tuple[int, int], RankRegistration]) -> None:
+    Attributes:
+        ranks: Registrations of ranks that were asked for it, or have a new one.
+        reasons: By request and rank.
+    """
+
+    def __init__(
+        self,
+        ranks: Mapping[tuple[int, int], RankRegistration],
+        reasons: Mapping[str, Mapping[tuple[int, int], str]] | None = None,
+    ) -> None:
         self.ranks = dict(ranks)
+        self.reasons = dict(reasons or {})
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> RegistrationReport:
-        """Return the registrations of both; nothing else is ever added to a report of this connector."""
-        return RegistrationReport({**self.ranks, **other.ranks}) if isinstance(other, RegistrationReport) else self
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Return the reports of both; nothing else is ever added to a report of this connector."""
+        if not isinstance(other, WorkerReport):
+            return self
+        reasons = {
+            key: {**self.reasons.get(key, {}), **other.reasons.get(key, {})} for key in {*self.reasons, *other.reasons}
+        }
+        return WorkerReport({**self.ranks, **other.ranks}, reasons)

@@ -61,7 +61,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_host",
-    "check_readback",
     "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
@@ -134,24 +133,6 @@ def load_failure_policy(config: VllmConfig) -> str:
     """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
-
-
-def check_readback(config: VllmConfig, *, is_bidirectional: bool) -> None:
-    """Refuse an engine that hands blocks back for the next turn while its host may still write into freed blocks.
-
-    Source: vLLM defers the frees of blocks that a running step writes to only under the role `kv_both`.
-
-    Raises:
-        UnsupportedHost: `readback-needs-kv-both`.
-    """
-    transfer = config.kv_transfer_config
-    if is_bidirectional and transfer is not None and transfer.kv_role != "kv_both":
-        raise UnsupportedHost(
-            f"bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{transfer.kv_role}': only then does vLLM keep "
-            "a step that still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
-            code="readback-needs-kv-both",
-            context={"kv_role": transfer.kv_role},
-        )
 
 
 def has_content_ids(config: VllmConfig) -> bool:
@@ -373,7 +354,10 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
     is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
-    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt)
+    # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
+    pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
+    block_bytes = pages * spec.page_size_bytes
+    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes)
 
 
 def _state_groups(config: VllmConfig) -> int:

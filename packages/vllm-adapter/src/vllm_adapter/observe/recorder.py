@@ -47,7 +47,14 @@ _OTHER_KEYS = (
 )
 CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes")
 """Reasons by code, one per request."""
-CHANGE_KEYS = ("quarantined_bytes", "stuck_threads", "fence_slots_used", "live_requests")
+CHANGE_KEYS = (
+    "quarantined_bytes",
+    "stuck_threads",
+    "fence_slots_used",
+    "leased_blocks",
+    "leased_bytes",
+    "live_requests",
+)
 """Changes of levels: numbers, and requests by state (mappings). Changes of several ranks and intervals add up."""
 PATH_KEY = "bytes_by_path"
 """Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""

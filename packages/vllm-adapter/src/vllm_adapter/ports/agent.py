@@ -160,6 +160,10 @@ class TransferThread(Protocol):
         """
         ...
 
+    def allow_slow_polling(self, allowed: bool) -> None:
+        """Let the owner thread poll less often while it has nothing to do: no peer has a reason to write to us; any thread."""
+        ...
+
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; one store, any thread. Refused once the thread is closed."""
         ...

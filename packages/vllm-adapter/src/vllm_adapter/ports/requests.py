@@ -349,6 +349,22 @@ class SchedulerState(Protocol):
         """Delay of the heartbeats in the latest plan that has any: that of the most overdue peer engine."""
         ...
 
+    def drain(self) -> None:
+        """Give no tickets from now on; open leases and reads go on. One-way."""
+        ...
+
+    @property
+    def is_draining(self) -> bool: ...
+    @property
+    def lease_count(self) -> int:
+        """Requests whose blocks are kept for a reader."""
+        ...
+
+    @property
+    def leased_blocks(self) -> Sequence[int]:
+        """Blocks that these keep, per group; a block that two of them share counts twice."""
+        ...
+
     @property
     def fence_slots_used(self) -> int:
         """Fence slots in use; with all of them in use nothing is handed over."""

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
+from vllm_adapter.scheduler.awaited import AwaitedReports
+from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
+from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
@@ -88,6 +91,7 @@ class SchedulerSide:
         parts: Makes the concrete parts.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
+        is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class SchedulerSide:
         now_s: Callable[[], float] = time.monotonic,
         *,
         lease_ended: Callable[[TraceLink, str, int], None] | None = None,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
@@ -107,7 +112,9 @@ class SchedulerSide:
         self._chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
+        self._awaited = AwaitedReports()
         self._stats = Recorder()
+        self._draining = Draining(facts, self._state, is_ending)
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
         self._followed: set[str] = set()
@@ -123,7 +130,7 @@ class SchedulerSide:
     def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
         request_id = arrival.request_id
-        with self._refusals("arrival", request_id):
+        with Refusals("arrival", request_id):
             self._seals.look(self._now_s())
             admission = self._state.arrive(
                 request_id,
@@ -163,7 +170,7 @@ class SchedulerSide:
         """
         tokens: int | None = 0
         if request_id in self._followed:
-            with self._refusals("prefix lookup", request_id):
+            with Refusals("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         return tokens, bool(tokens)
 
@@ -185,7 +192,7 @@ class SchedulerSide:
             external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
             preemptions: How often the host has preempted the request so far.
         """
-        with self._refusals("allocation", request_id):
+        with Refusals("allocation", request_id):
             self._state.allocate(
                 request_id,
                 block_ids=self._transferable(block_ids),
@@ -199,7 +206,8 @@ class SchedulerSide:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
         decision: FinishDecision | None = None
-        with self._refusals("end", request_id):
+        self._draining.look()
+        with Refusals("end", request_id):
             decision = self._state.finish(
                 request_id,
                 reason=ending.reason,
@@ -217,15 +225,17 @@ class SchedulerSide:
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             return False, None
-        if decision.withheld_code:
+        if decision.keep_blocks:
+            self._awaited.leased(request_id)
+        if decision.withheld_code not in {"", "draining"}:
             _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
-        step that still runs, and it cannot be set back.
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state
+        has seen tokens of a step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
         return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
@@ -240,13 +250,15 @@ class SchedulerSide:
             scheduled: Tokens that the step computes; only read in host-buffer mode.
         """
         now_s = self._now_s()
+        self._draining.look()
         for request_id in preempted:
             if request_id in self._followed:
-                with self._refusals("preemption", request_id):
+                with Refusals("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         if self._chunks is not None:
             self._order_saves(self._chunks, scheduled)
         plan = self._state.take_step_plan(now_s=now_s)
+        self._awaited.ordered(plan)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         return StepOrders(plan, self._links.of_reads(plan), self._served.question)
@@ -260,7 +272,7 @@ class SchedulerSide:
             # Until the machine has accepted the copy, the prompt must not be handed over.
             is_new = step.request_id not in self._unsaved
             self._unsaved.add(step.request_id)
-            with self._refusals("copy to the mirror", step.request_id):
+            with Refusals("copy to the mirror", step.request_id):
                 self._state.scheduled(
                     chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
                 )
@@ -269,7 +281,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with self._refusals("request for blocks", "(none)"):
+        with Refusals("request for blocks", "(none)"):
             return self._state.relieve(now_s=self._now_s())
         return False
 
@@ -280,16 +292,39 @@ class SchedulerSide:
         received: Iterable[str],
         failed: Iterable[str],
         registrations: Mapping[Rank, RankRegistration] | None = None,
+        reasons: Mapping[str, Mapping[Rank, str]] | None = None,
     ) -> None:
-        """Take in the workers' reports of a step."""
-        if registrations is not None:
-            with self._refusals("registration", "(none)"):
+        """Take in the workers' reports of a step; ids of other connectors beside this one may be among them.
+
+        Args:
+            sent: Requests whose blocks nobody needs any more.
+            received: Requests whose load has ended, well or badly.
+            failed: Those that ended badly.
+            registrations: What ranks have registered.
+            reasons: Why reads failed, by request and rank.
+        """
+        if registrations:
+            with Refusals("registration", "(none)"):
                 self._registered(registrations)
-        ended = set(received)
-        sent_ids = sorted(sent)
-        with self._refusals("report of the workers", "(several)"):
-            self._state.report(sent=sent_ids, received=sorted(ended), failed=sorted(ended.intersection(failed)))
+        if reasons:
+            self._awaited.explained(reasons)
+        sent_ids = self._awaited.sent(sent)
+        ended, broken = self._awaited.received(received, failed)
+        if sent_ids or ended:
+            with Refusals("report of the workers", "(several)"):
+                self._state.report(sent=sent_ids, received=ended, failed=broken)
         self._links.sent(sent_ids)
+        self._log_failures(broken)
+
+    def _log_failures(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            reason = self._awaited.take_reason(request_id)
+            if reason:
+                _logger.error(
+                    "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
+                    request_id,
+                    reason,
+                )
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
@@ -308,7 +343,7 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with self._refusals("reset", "(all)"):
+        with Refusals("reset", "(all)"):
             self._state.reset(now_s=self._now_s())
             return True
         return False
@@ -323,11 +358,22 @@ class SchedulerSide:
             if any(changes.values()):
                 self._stats.observe("live_requests", changes)
             self._stats.level("fence_slots_used", self._state.fence_slots_used)
+        self._stats.level("leased_blocks", self._draining.leased_blocks)
+        self._stats.level("leased_bytes", self._draining.leased_bytes)
         return self._stats.take()
 
-    def serve(self, envelopes: Mapping[Rank, bytes]) -> None:
-        """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason."""
-        self._served.expect(envelopes)
+    def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None) -> None:
+        """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason.
+
+        Args:
+            envelopes: What is there of them.
+            ranks: All ranks, None for those of `envelopes`. The others are asked with the next step, and no prompt is handed
+                over until they have answered.
+        """
+        expected = frozenset(envelopes if ranks is None else ranks)
+        self._served.expect(expected)
+        if not expected <= envelopes.keys():
+            self._served.doubt()
         if self._listener is not None:
             self._listener.replace(envelopes)
             return
@@ -344,34 +390,8 @@ class SchedulerSide:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+        self._draining.end()
 
     def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:
         """Return the block ids of the transferable groups."""
         return tuple([block_ids[group_id] for group_id in self._facts.group_ids])
-
-    def _refusals(self, event: str, request_id: str) -> _Refusals:
-        """Return a block that turns an exception into one log line."""
-        return _Refusals(event, request_id)
-
-
-@final
-class _Refusals:
-    """A `with` block that turns an exception into one log line; its `__exit__` returns a bool, so that type checkers know."""
-
-    __slots__ = ("_event", "_request_id")
-
-    def __init__(self, event: str, request_id: str) -> None:
-        self._event = event
-        self._request_id = request_id
-
-    def __enter__(self) -> None:
-        """Begin the block."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        """Log an exception, and let only those through that end the process."""
-        if not isinstance(error, Exception):
-            return False
-        _logger.error(
-            "request %s: %s was refused; it goes on without a hand-over", self._request_id, self._event, exc_info=error
-        )
-        return True

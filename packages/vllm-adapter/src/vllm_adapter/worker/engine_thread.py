@@ -63,6 +63,7 @@ class WorkerSide:
         self._ending: Registration | None = None
         self._caches: Sequence[LayerCache] = ()
         self._can_convert = False
+        self._select_device: Callable[[], None] | None = None
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
@@ -80,6 +81,8 @@ class WorkerSide:
         caches: Sequence[LayerCache],
         converter: PageConverter | None = None,
         mirror: MirrorMemory | None = None,
+        *,
+        select_device: Callable[[], None] | None = None,
     ) -> None:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
@@ -87,7 +90,9 @@ class WorkerSide:
             caches: This rank's layers, as peers are to read and write them.
             converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
             mirror: The device's memory, if `caches` are only its mirror.
+            select_device: Makes the rank's device the calling thread's; None where there is nothing to select.
         """
+        self._select_device = select_device
         self._caches, self._can_convert = tuple(caches), converter is not None
         if mirror is not None:
             self._mirror = HostMirror(mirror, local_document(self._facts, caches))
@@ -95,7 +100,7 @@ class WorkerSide:
         self._registration = self._open(self._generation)
 
     def _open(self, generation: int) -> Registration:
-        events = RegistrationEvents(read_ended=self._finished.append, sent=self._sent.append)
+        events = RegistrationEvents(self._finished.append, self._sent.append, self._select_device)
         return open_registration(
             self._parts,
             self._caches,
@@ -224,6 +229,7 @@ class WorkerSide:
         if not (self._sent or self._finished or self._failures or self._is_registration_due):
             return _NOTHING
         sent: set[str] = set()
+        reasons: dict[str, str] = {}
         received, failed = set(self._failures), set(self._failures)
         self._failures.clear()
         while self._sent:
@@ -231,7 +237,7 @@ class WorkerSide:
         while self._finished:
             end = self._completion.complete(self._confirmed(self._finished.popleft()))
             if not end.is_ok:
-                self._report_failure(end)
+                self._count_failure(end, reasons)
             link = self._links.pop(end.order.request_id, None)
             if link is not None and self._trace is not None:
                 self._trace(link, end)
@@ -239,25 +245,25 @@ class WorkerSide:
                 received.add(end.order.request_id)
                 if not end.is_ok:
                     failed.add(end.order.request_id)
-        return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration())
+        return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration(), reasons)
 
     def _take_registration(self) -> RankRegistration | None:
         is_due, self._is_registration_due = self._is_registration_due, False
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
-    def _report_failure(self, end: ReadEnd) -> None:
-        """Count and log, once, that a read failed, or that a producer could not be notified of blocks nobody reads."""
+    def _count_failure(self, end: ReadEnd, reasons: dict[str, str]) -> None:
+        """Count a failed read and add its reason, which the scheduler logs once for all ranks.
+
+        A producer that could not be notified of blocks nobody reads is logged here.
+        """
         order, peer = end.order, end.order.peer
         producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
         reason = f"{end.message} ({end.code})"
         if order.is_reported:
             self._recorder.observe("read_failure_codes", end.code)
-            self._recorder.error(
-                f"request {order.request_id}: its KV was not taken over from {producer}: {reason}; kv_load_failure_policy "
-                "decides what becomes of it"
-            )
+            reasons[order.request_id] = f"{producer}: {reason}"
         else:
-            self._recorder.count("num_failed_notifications")
+            self._recorder.count("num_failed_notifications", times=int(end.was_met))
             self._recorder.warn(
                 f"request {order.request_id}: could not notify {producer} that it is no longer needed; its blocks stay "
                 f"leased until the lease expires: {reason}"

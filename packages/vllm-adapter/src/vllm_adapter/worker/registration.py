@@ -49,6 +49,8 @@ class RegistrationEvents:
     """The one end of a read."""
     sent: Callable[[str], None]
     """A request whose blocks are free."""
+    thread_started: Callable[[], None] | None = None
+    """The transfer thread has begun and touched nothing yet: the place to select its device."""
 
 
 @final
@@ -186,7 +188,11 @@ def open_registration(
         leases.notified(agent_name, payload)
 
     agent = parts.make_transfer_thread(
-        registration_ranges(caches), on_result=on_result, on_quiet=on_quiet, on_notification=on_notification
+        registration_ranges(caches),
+        on_result=on_result,
+        on_quiet=on_quiet,
+        on_notification=on_notification,
+        on_start=events.thread_started,
     )
     handshakes = parts.make_handshake_client()
     shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)

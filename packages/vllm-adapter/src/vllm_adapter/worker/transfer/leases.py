@@ -25,6 +25,8 @@ class LeaseKeeper:
     silence. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a lease's
     first heartbeat belongs to the router and is no lag.
 
+    While no lease is open and none is announced, no reader has anything to tell: the thread may then poll slowly.
+
     Args:
         parts: The registration's agent, codec, recorder and clock.
         leases: The lease table.
@@ -49,6 +51,7 @@ class LeaseKeeper:
         for request_id in request_ids:
             with self._parts.recorder.guarded("announcement of a hand-over"):
                 self._leases.expect(request_id, now_s=now_s)
+        self._set_pace()
 
     def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
         """Apply the producer's part of a step's orders; those that the table refuses are counted and logged.
@@ -63,6 +66,7 @@ class LeaseKeeper:
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
                 f"({refusal.code})"
             )
+        self._set_pace()
 
     # ---------------------------------------------------------------------------------------------- notifications
 
@@ -113,6 +117,10 @@ class LeaseKeeper:
     def tick(self) -> None:
         """End what is due: bump the fence first, then report the blocks free."""
         self._end_due(has_fences=True)
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        self._parts.agent.allow_slow_polling(self._leases.live_count() == 0)
 
     def _end_due(self, *, has_fences: bool) -> None:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):

@@ -301,6 +301,7 @@ class ReadCoordinator:
     def _not_met(self, read: Read, code: str, message: str) -> None:
         """End a read whose engine cannot be read from."""
         read.fail(code, message)
+        read.was_met = False
         self._end(read)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
@@ -330,7 +331,7 @@ class ReadCoordinator:
         read.is_ended = True
         if read.order.is_reported or read.code:
             conversion = () if read.code else read.conversion
-            end = ReadEnd(read.order, read.code, read.message, read.times, self._parts.now_s())
+            end = ReadEnd(read.order, read.code, read.message, read.times, self._parts.now_s(), read.was_met)
             self._ended(FinishedRead(end, conversion))
 
     # ---------------------------------------------------------------------------------------------- second attempt

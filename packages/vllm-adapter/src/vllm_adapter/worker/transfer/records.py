@@ -45,6 +45,7 @@ class Read:
         message: The same as a sentence.
         may_retry: Whether all failures so far are of a kind that a second attempt may mend.
         is_ended: Whether its end was reported.
+        was_met: Whether no handshake for it has failed.
         is_passed_on: Whether another request reads the same hand-over, so that the producer must not be told of an end.
     """
 
@@ -62,6 +63,7 @@ class Read:
     message: str = ""
     may_retry: bool = True
     is_ended: bool = False
+    was_met: bool = True
     is_passed_on: bool = False
 
     def transfer_id(self, rank: Rank) -> str:

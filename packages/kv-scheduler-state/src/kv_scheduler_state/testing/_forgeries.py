@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["HARMLESS", "changes", "forged", "tampered"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["forged_tickets", "tampered_tickets"]
 
 Params = dict[str, Any]
 
-HARMLESS = frozenset(("remote_registration_generation",))
+_HARMLESS = frozenset(("remote_registration_generation",))
 """Keys that a reader ignores beside `kv_generation`; all others are acted upon."""
 
 
@@ -30,7 +32,7 @@ def _other_blocks(lists: list[list[int]]) -> Iterator[list[list[int]]]:
         yield [[*each, 9] if number == group else list(each) for number, each in enumerate(lists)]
 
 
-def changes(key: str, value: Any) -> Iterator[Any]:
+def _changes(key: str, value: Any) -> Iterator[Any]:
     """Yield other values of a key that a reader would take, or could be made to take."""
     if key == "remote_block_ids":
         yield from _other_blocks(value)
@@ -51,12 +53,12 @@ def changes(key: str, value: Any) -> Iterator[Any]:
         yield 7.0 if key == "remote_blocks_expiry_time" else 1
 
 
-def tampered(params: Params) -> Iterator[tuple[str, Params]]:
+def tampered_tickets(params: Params) -> Iterator[tuple[str, Params]]:
     """Yield (what was done, ticket) for each key of a ticket that a consumer acts on, changed by one who has no secret."""
     for key, value in params.items():
-        if key in HARMLESS or key in {"do_remote_prefill", "do_remote_decode"}:
+        if key in _HARMLESS or key in {"do_remote_prefill", "do_remote_decode"}:
             continue
-        for number, other in enumerate(changes(key, value)):
+        for number, other in enumerate(_changes(key, value)):
             yield f"{key} #{number}", {**copy.deepcopy(params), key: other}
         yield f"{key} cut", {name: each for name, each in copy.deepcopy(params).items() if name != key}
     flipped = copy.deepcopy(params)
@@ -67,7 +69,7 @@ def tampered(params: Params) -> Iterator[tuple[str, Params]]:
     yield "direction", flipped
 
 
-def forged(
+def forged_tickets(
     tickets: list[Params], count: int, seed: int, reseal: Callable[[Params], Params]
 ) -> Iterator[tuple[str, Params]]:
     """Yield `count` forged tickets, drawn from honest ones.
@@ -85,7 +87,7 @@ def forged(
             index % 7
         ]
         if kind == "changed":
-            what, mine = draw.choice(list(tampered(mine)))
+            what, mine = draw.choice(list(tampered_tickets(mine)))
             kind = f"changed {what}"
         elif kind == "foreign blocks":
             ids = [[block + 1 + draw.randrange(5) for block in group] for group in mine["remote_block_ids"]]

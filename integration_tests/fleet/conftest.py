@@ -1,0 +1,28 @@
+"""Makes the modules beside the tests importable, and keeps one plain engine, which answers for all fleets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from judging import Alone, started_alone
+from two_by_two import TwoByTwo, started_two_by_two
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    """One engine without a connector: what it answers is right."""
+    with started_alone() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def two_by_two(alone: Alone) -> Iterator[TwoByTwo]:  # noqa: ARG001  (the plain engine has ended by then)
+    """Four engines for all tests that put a router in front of them."""
+    with started_two_by_two() as fleet:
+        yield fleet

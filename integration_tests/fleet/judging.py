@@ -1,0 +1,140 @@
+"""Judge a fleet by its ends: the texts of one engine alone, the hand-overs in its metrics, no lease left.
+
+All fleets serve one model, so one plain engine answers for all of them. It runs once, before the first fleet starts, and
+ends when it has answered every prompt that the tests may ask: engines share two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvdev.engines import EngineSpec, local_model, metric_sum, start_all
+
+TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
+FAILED = "vllm:nixl_num_failed_transfers_total"
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+LIVE = "vllm:kv_transfer_live_requests"
+SLOTS = "vllm:kv_transfer_fence_slots_used"
+USAGE = "vllm:kv_cache_usage_perc"
+
+IS_LONG = os.environ.get("KVDEV_LONG") == "1"
+LEASE_S = 15
+"""Half of the default: a test waits until a lease that nobody renews has ended."""
+REQUESTS = 200 if IS_LONG else 40
+"""Prompts from 0 on of a rolling restart; the others are free for other tests that share its engines."""
+PROMPTS = 260 if IS_LONG else 60
+_ANSWER_TOKENS = 16
+
+
+def fleet_python() -> Path:
+    """Return the python that has the host, our packages and the fleets' own engines."""
+    return Path(os.environ["KVDEV_FLEET_PYTHON"])
+
+
+def model_folder() -> Path:
+    """Return the model that every fleet serves, under the name `tiny`."""
+    return local_model(Path(os.environ["KVDEV_UV"]), "dense", os.environ["KVDEV_VLLM"])[1]
+
+
+def prompt(number: int, words: int = 60) -> str:
+    """Return a prompt of about `4 * words` tokens that shares no block with that of another number."""
+    return f"{number:04d} " + " ".join(f"w{number * 7 + k * k % 97}" for k in range(words))
+
+
+def request_body(text: str) -> dict[str, object]:
+    """Return the greedy completion request that every fleet and the plain engine get for a prompt."""
+    return {"model": "tiny", "prompt": text, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer: its HTTP status and text; status 0 is a connection that failed."""
+
+    number: int
+    status: int
+    text: str
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, number: int) -> Reply:
+    try:
+        async with session.post(f"{url}/v1/completions", json=request_body(prompt(number))) as reply:
+            if reply.status != 200:
+                return Reply(number, reply.status, await reply.text())
+            answer: dict[str, Any] = await reply.json()
+            return Reply(number, 200, str(answer["choices"][0]["text"]))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return Reply(number, 0, repr(error))
+
+
+async def ask_all(url: str, numbers: Sequence[int], *, at_once: int = 4, timeout_s: float = 240) -> list[Reply]:
+    """Send the prompts of these numbers, a few at a time, and return the replies in their order."""
+    places = asyncio.Semaphore(at_once)
+    # A server that closes an idle connection just when it is used again would fail a request.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), connector=connector) as session:
+
+        async def one(number: int) -> Reply:
+            async with places:
+                return await _ask(session, url, number)
+
+        return list(await asyncio.gather(*(one(number) for number in numbers)))
+
+
+class Alone:
+    """The right answers, by the number of the prompt."""
+
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self._texts = dict(texts)
+
+    def assert_same(self, replies: Sequence[Reply]) -> None:
+        """Every reply came (HTTP 200) and has the text of one engine alone."""
+        assert replies, "no request was made"
+        refused = [reply for reply in replies if reply.status != 200]
+        assert not refused, f"{len(refused)} of {len(replies)} were not answered: {refused[:4]}"
+        different = [(reply, self._texts[reply.number]) for reply in replies if reply.text != self._texts[reply.number]]
+        assert not different, f"{len(different)} of {len(replies)} differ (fleet's, alone): {different[:4]}"
+
+
+@contextlib.contextmanager
+def started_alone() -> Iterator[Alone]:
+    """Let one plain engine, without a connector, answer all prompts, and end it."""
+    numbers = range(PROMPTS)
+    spec = EngineSpec("fleet-alone", model_folder(), "0")
+    with start_all([spec], fleet_python(), quiet=True) as (engine,):
+        replies = asyncio.run(ask_all(engine.url, numbers))
+    assert all(reply.status == 200 for reply in replies), replies
+    texts = {reply.number: reply.text for reply in replies}
+    assert len(set(texts.values())) == len(texts), "two prompts have one answer: a mix-up would not show"
+    yield Alone(texts)
+
+
+def handed_over(pages: Sequence[str]) -> int:
+    """Count the hand-overs on the metrics pages of all decode engines."""
+    return round(sum(metric_sum(page, TRANSFERS) for page in pages))
+
+
+def assert_nothing_failed(pages: Sequence[str]) -> None:
+    """No read failed and no lease expired, by the metrics pages of all engines."""
+    counts = {name: sum(metric_sum(page, name) for page in pages) for name in (FAILED, EXPIRED)}
+    assert not any(counts.values()), counts
+
+
+def assert_no_lease_left(pages: Callable[[], Sequence[str]], take_steps: Callable[[], object], within_s: float) -> None:
+    """No engine holds a block, a lease or a fence slot any more; engines take steps meanwhile, to collect their reports."""
+    until = time.monotonic() + within_s
+    while True:
+        take_steps()
+        held = {name: sum(metric_sum(page, name) for page in pages()) for name in (LIVE, SLOTS, USAGE)}
+        if not any(held.values()):
+            return
+        assert time.monotonic() < until, f"still held after {within_s:.0f} s: {held}"
+        time.sleep(0.5)

@@ -1,0 +1,143 @@
+"""Engines are replaced one by one under load: no request fails, all texts are right, tickets that are out are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from judging import (
+    IS_LONG,
+    PROMPTS,
+    REQUESTS,
+    Alone,
+    Reply,
+    assert_no_lease_left,
+    assert_nothing_failed,
+    handed_over,
+    prompt,
+    request_body,
+)
+from two_by_two import SHUTDOWN_TIMEOUT_S, TwoByTwo
+
+from kvdev.demo import running_router
+
+PLACES = (0, 1, 2, 3) if IS_LONG else (0, 2)
+"""Engines that are replaced: each one, or one of each side."""
+ASK_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
+AT_ONCE = 3
+
+
+@dataclass
+class Load:
+    """Requests through a router, every second one as a stream, until as many as wanted are answered and nobody needs more."""
+
+    url: str
+    replies: list[Reply] = field(default_factory=list)
+    is_needed: bool = True
+    _sent: int = 0
+
+    async def run(self) -> None:
+        """Send requests."""
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=connector) as session:
+            await asyncio.gather(*(self._one_after_another(session) for _ in range(AT_ONCE)))
+
+    async def _one_after_another(self, session: aiohttp.ClientSession) -> None:
+        while self.is_needed or self._sent < REQUESTS:
+            number = self._sent
+            self._sent += 1
+            self.replies.append(await ask(session, self.url, number % REQUESTS, is_stream=number % 2 == 1))
+            # Engines that start share the cores with those that answer.
+            await asyncio.sleep(0.3)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, number: int, *, is_stream: bool) -> Reply:
+    body = {**request_body(prompt(number)), "stream": is_stream}
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as reply:
+            raw = await reply.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return Reply(number, 0, repr(error))
+    if reply.status != 200:
+        return Reply(number, reply.status, raw)
+    lines = [line[6:] for line in raw.splitlines() if line.startswith("data: {")] if is_stream else [raw]
+    answers: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    if any("error" in answer for answer in answers):
+        return Reply(number, 502, raw[-300:])
+    return Reply(number, 200, "".join(choice["text"] for answer in answers for choice in answer["choices"]))
+
+
+def hold_ticket(fleet: TwoByTwo, place: int, number: int) -> dict[str, Any]:
+    """Let a prefill engine compute a prompt and keep the ticket back, as a slow router does."""
+    asked = {**request_body(prompt(number)), "max_tokens": 1, "kv_transfer_params": ASK_TICKET}
+    ticket = fleet.engines[place].complete(asked)["kv_transfer_params"]
+    assert isinstance(ticket, dict), f"{fleet.engines[place].spec.name} gave no ticket"
+    return ticket
+
+
+def wait_until_refused(fleet: TwoByTwo, place: int) -> None:
+    """Wait until an engine that was told to end refuses: HTTP 200 with an abort, whatever is asked."""
+    until = time.monotonic() + 30
+    while True:
+        asked = {**request_body("refused?"), "max_tokens": 1, "kv_transfer_params": ASK_TICKET}
+        answer: Any = fleet.engines[place].complete(asked)
+        if answer["choices"][0]["finish_reason"] == "abort":
+            assert answer.get("kv_transfer_params") is None
+            return
+        assert time.monotonic() < until, "the engine goes on taking requests"
+
+
+def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
+    """Tell an engine to end and start it anew; a prefill engine has a ticket out meanwhile, which is read at last."""
+    engine = fleet.engines[place]
+    is_prefill = engine in fleet.prefill
+    number = PROMPTS - 1 - place
+    ticket = hold_ticket(fleet, place, number) if is_prefill else None
+    told_s = time.monotonic()
+    engine.ask_to_end()
+    if ticket is not None:
+        wait_until_refused(fleet, place)
+        assert engine.is_running, "it ended although a ticket was out"
+        reader = fleet.decode[1]
+        before = handed_over([reader.metrics()])
+        answer: Any = reader.complete({**request_body(prompt(number)), "kv_transfer_params": ticket})
+        alone.assert_same([Reply(number, 200, answer["choices"][0]["text"])])
+        assert handed_over([reader.metrics()]) > before, "the prompt was computed again"
+    assert engine.has_ended(within_s=SHUTDOWN_TIMEOUT_S + 10), f"it does not end:\n{engine.last_words()}"
+    ended_s = time.monotonic()
+    assert ended_s - told_s < SHUTDOWN_TIMEOUT_S, "the drain ended by its timeout, not by the last request and lease"
+    log = engine.log.read_text(errors="replace")
+    assert not is_prefill or "it gives no more tickets" in log, log[-3000:]
+    assert "requests unread" not in log
+    fleet.start_again(place)
+    print(f"{engine.spec.name}: drained in {ended_s - told_s:.1f} s, back after {time.monotonic() - ended_s:.1f} s")
+
+
+def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_by_two: TwoByTwo) -> None:
+    fleet = two_by_two
+    urls = [[engine.url for engine in side] for side in (fleet.prefill, fleet.decode)]
+    with running_router(*urls) as router:
+        load = Load(router)
+
+        async def run() -> None:
+            sending = asyncio.create_task(load.run())
+            try:
+                for place in PLACES:
+                    await asyncio.to_thread(replace, fleet, place, alone)
+            finally:
+                load.is_needed = False
+                await sending
+
+        started_s = time.monotonic()
+        asyncio.run(run())
+        print(f"{len(load.replies)} requests in {time.monotonic() - started_s:.0f} s")
+        assert len(load.replies) >= REQUESTS
+        alone.assert_same(load.replies)
+        # Counters of engines that were replaced began anew; those that were not must have read.
+        assert handed_over([engine.metrics() for engine in fleet.decode]) >= 1
+        assert_nothing_failed(fleet.pages())
+        assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)

@@ -1,0 +1,128 @@
+"""vllm-router in front of two prefill engines and one decode engine with our connector."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from judging import (
+    IS_LONG,
+    REQUESTS,
+    Alone,
+    Reply,
+    ask_all,
+    assert_no_lease_left,
+    assert_nothing_failed,
+    fleet_python,
+    handed_over,
+)
+from two_by_two import TwoByTwo
+
+from kvdev.engines import free_port, metric_sum
+
+PROMPTS_EACH = 8
+_ROUTES_WITHIN_S = 60
+
+
+@contextlib.contextmanager
+def vllm_router(fleet: TwoByTwo, policy: str, log: Path) -> Iterator[str]:
+    """Run vllm-router as `docs/operate/vllm-router.md` says; yield its base URL."""
+    port = free_port()
+    command = [
+        str(fleet_python().parent / "vllm-router"), "--host", "127.0.0.1", "--port", str(port),
+        "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", policy,
+        *(word for engine in fleet.prefill for word in ("--prefill", engine.url)),
+        "--decode", fleet.decode[0].url,
+        "--prometheus-port", str(free_port()),
+        "--worker-startup-check-interval", "1",
+    ]  # fmt: skip
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_it_routes(process, url, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_it_routes(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + _ROUTES_WITHIN_S
+    while True:
+        assert process.poll() is None, f"vllm-router ended: {log.read_text()[-3000:]}"
+        gone = contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError)
+        with gone, urllib.request.urlopen(f"{url}/readiness", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        assert time.monotonic() < until, f"vllm-router does not route: {log.read_text()[-3000:]}"
+        time.sleep(0.3)
+
+
+def asked(fleet: TwoByTwo) -> list[float]:
+    """Return how many requests each prefill engine has answered."""
+    return [metric_sum(engine.metrics(), "vllm:request_success_total") for engine in fleet.prefill]
+
+
+@pytest.mark.parametrize(("number", "policy"), [(0, "round_robin"), (1, "cache_aware")])
+def test_prompts_are_handed_over_behind_vllm_router(
+    alone: Alone, two_by_two: TwoByTwo, tmp_path: Path, number: int, policy: str
+) -> None:
+    fleet = two_by_two
+    first = REQUESTS + number * PROMPTS_EACH
+    reader = fleet.decode[0]
+    before, asked_before = handed_over([reader.metrics()]), asked(fleet)
+    started_s = time.monotonic()
+    with vllm_router(fleet, policy, tmp_path / "router.log") as url:
+        replies = asyncio.run(ask_all(url, range(first, first + PROMPTS_EACH)))
+    alone.assert_same(replies)
+    assert handed_over([reader.metrics()]) - before == PROMPTS_EACH
+    shares = [now - was for now, was in zip(asked(fleet), asked_before, strict=True)]
+    assert sum(shares) == PROMPTS_EACH
+    if policy == "round_robin":
+        assert shares == [PROMPTS_EACH / 2] * 2
+    assert_nothing_failed(fleet.pages())
+    assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)
+    print(f"{policy}: {PROMPTS_EACH} hand-overs, prefill shares {shares}, {time.monotonic() - started_s:.0f} s")
+
+
+@pytest.mark.skipif(not IS_LONG, reason="an engine is killed and started anew: test --long fleet")
+def test_a_prefill_engine_that_is_killed_under_load_costs_no_answer(
+    alone: Alone, two_by_two: TwoByTwo, tmp_path: Path
+) -> None:
+    fleet = two_by_two
+    first = REQUESTS + 2 * PROMPTS_EACH
+    replies: list[Reply] = []
+    with vllm_router(fleet, "round_robin", tmp_path / "router.log") as url:
+
+        async def run() -> None:
+            load = asyncio.create_task(ask_all(url, range(first, first + 30)))
+            await asyncio.sleep(1)
+            fleet.engines[1].signal_all(signal.SIGKILL)
+            replies.extend(await load)
+
+        asyncio.run(run())
+        fleet.engines[1].wait_ended()
+    alone.assert_same(replies)
+    fleet.start_again(1)
+    assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)
+
+
+def test_the_document_names_the_options_that_the_tests_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "vllm-router.md").read_text()
+    options = set(re.findall(r'"(--[a-z-]+)"', Path(__file__).read_text()))
+    missing = {option for option in options if option not in page}
+    assert not missing, f"docs/operate/vllm-router.md does not say: {missing}"

@@ -1,0 +1,85 @@
+"""vLLM's own drain: its loop goes on while a finished prompt keeps blocks, and ends with the last lease."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine import PREFILL, hand_over, prompt
+from vllm.v1.engine import core
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+
+@pytest.fixture
+def engine_core_handler() -> Iterator[list[int]]:
+    """A SIGTERM handler from vLLM's module, as its engine core has one before it makes the scheduler; yields what it heard."""
+    heard: list[int] = []
+    names: dict[str, Any] = {"__name__": core.__name__, "heard": heard}
+    exec("def handler(number, frame):\n    heard.append(number)\n", names)
+    former = signal.signal(signal.SIGTERM, names["handler"])
+    yield heard
+    signal.signal(signal.SIGTERM, former)
+
+
+def drain_loop(engine: Any, *, timeout_s: int) -> Any:
+    """Return vLLM's engine core as far as its loop asks whether to go on."""
+    loop: Any = SimpleNamespace(
+        shutdown_state=EngineShutdownState.REQUESTED,
+        vllm_config=SimpleNamespace(shutdown_timeout=timeout_s),
+        scheduler=engine.scheduler,
+        engines_running=False,
+        batch_queue=None,
+        _send_abort_outputs=lambda _: None,
+    )
+    loop.has_work = lambda: EngineCoreProc.has_work(loop)
+    return loop
+
+
+def goes_on(loop: Any) -> bool:
+    return EngineCoreProc._handle_shutdown(loop)
+
+
+def test_the_loop_goes_on_until_the_last_lease_has_ended(make_engine, engine_core_handler: list[int]) -> None:
+    engine = make_engine("P")
+    hand_over(engine, "p", prompt(40))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert engine_core_handler == [signal.SIGTERM]
+    loop = drain_loop(engine, timeout_s=60)
+    for _ in range(5):
+        assert goes_on(loop)
+        engine.step()
+    engine.step(sent=["p"])
+    engine.step()
+    assert not goes_on(loop)
+    engine.assert_nothing_left()
+
+
+def test_a_prompt_that_runs_at_the_signal_ends_without_a_ticket(make_engine, engine_core_handler: list[int]) -> None:
+    engine = make_engine("P")
+    engine.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert engine_core_handler == [signal.SIGTERM]
+    loop = drain_loop(engine, timeout_s=60)
+    steps = 0
+    while goes_on(loop):
+        engine.step()
+        steps += 1
+        assert steps < 20, "the drain does not end"
+    assert engine.outputs["p"][-1].kv_transfer_params is None
+    engine.assert_nothing_left()
+
+
+def test_the_engine_core_installs_its_handlers_before_it_makes_the_scheduler() -> None:
+    """The connector extends the handlers that it finds, so their order in vLLM's source matters."""
+    source = inspect.getsource(EngineCoreProc.run_engine_core)
+    installed = re.search(r"signal\.signal\(signal\.SIGTERM, signal_handler\)", source)
+    made = re.search(r"engine_core = (DP)?EngineCoreProc\(", source)
+    assert installed is not None
+    assert made is not None
+    assert installed.start() < made.start()

@@ -1,0 +1,159 @@
+"""Statistics beside those of vLLM's own connector: the same names, buckets, counts and log keys from the same observations."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+
+from vllm_adapter.host.metrics import PromMetrics, TransferStats
+
+CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
+LABELS = {"model_name": "tiny", "engine": "0"}
+SERIES = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
+EVENTS = (
+    "num_failed_transfers",
+    "num_failed_notifications",
+    "num_failed_handshakes",
+    "num_kv_expired_reqs",
+    "num_notifications_after_expiry",
+)
+
+
+def interval(draw: random.Random) -> dict[str, list[float]]:
+    transfers = draw.choice((0, 0, 1, 2, 3, 10, 57))
+    data: dict[str, list[float]] = {key: [1] * draw.choice((0, 0, 1, 4)) for key in EVENTS}
+    data["transfer_duration"] = [draw.uniform(1e-4, 8.0) for _ in range(transfers)]
+    data["post_duration"] = [draw.uniform(1e-6, 2.0) for _ in range(transfers)]
+    data["bytes_transferred"] = [draw.randrange(2**34) for _ in range(transfers)]
+    data["num_descriptors"] = [draw.randrange(60000) for _ in range(transfers)]
+    return data
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_log_line_has_the_hosts_keys_and_figures(seed: int) -> None:
+    draw = random.Random(seed)
+    ours, hosts = TransferStats(), NixlKVConnectorStats()
+    for data in [interval(draw) for _ in range(draw.randrange(1, 4))]:
+        ours.aggregate(TransferStats(data=TransferStats().data | data))
+        hosts.aggregate(NixlKVConnectorStats(data={key: list(values) for key, values in data.items()}))
+    assert list(ours.reduce().items()) == [(key, pytest.approx(value)) for key, value in hosts.reduce().items()]
+
+
+def test_fence_rejections_follow_the_hosts_keys_once_there_are_any() -> None:
+    stats = TransferStats()
+    stats.data["num_fence_rejections"] += [1, 1]
+    assert list(stats.reduce().items()) == [*NixlKVConnectorStats().reduce().items(), ("Num fence rejections", 2)]
+
+
+def made(metrics_class: Any, registry: prometheus_client.CollectorRegistry, **more: Any) -> Any:
+    """Return metrics of one engine that stand in a registry of their own."""
+
+    def into(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=registry)
+
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    return metrics_class(CONFIG, {kind: into(kind) for kind in kinds}, list(LABELS), {0: list(LABELS.values())}, **more)
+
+
+def page(metrics_class: Any, intervals: list[dict[str, list[float]]]) -> dict[tuple[str, str], float]:
+    """Return the samples of a page, `vllm:nixl_*` only, by name and bucket."""
+    registry = prometheus_client.CollectorRegistry()
+    metrics = made(metrics_class, registry)
+    for data in intervals:
+        metrics.observe(data, 0)
+    return {
+        (sample.name, sample.labels.get("le", "")): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("vllm:nixl_") and not sample.name.endswith("_created")
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_scrape_has_the_hosts_names_buckets_and_counts(seed: int) -> None:
+    intervals = [interval(random.Random(1000 + seed + n)) for n in range(3)]
+    ours, hosts = page(PromMetrics, intervals), page(NixlPromMetrics, intervals)
+    assert ours == pytest.approx(hosts)
+
+
+# -------------------------------------------------------------------------------------------------- never raising
+
+
+class Faulty:
+    """A metric of a wrapper that was not made for this connector: one of its methods is missing, or fails."""
+
+    def __init__(self, fault: str, *, is_missing: bool) -> None:
+        self._fault, self._is_missing = fault, is_missing
+
+    def __call__(self, **_options: Any) -> Any:
+        return self._do("make")
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"labels", "inc", "set", "observe"} or (name == self._fault and self._is_missing):
+            raise AttributeError(name)
+        return lambda *_values, **_labels: self._do(name)
+
+    def _do(self, name: str) -> Any:
+        if name == self._fault:
+            raise RuntimeError(f"{name} fails")
+        return self
+
+
+FULL: dict[str, list[Any]] = TransferStats().data | {
+    "transfer_duration": [0.1],
+    "num_failed_handshakes": [1],
+    "read_failure_codes": ["timed-out"],
+    "quarantined_bytes": [4096],
+    "live_requests": [{"leased": 1}],
+    "bytes_by_path": [["UCX", "DRAM->DRAM", "unset", 7]],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_missing"), [*itertools.product(("labels", "inc", "set", "observe"), (True, False)), ("make", False)]
+)
+def test_no_wrapper_of_metrics_makes_a_statistic_raise(
+    monkeypatch: pytest.MonkeyPatch, fault: str, is_missing: bool
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", lambda _text, name: told.append(name))
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    faulty: Any = {kind: Faulty(fault, is_missing=is_missing) for kind in kinds}
+    metrics = PromMetrics(CONFIG, faulty, list(LABELS), {0: list(LABELS.values())}, info={"version": "1"})
+    metrics.observe(FULL)
+    once = list(told)
+    assert len(once) == len(set(once)) > 0
+    metrics.observe(FULL)
+    assert told == once, "each metric is told of once"
+
+
+ODD: tuple[dict[str, Any], ...] = (
+    {"transfer_duration": ["no number"]},
+    {"transfer_duration": [None], "bytes_transferred": [1]},
+    {"num_failed_transfers": ["x"]},
+    {"quarantined_bytes": [{}]},
+    {"live_requests": [7]},
+    {"bytes_by_path": [[]]},
+    {"unheard_of": [1]},
+    {"num_failed_transfers": None},
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: next(iter(odd)))
+def test_no_observation_makes_a_statistic_raise_and_the_others_are_recorded(odd: dict[str, Any]) -> None:
+    samples = page(PromMetrics, [odd, {**odd, "num_kv_expired_reqs": [1]}, {"num_kv_expired_reqs": [1]}])
+    assert samples["vllm:nixl_num_kv_expired_reqs_total", ""] == 2
+    stats = TransferStats(data=dict(odd))
+    stats.aggregate(TransferStats(data=dict(odd))).aggregate(TransferStats(data={"num_kv_expired_reqs": [1]}))
+    assert stats.reduce()["Num KV expired reqs"] == 1
+    assert not stats.is_empty()
+
+
+def test_an_unknown_engine_does_not_make_a_statistic_raise() -> None:
+    made(PromMetrics, prometheus_client.CollectorRegistry()).observe(FULL, 3)

@@ -1,0 +1,98 @@
+"""The start of an engine: refusals over vLLM's own configuration objects, the line that introduces the connector, its metric."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+from full_engine import FullEngine
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kv_nixl_agent import AgentError
+from vllm_adapter import KVTransferConnector, NixlConnector
+from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host.metrics import TransferStats
+
+Change = Callable[[Any, pytest.MonkeyPatch], None]
+REFUSED: dict[str, Change] = {
+    "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
+    "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
+    "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
+    "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
+    "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
+    "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+}
+
+
+@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER], ids=["scheduler", "worker"])
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_cannot_work_stops_the_engine_at_start(
+    make_engine, monkeypatch: pytest.MonkeyPatch, code: str, role: Any
+) -> None:
+    engine = make_engine("P", bidirectional_kv_xfer=True)
+    REFUSED[code](engine.config, monkeypatch)
+    with pytest.raises(UnsupportedHost) as caught:
+        KVTransferConnector(engine.config, role, engine.scheduler.kv_cache_config)
+    assert caught.value.code == code
+
+
+def test_a_backend_that_nixl_has_not_stops_the_engine_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AgentError, match=r"UCXX.* it has .*UCX") as caught:
+        FullEngine(tmp_path / "P", monkeypatch, None, backends=["UCXX"])
+    assert caught.value.code == "backend-unavailable"
+
+
+def test_one_line_says_which_connector_runs(
+    make_engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601")
+    # vLLM's own set-up of logging keeps its lines from the root, where caplog listens.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, "vllm"):
+        make_engine("P", kv_lease_duration=12.5, policy="recompute")
+    (line,) = [r.getMessage() for r in caplog.records if "started: " in r.getMessage()]
+    assert line.startswith("kv-transfer: started: adapter_version=0.2.0 vllm_version=")
+    words = dict(word.split("=") for word in line.split()[2:])
+    assert (words["engine"], words["side_channel"]) == ("P", "127.0.0.1:5601")
+    assert (words["kv_role"], words["memory"], words["backends"]) == ("kv_both", "DRAM", "UCX")
+    assert (words["compatibility_policy"], words["load_failure_policy"]) == ("exact", "recompute")
+    assert (words["lease_s"], words["engine_ttl_s"]) == ("12.5", "3600")
+    ours = [record for record in caplog.records if record.name == "vllm.vllm_adapter"]
+    assert ours
+    assert all(record.getMessage().startswith("kv-transfer: ") for record in ours)
+    assert all(record.getMessage().count("kv-transfer: ") == 1 for record in ours)
+
+
+def test_the_info_metric_has_the_same_labels(make_engine) -> None:
+    registry = prometheus_client.CollectorRegistry()
+
+    def into(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=registry)
+
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    config = make_engine("P").config
+    KVTransferConnector.build_prom_metrics(
+        config, {kind: into(kind) for kind in kinds}, ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    )
+    samples = [s for family in registry.collect() for s in family.samples if s.name == "vllm:kv_transfer_info"]
+    assert [(sample.labels["engine"], sample.value) for sample in samples] == [("0", 1), ("1", 1)]
+    assert samples[0].labels["backends"] == "UCX"
+    assert samples[0].labels["kv_role"] == "kv_both"
+
+
+def test_figures_under_the_hosts_name_come_back_as_ours_from_its_connector_of_connectors() -> None:
+    """vLLM finds the class for figures that crossed processes by the name of the connector's class, among those that it knows."""
+    name = NixlConnector.__name__
+    assert KVConnectorFactory.get_connector_class_by_name(name) is KVTransferConnector
+    stats = TransferStats()
+    stats.data["num_fence_rejections"] += [1]
+    rebuilt = MultiConnector.build_kv_connector_stats({name: stats.to_dict()})
+    assert isinstance(rebuilt.data[name], TransferStats)
+    assert rebuilt.reduce()[name]["Num fence rejections"] == 1

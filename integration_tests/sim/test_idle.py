@@ -1,0 +1,51 @@
+"""CPU time of workers that have nothing to do, on real NIXL."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from engines import TOKENS, Engine
+
+from vllm_adapter.config import Settings
+
+IDLE_S = 10.0
+MOST_SHARE = 0.01
+"""Of a core. Threads that polled every 0.5 ms took 0.04 to 0.05, NIXL's progress thread by itself 1.0."""
+
+Make = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("make", ["nixl"], indirect=True)
+@pytest.mark.parametrize("progress_thread", ["off", "on"])
+def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(
+    make: Make, progress_thread: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(progress_thread=progress_thread)
+    producer, consumer = make("P", settings=settings), make("D", settings=settings)
+    _hand_over(producer, consumer)
+    time.sleep(2)  # polling slows down by and by
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("kv-nixl-")]
+    assert len(threads) == 2
+    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in threads]
+    began_s, all_began_s = [time.clock_gettime(clock) for clock in clocks], time.process_time()
+    time.sleep(IDLE_S)
+    shares = [(time.clock_gettime(clock) - began) / IDLE_S for clock, began in zip(clocks, began_s, strict=True)]
+    everything = (time.process_time() - all_began_s) / IDLE_S
+    with capsys.disabled():
+        alone = ", ".join(f"{share:.4f}" for share in shares)
+        print(f"\nidle, in cores: transfer threads {alone}; two ranks with all their threads {everything:.4f}")
+    assert max(shares) < MOST_SHARE
+    assert everything < len(threads) * MOST_SHARE  # NIXL's threads and those of the side channel included
+    _hand_over(producer, consumer)
+
+
+def _hand_over(producer: Engine, consumer: Engine) -> None:
+    source, ticket = producer.prefill(3 * TOKENS)
+    request = consumer.start_decode(ticket, 3 * TOKENS)
+    assert consumer.wait_received(request)
+    consumer.assert_has(request, source, 3 * TOKENS)
+    consumer.finish(request)
+    producer.wait_idle()

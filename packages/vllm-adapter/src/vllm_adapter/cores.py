@@ -1,0 +1,81 @@
+"""The processor cores that this process may use.
+
+Theory of operation. On a CPU, vLLM binds a worker's main thread to the first core of its OpenMP threads, and a thread that is
+started from there inherits that one core: the transfer thread would run where the model computes. So it is moved back to the
+cores that the *process* was given, by `taskset`, a container's cpuset or a NUMA binding, and to no others. That set is noted
+when vLLM calls our plugin, which it does in every process before it binds anything.
+
+How many threads are worth starting is a question of time as well: a container may hold 64 cores and a quota of 4.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+__all__ = ["core_count", "note_cores", "use_allowed_cores"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_V1_FOLDERS = ("cpu", "cpu,cpuacct")
+
+
+@cache
+def _allowed() -> frozenset[int]:
+    """Return the cores that the first thread to call this may run on; all there are on systems without affinities."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def note_cores() -> None:
+    """Note the cores that the calling thread may run on as those of the process, unless that has happened before."""
+    _allowed()
+
+
+def use_allowed_cores() -> None:
+    """Let the calling thread run on every core that the process was given, and on no other."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, _allowed())
+
+
+def core_count() -> int:
+    """Return how many cores' worth of time this process may use: those it was given, or fewer by its cgroup's quota.
+
+    Example: 16 cores and a quota of 250 ms in 100 ms are 3.
+    """
+    return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def _quotas(root: Path, membership: Path) -> list[int]:
+    """Return the whole cores that the quotas of this process's cgroup and of those above it allow, at least one each."""
+    return [max(1, math.ceil(share)) for folder in _folders(root, membership) if (share := _share(folder)) is not None]
+
+
+def _folders(root: Path, membership: Path) -> list[Path]:
+    """Return the folders of this process's cgroup and of all above it, as far as they can be seen from here."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        tops = [root] if not controllers else [root / top for top in _V1_FOLDERS if "cpu" in controllers.split(",")]
+        for top in tops:
+            own = top / name.lstrip("/")
+            found += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    return found
+
+
+def _share(folder: Path) -> float | None:
+    """Return the quota of a cgroup in cores, None if it has none."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota in {"max", "-1"} else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

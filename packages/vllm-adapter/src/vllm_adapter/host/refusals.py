@@ -1,0 +1,170 @@
+"""What is refused at start because it cannot work, and what is warned of: one table, each row a condition and its reason.
+
+A hand-over that can never succeed is found at start, and not by the first request, by an engine whose KV is silently wrong, or by
+every peer. The rows read a `Situation` of plain values; `situation.py` takes it from the host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.errors import UnsupportedHost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["REFUSALS", "WARNINGS", "Row", "Situation", "check_start"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+_MOST_PORTS = 65535
+_HOST_TRANSPORTS = frozenset(
+    {"all", "tcp", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self", "srd"}
+    | {"ib", *(f"{kind}{end}" for kind in ("rc", "ud", "dc") for end in ("", "_v", "_x", "_verbs", "_mlx5"))}
+)
+"""Transports and their aliases by which UCX reads host memory. Source: `ucx_info -d` and UCX's documentation of UCX_TLS."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the rows look at.
+
+    Attributes:
+        version: The host's (major, minor).
+        kv_role: `"kv_producer"`, `"kv_consumer"` or `"kv_both"`.
+        pp: Pipeline stages.
+        pcp: Prefill context-parallel size.
+        host: Where peers are told to reach this engine's side channel.
+        port: Its port, the data-parallel index included.
+        has_sleep_mode: Whether the host may give the cache's memory back.
+        computes_scales: Whether the host derives the cache's scales from the first prompt.
+        is_bidirectional: Whether decode engines hand blocks back for the next turn.
+        uses_ucx: Whether UCX is among the back ends.
+        ucx_tls: The environment's `UCX_TLS`; empty for UCX's own choice.
+    """
+
+    version: tuple[int, int] = (0, 32)
+    kv_role: str = "kv_both"
+    pp: int = 1
+    pcp: int = 1
+    host: str = "10.0.0.1"
+    port: int = 5600
+    has_sleep_mode: bool = False
+    computes_scales: bool = False
+    is_bidirectional: bool = False
+    uses_ucx: bool = True
+    ucx_tls: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A condition, with the code and the reason of the refusal or warning; the reason is formatted with the situation."""
+
+    code: str
+    applies: Callable[[Situation], bool]
+    reason: str
+
+
+REFUSALS: tuple[Row, ...] = (
+    Row(
+        "consumer-pipeline-parallel",
+        lambda it: it.pp > 1 and it.kv_role != "kv_producer",
+        "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer', "
+        "or pipeline_parallel_size to 1 on engines that decode",
+    ),
+    Row(
+        "prefill-context-parallel",
+        lambda it: it.pcp > 1,
+        "prefill_context_parallel_size is {it.pcp}: how its ranks share a prompt's blocks is not planned here; set it to 1, or "
+        "use vLLM's own NixlConnector on this producer",
+    ),
+    Row(
+        "side-channel-wildcard",
+        lambda it: _is_wildcard(it.host),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is '{it.host}', and tickets tell peers to connect to that: set it to an address of this "
+        "host that peers can reach (under Kubernetes the pod's IP)",
+    ),
+    Row(
+        "side-channel-port",
+        lambda it: not 0 < it.port <= _MOST_PORTS,
+        "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT plus the data-parallel index): it must be 1 to 65535",
+    ),
+    Row(
+        "sleep-mode-unsupported",
+        lambda it: it.has_sleep_mode and it.version < (0, 33),
+        "enable_sleep_mode needs vLLM 0.33 or newer beside a KV connector, found {it.version[0]}.{it.version[1]}: an older one "
+        "unmaps the cache without telling the connector, while peers read from it",
+    ),
+    Row(
+        "computed-kv-scales",
+        lambda it: it.computes_scales,
+        "calculate_kv_scales derives the cache's scales from this engine's first prompt, so that every engine has others and "
+        "reads wrong KV: use a checkpoint with scales, or none",
+    ),
+    Row(
+        "readback-needs-kv-both",
+        lambda it: it.is_bidirectional and it.kv_role != "kv_both",
+        "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
+        "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+    ),
+)
+"""First match wins. Not here: keys and values (`config.py`), NIXL back ends that are not there (refused by `kv-nixl-agent`)."""
+
+WARNINGS: tuple[Row, ...] = (
+    Row(
+        "side-channel-localhost",
+        lambda it: it.host == "localhost",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is 'localhost' (its default), so only engines on this host can read from this one: set it "
+        "to an address of this host that peers can reach",
+    ),
+    Row(
+        "ucx-without-host-memory",
+        lambda it: it.uses_ucx and not _reaches_host_memory(it.ucx_tls),
+        "UCX_TLS is '{it.ucx_tls}', without a transport for host memory: fence words cannot be read, so every read will fail; "
+        "add one, e.g. tcp, sm or rc",
+    ),
+)
+
+
+def check_start(situation: Situation, *, warns: bool = True) -> None:
+    """Refuse what cannot work, and warn of what hardly can.
+
+    Args:
+        situation: The engine as it is configured.
+        warns: Whether this process warns on behalf of all of its engine.
+
+    Raises:
+        UnsupportedHost: with the code and the reason of the first row that applies.
+    """
+    for row in REFUSALS:
+        if row.applies(situation):
+            raise UnsupportedHost(
+                row.reason.format(it=situation),
+                code=row.code,
+                context={
+                    "kv_role": situation.kv_role,
+                    "host": situation.host,
+                    "pp": situation.pp,
+                    "pcp": situation.pcp,
+                },
+            )
+    for row in WARNINGS:
+        if warns and row.applies(situation):
+            _logger.warning("%s (%s)", row.reason.format(it=situation), row.code)
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host.strip() in {"", "*"}
+
+
+def _reaches_host_memory(ucx_tls: str) -> bool:
+    """Return whether a UCX_TLS has a transport for host memory; one that only excludes some is believed."""
+    names = {name.strip().lower().removeprefix("\\") for name in ucx_tls.split(",")}
+    return not ucx_tls or ucx_tls.startswith("^") or not names.isdisjoint(_HOST_TRANSPORTS)

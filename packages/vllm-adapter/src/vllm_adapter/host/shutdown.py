@@ -1,0 +1,76 @@
+"""The moment at which the host is told to end: from then on the scheduler's connector hands out no tickets.
+
+vLLM tells its connectors nothing before `shutdown()`, which it calls after its last step. Its engine-core process hears the
+signal, though, and makes the scheduler's connector after it has installed its handler, on the same thread. So that handler is
+extended here and called as before (ADR 0009).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+
+__all__ = ["ShutdownWatch", "warn_of_no_drain"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_EXTENDED = frozenset({"vllm", "vllm_adapter"})
+"""Top-level packages whose handlers are extended; ours where several connectors of this kind run in one engine."""
+
+
+def warn_of_no_drain(config: VllmConfig, lease_s: float) -> None:
+    """Warn of an engine that gives tickets and, by the host's default, ends at once when it is told to."""
+    transfer = config.kv_transfer_config
+    timeout_s: int = getattr(config, "shutdown_timeout", 0)  # hosts that do not drain have no such setting
+    if transfer is None or not transfer.is_kv_producer or timeout_s:
+        return
+    _logger.warning(
+        "vllm-adapter: --shutdown-timeout is 0, so this engine ends at once on SIGTERM and the tickets that are out end with "
+        "it; set --shutdown-timeout to the lease (%.0f s) plus the longest read, and the supervisor's grace period above that",
+        lease_s,
+    )
+
+
+@final
+class ShutdownWatch:
+    """Notes SIGTERM and SIGINT beside the host's own handler.
+
+    Only handlers that vLLM installed are extended: those of an application that runs vLLM inside its own process, and
+    Python's, mean something else. The handler sets one flag; it takes no lock and writes no log line, because it may interrupt
+    any line of the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._is_requested = False
+
+    def install(self) -> bool:
+        """Extend the host's handlers; False if there are none in this process, or if this is not its main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        found = [(number, signal.getsignal(number)) for number in _SIGNALS]
+        hosts = [(number, handler) for number, handler in found if callable(handler) and _is_extended(handler)]
+        for number, handler in hosts:
+            signal.signal(number, self._noting(handler))
+        return bool(hosts)
+
+    def is_requested(self) -> bool:
+        """Whether the host was told to end."""
+        return self._is_requested
+
+    def _noting(self, handler: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+        def note(number: int, frame: Any) -> Any:  # noqa: ANN401  (a frame, or None)
+            self._is_requested = True
+            return handler(number, frame)
+
+        return note
+
+
+def _is_extended(handler: object) -> bool:
+    return str(getattr(handler, "__module__", "")).partition(".")[0] in _EXTENDED

@@ -1,0 +1,97 @@
+"""The host's configuration as the values that `refusals.py` looks at, and as the connector introduces itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, final
+
+from vllm import __version__ as vllm_version
+from vllm import envs
+from vllm.platforms import current_platform
+
+from vllm_adapter import __version__
+from vllm_adapter.host.refusals import Situation
+from vllm_adapter.host.vllm import CONNECTOR_VERSIONS, check_host, load_failure_policy, wants_host_buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.config import Settings
+
+__all__ = ["labels_of", "memory_of", "situation_of", "start_line", "tag_lines"]
+
+_TAG = "kv-transfer: "
+
+
+def situation_of(config: VllmConfig, settings: Settings) -> Situation:
+    """Read off what start-up checks look at; an option that this host does not have is off."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    cache: Any = config.cache_config
+    model: Any = config.model_config
+    return Situation(
+        version=check_host(),
+        kv_role=str(transfer.kv_role) if transfer is not None else "",
+        pp=parallel.pipeline_parallel_size,
+        pcp=int(getattr(parallel, "prefill_context_parallel_size", 1)),
+        host=str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
+        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
+        has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        computes_scales=bool(getattr(cache, "calculate_kv_scales", False)),
+        is_bidirectional=settings.bidirectional_kv_xfer,
+        uses_ucx="UCX" in settings.backends,
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+    )
+
+
+def memory_of(config: VllmConfig) -> str:
+    """Name the memory that peers read: `DRAM`, `VRAM`, or `DRAM (mirror)` in host-buffer mode."""
+    if current_platform.device_type == "cpu":
+        return "DRAM"
+    return "DRAM (mirror)" if wants_host_buffer(config) else "VRAM"
+
+
+def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
+    """Return what the connector says of itself at start and in its info metric; the same on all ranks."""
+    transfer = config.kv_transfer_config
+    return {
+        "adapter_version": __version__,
+        "vllm_version": vllm_version,
+        "kv_role": str(transfer.kv_role) if transfer is not None else "",
+        "memory": memory_of(config),
+        "backends": ",".join(settings.backends),
+        "compatibility_policy": settings.policy,
+        "load_failure_policy": load_failure_policy(config),
+        "lease_s": f"{settings.kv_lease_duration:g}",
+        "engine_ttl_s": f"{settings.engine_ttl:g}",
+        "peer_dialect": str(
+            settings.ticket_dialect or CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
+        ),
+    }
+
+
+def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
+    """Return the one line that says which connector runs in this engine, and where peers reach it."""
+    host = f"[{facts.host}]" if ":" in facts.host else facts.host
+    here = {"engine": facts.engine_id, "side_channel": f"{host}:{facts.port}"}
+    return "started: " + " ".join(f"{key}={value}" for key, value in {**labels, **here}.items())
+
+
+@final
+class _Tag(logging.Filter):
+    """Puts the connector's tag in front of each of its lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_TAG):
+            record.msg = f"{_TAG}{record.msg}"
+        return True
+
+
+def tag_lines() -> None:
+    """Let every log line of this package begin with `kv-transfer: `; once per process."""
+    logger = logging.getLogger("vllm.vllm_adapter")
+    if not any(isinstance(known, _Tag) for known in logger.filters):
+        logger.addFilter(_Tag())

@@ -1,0 +1,72 @@
+"""Reports that this connector waits for from its workers.
+
+Beside other connectors (vLLM's MultiConnector) every report of every connector comes to all of them; ids that are not awaited
+here belong to another one. A failed read is logged by the scheduler and not by the ranks: one line, with what each rank said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm_adapter.ports import StepPlan
+
+__all__ = ["AwaitedReports"]
+
+Rank = tuple[int, int]
+
+
+@final
+class AwaitedReports:
+    """Ids whose end the workers will report. Scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._reads: set[str] = set()
+        self._leases: set[str] = set()
+        self._refused: set[str] = set()
+        self._reasons: defaultdict[str, dict[Rank, str]] = defaultdict(dict)
+
+    def ordered(self, plan: StepPlan) -> None:
+        """Note what a step orders."""
+        self._reads.update(order.request_id for order in plan.reads if order.is_reported)
+        self._refused.update(plan.failures)
+
+    def leased(self, request_id: str) -> None:
+        """Note a finished request whose blocks stay."""
+        self._leases.add(request_id)
+
+    def explained(self, reasons: Mapping[str, Mapping[Rank, str]]) -> None:
+        """Note why reads failed, by request and rank; their reports come now, or once all other ranks have ended."""
+        for request_id, by_rank in reasons.items():
+            if request_id in self._reads:
+                self._reasons[request_id].update(by_rank)
+
+    def sent(self, request_ids: Iterable[str]) -> list[str]:
+        """Return those leases that were awaited, in order of their ids."""
+        return _take(self._leases, request_ids)
+
+    def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return those reads that were awaited: (all, failed ones)."""
+        ended = set(request_ids)
+        refused = _take(self._refused, ended)
+        mine = sorted({*_take(self._reads, ended), *refused})
+        return mine, sorted(set(mine).intersection(failed))
+
+    def take_reason(self, request_id: str) -> str:
+        """Return which ranks could not read and why; empty if no rank has said so.
+
+        Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.
+        """
+        ranks: defaultdict[str, list[str]] = defaultdict(list)
+        for (pp_rank, tp_rank), reason in sorted(self._reasons.pop(request_id, {}).items()):
+            ranks[reason].append(f"{pp_rank}.{tp_rank}")
+        return "; ".join(f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items())
+
+
+def _take(awaited: set[str], request_ids: Iterable[str]) -> list[str]:
+    taken = sorted(awaited.intersection(request_ids))
+    awaited.difference_update(taken)
+    return taken

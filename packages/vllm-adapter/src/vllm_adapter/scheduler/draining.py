@@ -1,0 +1,74 @@
+"""The last part of an engine's life: told to end, it gives no tickets, and those that are out go on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.ports import SchedulerState
+
+__all__ = ["Draining"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+
+
+@final
+class Draining:
+    """Turns the host's end into the machines' drain, and tells what is leased.
+
+    The host goes on stepping while a finished request keeps blocks, so nothing is to be done for open leases.
+
+    Args:
+        facts: This engine.
+        state: Its request machines.
+        is_ending: Tells whether the host was told to end.
+    """
+
+    def __init__(self, facts: EngineFacts, state: SchedulerState, is_ending: Callable[[], bool]) -> None:
+        self._engine_id = facts.engine_id
+        self._block_bytes = tuple(group.block_bytes for group in facts.groups)
+        self._state = state
+        self._is_ending = is_ending
+        self._has_ended = False
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that finished requests keep for a reader; a block that two of them share counts twice."""
+        return sum(self._state.leased_blocks)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of these blocks on each rank.
+
+        Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: 13312.
+        """
+        return sum(blocks * size for blocks, size in zip(self._state.leased_blocks, self._block_bytes, strict=True))
+
+    def look(self) -> None:
+        """Drain if the host was told to end; the first time, log what is still to be read."""
+        if self._state.is_draining or not self._is_ending():
+            return
+        self._state.drain()
+        _logger.info(
+            "engine %s drains: it gives no more tickets; %d requests keep %d blocks (%d bytes on each rank) until they are "
+            "read, their lease expires or the host's --shutdown-timeout is over",
+            self._engine_id,
+            self._state.lease_count,
+            self.leased_blocks,
+            self.leased_bytes,
+        )
+
+    def end(self) -> None:
+        """Warn of tickets that nobody will be able to read any more; idempotent."""
+        if self._state.lease_count and not self._has_ended:
+            _logger.warning(
+                "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",
+                self._engine_id,
+                self._state.lease_count,
+                self.leased_blocks,
+            )
+        self._has_ended = True

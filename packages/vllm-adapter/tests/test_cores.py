@@ -1,0 +1,116 @@
+"""Cores of the transfer thread: those that the operator gave the process, whatever the host bound its threads to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from factories import facts
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter import cores, wiring
+from vllm_adapter.config import Settings
+from vllm_adapter.wiring import WorkerParts
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+needs_two_cores = pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may use one core only")
+THREAD = """
+import os
+{before}
+from vllm_adapter.cores import note_cores
+note_cores()
+{after}
+from factories import facts
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.config import Settings
+from vllm_adapter.wiring import WorkerParts
+seen = []
+parts = WorkerParts(facts(), Settings(), port_factory=FakeFabric().port)
+nothing = lambda *_: None
+thread = parts.make_transfer_thread(
+    [], on_result=nothing, on_quiet=nothing, on_notification=nothing,
+    on_start=lambda: seen.append(sorted(os.sched_getaffinity(0))),
+)
+thread.start()
+thread.close()
+print(seen)
+"""
+
+
+def _cores_of_the_thread(before: str, after: str) -> str:
+    program = THREAD.format(before=before, after=after)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@needs_two_cores
+def test_taskset_binds_the_transfer_thread_too() -> None:
+    one = ALLOWED[-1]
+    assert _cores_of_the_thread(f"os.sched_setaffinity(0, {{{one}}})", "") == f"[[{one}]]"
+
+
+@needs_two_cores
+def test_the_transfer_thread_leaves_the_core_that_the_host_bound_its_main_thread_to() -> None:
+    assert _cores_of_the_thread("", f"os.sched_setaffinity(0, {{{ALLOWED[0]}}})") == f"[{ALLOWED}]"
+
+
+def _cgroup(root: Path, name: str, **files: str) -> None:
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file.replace("__", ".")).write_text(content)
+
+
+def test_a_cgroups_quota_counts_as_so_many_cores(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/pod/container\n")
+    assert cores._quotas(tmp_path / "none", membership) == []
+    root = tmp_path / "v2"
+    _cgroup(root, "pod/container", cpu__max="250000 100000\n")
+    _cgroup(root, "pod", cpu__max="max 100000\n")
+    assert cores._quotas(root, membership) == [3]
+    _cgroup(root, "pod", cpu__max="50000 100000\n")
+    assert cores._quotas(root, membership) == [3, 1]
+    _cgroup(root, "pod", cpu__max="odd")
+    assert cores._quotas(root, membership) == [3]
+
+
+def test_a_quota_of_the_first_cgroup_version_counts_too(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("7:memory:/pod\n4:cpu,cpuacct:/pod\n")
+    quota = {"cpu__cfs_quota_us": "400000\n", "cpu__cfs_period_us": "100000\n"}
+    _cgroup(tmp_path, "cpu,cpuacct/pod", **quota)
+    _cgroup(tmp_path, "cpu,cpuacct", **{**quota, "cpu__cfs_quota_us": "-1"})
+    assert cores._quotas(tmp_path, membership) == [4]
+
+
+def test_nixls_progress_thread_needs_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(4)))
+    assert not wiring._wants_progress_thread("auto")
+    monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(64)))
+    monkeypatch.setattr(cores, "_quotas", lambda *_places: [2])
+    assert not wiring._wants_progress_thread("auto")
+    monkeypatch.setattr(cores, "_quotas", lambda *_places: [])
+    assert wiring._wants_progress_thread("auto")
+
+
+def test_what_the_thread_does_first_may_refuse_to_start_it() -> None:
+    """A device that cannot be selected stops the engine here, with the reason, not at the first transfer."""
+    parts = WorkerParts(facts(), Settings(), port_factory=FakeFabric().port)
+
+    def refuse() -> None:
+        raise RuntimeError("invalid device ordinal")
+
+    thread = parts.make_transfer_thread(
+        [], on_result=print, on_quiet=print, on_notification=print, on_start=refuse
+    )  # fmt: skip
+    with pytest.raises(Exception, match="invalid device ordinal"):
+        thread.start()
+    thread.close()

@@ -1,0 +1,158 @@
+"""From the host's signal on no ticket is given; leases that are open go on; their blocks are counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from factories import facts
+from test_scheduler_side import BLOCK, PREFILL, TEXT, Parts, Prompt
+
+from vllm_adapter.cache.facts import CacheGroup
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
+from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+
+BLOCK_BYTES = 4096
+
+
+class Producer:
+    """A scheduler side whose host can be told to end."""
+
+    def __init__(self) -> None:
+        layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=BLOCK_BYTES)
+        self.facts = facts(engine_id="P", groups=(layers,))
+        self.is_told = False
+        parts: Any = Parts(self.facts)
+        self.side = SchedulerSide(self.facts, parts, lambda: 0.0, is_ending=lambda: self.is_told)
+        self.side.serve({(0, 0): b"envelope"})
+
+    def begin(self, request_id: str) -> None:
+        self.side.arrived(Arrival(request_id, PREFILL, len(TEXT), Prompt(TEXT)))
+        self.side.allocated(request_id, [[1, 2, 3]], [[1, 2, 3]], external_tokens=0, preemptions=0)
+        self.side.build_step((), ())
+
+    def end(self, request_id: str) -> dict[str, Any] | None:
+        ending = Ending(request_id, "length", len(TEXT), identity=Prompt(TEXT))
+        keeps, ticket = self.side.finished(ending, [[1, 2, 3]])
+        assert keeps is (ticket is not None)
+        return ticket
+
+    def levels(self) -> tuple[float, float]:
+        """Return the changes of the two gauges since the last call."""
+        stats = self.side.take_stats() or {}
+        return sum(stats.get("leased_blocks", ())), sum(stats.get("leased_bytes", ()))
+
+
+def test_from_the_signal_on_no_ticket_is_given_not_even_for_a_prompt_that_runs() -> None:
+    producer = Producer()
+    for name in ("before", "running"):
+        producer.begin(name)
+    assert producer.end("before") is not None
+    producer.is_told = True
+    assert producer.end("running") is None
+    plan = producer.side.build_step((), ()).plan
+    assert [grant.request_id for grant in plan.grants] == ["before"]
+    assert plan.revokes == ()
+
+
+def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
+    producer = Producer()
+    producer.begin("p")
+    assert producer.levels() == (0, 0)
+    producer.end("p")
+    assert producer.levels() == (3, 3 * BLOCK_BYTES)
+    producer.side.update_output(sent=["p"], received=(), failed=())
+    assert producer.levels() == (-3, -3 * BLOCK_BYTES)
+
+
+def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplog: pytest.LogCaptureFixture) -> None:
+    producer = Producer()
+    producer.begin("p")
+    producer.end("p")
+    producer.is_told = True
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_adapter"):
+        producer.side.build_step((), ())
+        producer.side.build_step((), ())
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert "1 requests keep 3 blocks (12288 bytes" in caplog.records[0].getMessage()
+        producer.side.close()
+        producer.side.close()
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "ends with 1 requests unread" in caplog.records[1].getMessage()
+
+
+def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    producer = Producer()
+    producer.begin("p")
+    producer.end("p")
+    producer.side.update_output(sent=["p"], received=(), failed=())
+    producer.side.close()
+    assert caplog.records == []
+
+
+# ------------------------------------------------------------------------------------------------------- the signal
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """Handlers as vLLM's engine core installs them; yields the signals that reach them."""
+    heard: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        heard.append(number)
+
+    handler.__module__ = "vllm.v1.engine.core"
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield heard
+    for number, former in before.items():
+        signal.signal(number, former)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_hosts_signal_is_heard_and_passed_on(handlers: list[int], number: int) -> None:
+    first, second = ShutdownWatch(), ShutdownWatch()
+    assert (first.install(), second.install()) == (True, True)  # two connectors of one engine
+    assert not first.is_requested()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert handlers == [number, number]
+    assert (first.is_requested(), second.is_requested()) == (True, True)
+
+
+def test_handlers_that_are_not_the_hosts_are_left_alone() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    assert not ShutdownWatch().install()
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_outside_of_the_main_thread_nothing_is_installed(handlers: list[int]) -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(ShutdownWatch().install()))
+    thread.start()
+    thread.join()
+    assert found == [False]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert handlers == [signal.SIGTERM]
+
+
+# ------------------------------------------------------------------------------------------------------- the warning
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "is_producer", "warnings"), [(0, True, 1), (0, False, 0), (60, True, 0), (None, True, 1)]
+)
+def test_an_engine_that_gives_tickets_and_never_drains_is_warned_of(
+    caplog: pytest.LogCaptureFixture, timeout_s: int | None, is_producer: bool, warnings: int
+) -> None:
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer))
+    if timeout_s is not None:
+        config.shutdown_timeout = timeout_s
+    warn_of_no_drain(config, 30.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+    assert all("--shutdown-timeout is 0" in record.getMessage() for record in caplog.records)

@@ -1,0 +1,220 @@
+"""Install beside a host: whatever NIXL and torch an environment has, they stay as they are.
+
+A host is a fresh environment in which vLLM, torch and NIXL are there as metadata alone: resolvers look at nothing else, and a
+CUDA build would be several GB. Our five packages are really installed, by uv and by pip, from wheels and from a checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from kvdev.dist import build_all
+from kvdev.paths import PACKAGES, ROOT
+from kvdev.uvtool import find_or_install_uv, uv_environment
+
+LONG = os.environ.get("KVDEV_LONG") == "1"
+PIP_FROM_CHECKOUT = "pip builds each package of a checkout in an environment of its own: about 10 s a host (--long)"
+ADDRESS = "https://forge.test/team/project"
+BUILDS = {"nixl-cu12": ["torch", "numpy"], "nixl-cu13": ["torch", "numpy"]}
+# Brought by vLLM on every host.
+BROUGHT = {"numpy": "2.2.6", "msgspec": "0.20.0", "pyzmq": "27.0.0"}
+HOSTS: dict[str, dict[str, str]] = {
+    "cu13": {"torch": "2.13.0", "vllm": "0.32.0", "nixl": "1.4.1", "nixl-cu13": "1.4.1"},
+    "cu13-build-alone": {"torch": "2.13.0", "vllm": "0.32.0", "nixl-cu13": "1.5.1"},
+    "cu12": {"torch": "2.11.0+cu128", "vllm": "0.31.0", "nixl": "1.5.0", "nixl-cu12": "1.5.0"},
+    "none": {"torch": "2.13.0", "vllm": "0.32.0"},
+}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and the programs that install into it."""
+
+    folder: Path
+    uv: Path
+    pip: Path
+
+    def run(self, words: list[str], cwd: Path, *, is_dry: bool = False) -> str:
+        """Run `uv pip install ...` or `pip install ...`, as a person would with this environment active."""
+        tool = [str(self.uv)] if words[0] == "uv" else [str(self.pip), "-m", "pip", "--python", str(self.folder)]
+        command = [*tool, *words[1:], *(["--dry-run"] if is_dry else [])]
+        environment = {**uv_environment(), "VIRTUAL_ENV": str(self.folder)}
+        ended = subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stdout}"
+        return ended.stdout
+
+    def versions(self) -> dict[str, str]:
+        """Return what is installed, with the versions."""
+        found = self.folder.glob("lib/python3*/site-packages/*.dist-info/METADATA")
+        heads = [HeaderParser().parsestr(file.read_text()) for file in found]
+        return {head["Name"]: head["Version"] for head in heads}
+
+
+class Bench:
+    """Programs, wheels and a copy of the checkout, shared by all cells, and a way to make hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.uv, self.checkout = folder, find_or_install_uv(), folder / "checkout"
+        self._venv("pip", "--seed")
+        self.pip = folder / "pip" / "bin" / "python"
+        self.checkout.mkdir()
+        for name in ("pyproject.toml", "uv.toml", "uv.lock"):
+            shutil.copy(ROOT / name, self.checkout)
+        junk = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis")
+        shutil.copytree(ROOT / "packages", self.checkout / "packages", ignore=junk)
+        self.files = build_all(self.uv, self.checkout / "dist")
+
+    def host(self, packages: Mapping[str, str]) -> Environment:
+        """Make an environment in which these packages are installed, as far as an installer can see."""
+        number = len(list(self.folder.glob("host-*")))
+        venv = self._venv(f"host-{number}")
+        (site,) = venv.glob("lib/python3*/site-packages")
+        for name, version in packages.items():
+            meta = [f"nixl-cu12=={version}", f"nixl-cu13=={version}"] if name == "nixl" else BUILDS.get(name, [])
+            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            needs = "".join(f"Requires-Dist: {need}\n" for need in meta)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+            (info / "WHEEL").write_text(
+                "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            (info / "INSTALLER").write_text("test\n")
+            (info / "RECORD").write_text(
+                "".join(f"{info.name}/{one},,\n" for one in ("METADATA", "WHEEL", "INSTALLER", "RECORD"))
+            )
+        return Environment(venv, self.uv, self.pip)
+
+    def _venv(self, name: str, *words: str) -> Path:
+        command = [
+            str(self.uv),
+            "venv",
+            "--quiet",
+            "--no-config",
+            "--python",
+            sys.executable,
+            *words,
+            str(self.folder / name),
+        ]
+        subprocess.run(command, check=True, timeout=120, env=uv_environment())
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    patch = pytest.MonkeyPatch()
+    server, _, repository = ADDRESS.rpartition("/team/")
+    patch.setenv("GITHUB_SERVER_URL", server)
+    patch.setenv("GITHUB_REPOSITORY", f"team/{repository}")
+    try:
+        return Bench(tmp_path_factory.mktemp("matrix"))
+    finally:
+        patch.undo()
+
+
+WAYS = {
+    ("uv", "wheels"): ["uv", "pip", "install", "--find-links", "dist", "vllm-adapter"],
+    ("pip", "wheels"): ["pip", "install", "--find-links", "dist", "vllm-adapter"],
+    ("uv", "checkout"): ["uv", "pip", "install", "./packages/vllm-adapter"],
+    ("pip", "checkout"): ["pip", "install", *(f"./packages/{name}" for name in PACKAGES)],
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(("tool", "source"), WAYS, ids=lambda word: word)
+def test_the_hosts_packages_stay_as_they_are(bench: Bench, tool: str, source: str, host: str) -> None:
+    if (tool, source) == ("pip", "checkout") and host != "cu13" and not LONG:
+        pytest.skip(PIP_FROM_CHECKOUT)
+    before = {**HOSTS[host], **BROUGHT}
+    environment = bench.host(before)
+    said = environment.run(WAYS[tool, source], bench.checkout)
+    after = environment.versions()
+    assert {name: after.pop(name) for name in PACKAGES} == dict.fromkeys(PACKAGES, "0.2.0"), said
+    assert after == before, said
+
+
+@pytest.mark.parametrize(("extra", "host"), [("cu13", "none"), ("cu12", "none")])
+def test_an_extra_brings_one_build_of_nixl_and_leaves_torch(bench: Bench, extra: str, host: str) -> None:
+    environment = bench.host({**HOSTS[host], **BROUGHT})
+    words = ["uv", "pip", "install", "--find-links", "dist", f"vllm-adapter[{extra}]"]
+    added = re.findall(r"^ \+ (\S+)==", environment.run(words, bench.checkout, is_dry=True), re.MULTILINE)
+    assert sorted(added) == sorted([*PACKAGES, f"nixl-{extra}"])
+
+
+def test_the_extra_vllm_brings_vllm_in_the_checkout_too(bench: Bench) -> None:
+    environment = bench.host({"torch": "2.13.0", **BROUGHT})
+    said = environment.run(["uv", "pip", "install", "./packages/vllm-adapter[vllm]"], bench.checkout, is_dry=True)
+    assert re.search(r"^ \+ vllm==0\.3[0-3]\.", said, re.MULTILINE), said
+
+
+def test_in_an_empty_environment_the_programs_start_and_the_doctor_says_which_nixl_to_install(bench: Bench) -> None:
+    environment = bench.host({})
+    environment.run(WAYS["uv", "wheels"], bench.checkout)
+    assert not {"nixl", "nixl-cu12", "nixl-cu13", "torch", "vllm"} & set(environment.versions())
+    programs = environment.folder / "bin"
+    explained = subprocess.run(
+        [programs / "vllm-adapter", "config", "--explain"], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (explained.returncode, "remote_hosts" in explained.stdout) == (0, True), explained.stderr
+    doctor = subprocess.run([programs / "kv-nixl", "doctor"], check=False, capture_output=True, text=True, timeout=60)
+    assert doctor.returncode == 3, doctor.stdout
+    assert "kv-nixl-agent[cu13]" in doctor.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata_is_complete_and_its_links_lead_somewhere_from_an_index(bench: Bench, package: str) -> None:
+    (wheel,) = (
+        file for file in bench.files if file.name.startswith(f"{package.replace('-', '_')}-") and file.suffix == ".whl"
+    )
+    with ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    for field in ("Summary", "Author", "Keywords", "License-Expression", "Requires-Python"):
+        assert metadata[field], field
+    assert len(metadata.get_all("Classifier", [])) >= 5
+    urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
+    assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    links = re.findall(r"\]\(([^)\s]+)\)", str(metadata.get_payload()))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    needs = metadata.get_all("Requires-Dist", [])
+    assert [need for need in needs if need.startswith(("nixl", "vllm", "torch")) and "extra ==" not in need] == []
+    assert [need for need in needs if need.startswith(("nixl", "vllm")) and ("<" not in need or ">=" not in need)] == []
+
+
+PAGES = ["README.md", "docs/operate/install.md", *(f"packages/{name}/README.md" for name in PACKAGES)]
+INSTALL = re.compile(r"(?:^ *|`)((?:uv )?pip install [^#\n`]+)", re.MULTILINE)
+LINES = sorted({(page, line.strip()) for page in PAGES for line in INSTALL.findall((ROOT / page).read_text())})
+IN_THE_MATRIX = [shlex.join(words) for words in WAYS.values()]
+
+
+@pytest.mark.parametrize(("page", "line"), [each for each in LINES if each[1] not in IN_THE_MATRIX])
+def test_other_install_lines_of_the_documents_leave_the_host_alone(bench: Bench, page: str, line: str) -> None:
+    host = bench.host({**HOSTS["none" if "cu1" in line else "cu13"], **BROUGHT})
+    said = host.run(shlex.split(line), bench.checkout, is_dry=True)
+    assert not re.search(r"^ [-~] |Attempting uninstall", said, re.MULTILINE), said
+    assert not re.search(r"^ \+ (torch|vllm)==|^Would install .*\b(torch|vllm)-\d", said, re.MULTILINE), said
+
+
+def test_documents_name_every_way_and_each_page_has_one() -> None:
+    assert {page for page, _ in LINES} == set(PAGES)
+    assert set(IN_THE_MATRIX) <= {line for _, line in LINES}
