@@ -333,6 +333,13 @@ class SchedulerState(Protocol):
         """Void all KV from before now; reads under way are in the next plan's `voids`."""
         ...
 
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Seal and verify tickets with these fleet secrets from now on; the first one seals.
+
+        Raises a coded error for a short secret, or for none.
+        """
+        ...
+
     def set_generation(self, generation: int | None) -> None:
         """Name this registration generation in tickets from now on."""
         ...

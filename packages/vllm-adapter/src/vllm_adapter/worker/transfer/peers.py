@@ -52,12 +52,15 @@ class PeerLimits:
         engine_ttl_s: Time after which an unused engine is forgotten.
         probe_s: Time between two probes of an engine that is not read from.
         dialect: Connector version of peers whose tickets do not say.
+        only_ours: Whether every peer is of our own kind, by configuration: its agents' names must begin with its engine id. Of
+            others only those are held to it that announce what our kind can do.
     """
 
     handshake_s: float
     engine_ttl_s: float
     dialect: int
     probe_s: float = 10.0
+    only_ours: bool = False
 
 
 @final
@@ -93,6 +96,9 @@ class PeerDirectory:
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is."""
         engine = self._find(read.order.peer)
+        if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
+            self._drain(engine, "another engine has proved that its agents' names are its own")
+            engine = self._find(read.order.peer)
         if engine is not None and engine.phase == "ready":
             engine.last_used_s = self._parts.now_s()
             self._waiting_since_s.pop(read, None)
@@ -103,6 +109,9 @@ class PeerDirectory:
             self._meet(read.order.peer, [read])
         else:
             engine.waiting.append(read)
+
+    def _has_all_ranks(self, engine: PeerEngine) -> bool:
+        return all(self._parts.agent.has_peer(engine.key(rank)) for rank in engine.ranks)
 
     def waiting(self, request_id: str) -> list[Read]:
         """Return a request's reads whose engine is not ready yet."""
@@ -209,6 +218,7 @@ class PeerDirectory:
                     memory_kind=self._planner.memory_kind(metadata[rank]),
                     local_kind=self._planner.local_kind,
                     fence=metadata[rank].fence,
+                    agent_prefix=self._agent_prefix(engine, metadata[rank]),
                 )
             )
         fences = "fenced" if engine.is_fenced else _NO_FENCE
@@ -217,6 +227,10 @@ class PeerDirectory:
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}"
         )
+
+    def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
+        """Return how the name of a rank's agent must begin: with its engine's id, so that no listener can serve another's."""
+        return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
     def _yield_names(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent once."""
