@@ -26,20 +26,17 @@ from vllm_adapter.ports.handshake import (
     PeerMetadata,
     WireCodec,
 )
+from vllm_adapter.ports.leases import AnnouncedFences, LeaseEnd, LeaseTable, Refusal
 from vllm_adapter.ports.requests import (
     Admission,
-    AnnouncedFences,
     BlockList,
     FenceOrder,
     FinishDecision,
     GrantOrder,
     HeartbeatOrder,
-    LeaseEnd,
-    LeaseTable,
     PeerAddress,
     PromptIdentity,
     ReadOrder,
-    Refusal,
     SchedulerState,
     StepPlan,
 )
