@@ -7,7 +7,6 @@ import sys
 
 import msgspec
 import pytest
-import zmq.auth
 
 from kv_handshake import Advertisement, Codec, ConfigurationError, Listener
 from kv_handshake._cli import main

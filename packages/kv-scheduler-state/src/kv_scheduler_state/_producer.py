@@ -1,4 +1,4 @@
-"""The producer record of a request in the scheduler process: from arrival until the workers have ended its lease."""
+"""The events of producer records: from arrival until the workers have ended the lease."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._fences import FencePool
-from kv_scheduler_state._machine import NEW, Table, Trace, Transition, advance, shortened
+from kv_scheduler_state._machine import NEW, Table, Transition, advance, shortened
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
+from kv_scheduler_state._producer_record import ProducerRecord
+from kv_scheduler_state._ticket import PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,43 +22,12 @@ if TYPE_CHECKING:
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._seal import TicketSeal
 
-__all__ = ["ProducerRecord", "Producers"]
+__all__ = ["Producers"]
 
 _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
-
-
-@final
-class ProducerRecord:
-    """A request whose blocks a peer is to read."""
-
-    __slots__ = (
-        "fence",
-        "is_preemption_due",
-        "is_readback",
-        "is_void",
-        "leased_blocks",
-        "preemptions",
-        "prompt_tokens",
-        "saved_blocks",
-        "state",
-        "trace",
-    )
-
-    def __init__(self, arrival: Transition, prompt_tokens: int, now_s: float, *, is_readback: bool) -> None:
-        self.state = arrival.target
-        self.trace: Trace = (now_s, arrival, None)
-        self.prompt_tokens = prompt_tokens
-        self.is_readback = is_readback
-        self.is_void = False
-        self.fence: tuple[int, int] | None = None
-        self.saved_blocks = 0
-        # Per group, while the lease is out.
-        self.leased_blocks: tuple[int, ...] = ()
-        # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
-        self.preemptions = 0
-        self.is_preemption_due = False
 
 
 @final
@@ -67,6 +38,7 @@ class Producers:
     """
 
     __slots__ = (
+        "_address",
         "_arrival",
         "_draws",
         "_handoff",
@@ -82,11 +54,11 @@ class Producers:
         "fences",
         "is_draining",
         "leases",
-        "on_drop",
         "on_hand_over",
         "on_revoke",
         "on_sent",
         "outbox",
+        "seal",
         "table",
     )
 
@@ -95,7 +67,6 @@ class Producers:
         self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
         self.on_hand_over = table.on("hand-over")
-        self.on_drop = table.on("drop")
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
@@ -111,6 +82,7 @@ class Producers:
         self.leases = Outstanding(config)
         # Nothing is handed over any more.
         self.is_draining = False
+        self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
     def set_generation(self, generation: int | None) -> None:
@@ -122,6 +94,7 @@ class Producers:
         if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
             raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
         config = self.config
+        self._address = _own_address(config, generation)
         # The constant part of every ticket, and the lease that it announces.
         self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
         readback_s = config.readback_lease_s
@@ -268,6 +241,8 @@ class Producers:
             params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+        if self.seal is not None:
+            params["kv_seal"] = self.seal.of_params(params, self._address)
         return params
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
@@ -314,6 +289,11 @@ class Producers:
         digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
         self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
         return self._nonces.pop()
+
+
+def _own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
+    sizes = config.tp, config.pp, config.dcp
+    return PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
 
 
 def _params_template(

@@ -27,8 +27,8 @@ paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
 CAN_LOOK = hasattr(socket, "TCP_INFO")
 """Whether this system counts a connection's bytes."""
 
-Ends = tuple[object, object]
-"""(own address, peer's address) of a connection, which no other living connection shares."""
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""(host, port) of this end and of the peer's end of a connection, which no other living connection shares."""
 
 
 @final
@@ -53,7 +53,7 @@ class Grip:
     def ends(self, descriptor: int) -> Ends | None:
         """Return the two ends of a connection, or None if it is gone."""
         try:
-            return (self._pinned.getsockname(), self._pinned.getpeername()) if self._pin(descriptor) else None
+            return self._pinned_ends() if self._pin(descriptor) else None
         except OSError:
             return None
         finally:
@@ -62,7 +62,7 @@ class Grip:
     def hang_up(self, descriptor: int, ends: Ends) -> bool:
         """Shut a connection down if the descriptor still is the one with these ends; return whether it was."""
         try:
-            if not self._pin(descriptor) or (self._pinned.getsockname(), self._pinned.getpeername()) != ends:
+            if not self._pin(descriptor) or self._pinned_ends() != ends:
                 return False
             self._pinned.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -75,6 +75,10 @@ class Grip:
         """Give both descriptors back."""
         self._pinned.close()
         os.close(self._nothing)
+
+    def _pinned_ends(self) -> Ends:
+        own, peer = self._pinned.getsockname(), self._pinned.getpeername()
+        return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
     def _pin(self, descriptor: int) -> bool:
         try:

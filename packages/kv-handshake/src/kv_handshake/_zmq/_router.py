@@ -36,7 +36,7 @@ _UNREAD_REPLIES = 256
 _SHARED_FROM_BYTES = 1024
 _MOST_SHARED = 128
 _CHOSEN = slice(0, 1)
-"""An identity that begins with a zero byte is libzmq's own and belongs to one connection for ever; others are the peer's choice."""
+"""An identity that begins with a zero byte is libzmq's own and belongs to one connection for ever; a peer chooses others."""
 
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_SENDERS = 4096

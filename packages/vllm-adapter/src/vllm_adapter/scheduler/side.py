@@ -17,6 +17,7 @@ from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ __all__ = ["Arrival", "Ending", "SchedulerSide"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
+_COUNTED_ONLY = frozenset(("draining", "lease-quota"))
+"""Reasons to give no ticket that concern all requests for a time: no line for each."""
 _COUNT_EVERY_S = 1.0
 """Live requests are counted by a scan, so not every step."""
 
@@ -104,6 +107,7 @@ class SchedulerSide:
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
+        self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
@@ -129,6 +133,7 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
         request_id = arrival.request_id
         with Refusals("arrival", request_id):
+            self._seals.look(self._now_s())
             admission = self._state.arrive(
                 request_id,
                 arrival.params,
@@ -147,6 +152,8 @@ class SchedulerSide:
                 )
             if admission.role != "none":
                 self._followed.add(request_id)
+            if admission.role == "consumer":
+                self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
             if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
                 _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)
@@ -222,15 +229,17 @@ class SchedulerSide:
             return False, None
         if decision.keep_blocks:
             self._awaited.leased(request_id)
-        if decision.withheld_code not in {"", "draining"}:
-            _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
+        if decision.withheld_code:
+            self._stats.observe("withheld_ticket_codes", decision.withheld_code)
+            if decision.withheld_code not in _COUNTED_ONLY:
+                _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        Nobody knows the current registration; or a copy to the mirror was refused; or a running state
-        has seen tokens of a step that still runs, and it cannot be set back.
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
+        step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
         return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
