@@ -18,7 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the verb it finds is `options.verb`."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _affected, _metrics):
+    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _affected, _metrics, _newest):
         add(verbs)
     return parser
 
@@ -77,6 +77,14 @@ def _metrics(verbs: Verbs) -> None:
     parser = verbs.add_parser("metrics", help="structure of the packages in numbers")
     parser.add_argument("checkout", nargs="?", type=Path, help="another checkout (default: this one)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of the table")
+
+
+def _newest(verbs: Verbs) -> None:
+    parser = verbs.add_parser("newest", help="name what the newest vLLM changed of what the adapter stands on")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--vllm", default="", metavar="VERSION", help="read this version (default: the newest there is)")
+    what.add_argument("--source", type=Path, help="read the vLLM below this folder; nothing is fetched")
+    parser.add_argument("--record", action="store_true", help="write what was read as the new record")
 
 
 def _lock(verbs: Verbs) -> None:

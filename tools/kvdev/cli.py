@@ -110,6 +110,12 @@ def _router(_uv: Path, options: Namespace) -> int:
     return serve_forever(options.prefill, options.decode, host=options.host, port=options.port)
 
 
+def _newest(uv: Path, options: Namespace) -> int:
+    from kvdev.newest import run_newest
+
+    return run_newest(uv, version=options.vllm, source=options.source, record=options.record)
+
+
 _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "demo": _demo,
     "test": _test,
@@ -120,4 +126,5 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "router": _router,
     "release": _release,
     "metrics": _metrics,
+    "newest": _newest,
 }
