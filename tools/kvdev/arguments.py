@@ -42,6 +42,7 @@ def _test(verbs: Verbs) -> None:
     parser.add_argument("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scope host (default %(default)s)")
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
     parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
+    parser.add_argument("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
 

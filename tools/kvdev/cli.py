@@ -52,7 +52,9 @@ def _demo(uv: Path, options: Namespace) -> int:
 def _test(uv: Path, options: Namespace) -> int:
     from kvdev.testing import RunOptions, run_tests
 
-    chosen = RunOptions(options.vllm, options.select, is_long=options.long, is_lowest=options.lowest)
+    chosen = RunOptions(
+        options.vllm, options.select, is_long=options.long, is_lowest=options.lowest, is_recorded=options.record
+    )
     return run_tests(uv, options.scope, chosen)
 
 
