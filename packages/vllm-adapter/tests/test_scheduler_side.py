@@ -300,6 +300,16 @@ def test_without_a_free_slot_nothing_is_handed_over() -> None:
     assert producer.prefill("p2", TEXT) is not None
 
 
+def test_a_prompt_beyond_the_lease_quota_is_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    producer = Engine("P", max_leases=1)
+    assert producer.prefill("p0", TEXT) is not None
+    assert producer.prefill("p1", TEXT) is None
+    assert (producer.side.take_stats() or {})["withheld_ticket_codes"] == ["lease-quota"]
+    assert "p1" not in caplog.text
+    producer.report(sent=("p0",))
+    assert producer.prefill("p2", TEXT) is not None
+
+
 @pytest.mark.never_wrong("C1")
 def test_a_ticket_covers_the_blocks_of_its_tokens_and_no_spare_one() -> None:
     producer = Engine("P")

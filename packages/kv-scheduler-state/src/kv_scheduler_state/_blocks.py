@@ -136,17 +136,22 @@ class BlockRules:
             self.require_groups(new_block_ids)
         if not any(new_block_ids):
             return self.nothing
-        if self._count == 1:
-            return (self._filled(self._rows[0], block_ids[0], new_block_ids[0], start, tokens),)
+        if self._only_span:
+            return (self._tail(self._only_span, 0, block_ids[0], new_block_ids[0], start, tokens),)
         groups = zip(self._rows, block_ids, new_block_ids, strict=True)
         return tuple([self._filled(row, ids, new, start, tokens) for row, ids, new in groups])
 
     def _filled(self, row: _Row, ids: Sequence[int], new: Sequence[int], start: int, tokens: int) -> BlockList:
         """Return the blocks of one group that a consumer fills, see `wanted`."""
         kind, span, window_blocks, scratch_blocks = row
-        null = self._null
         if kind == "state":
-            return BlockList(running_state(scratch_blocks, new), 0, null)
+            return BlockList(running_state(scratch_blocks, new), 0, self._null)
+        return self._tail(span, window_blocks, ids, new, start, tokens)
+
+    def _tail(
+        self, span: int, window_blocks: int, ids: Sequence[int], new: Sequence[int], start: int, tokens: int
+    ) -> BlockList:
+        """Return the blocks that a consumer fills of a group that keeps its prompt, or the end of it if there is a window."""
         first, end = start // span, -(-tokens // span)
         if start % span or len(ids) < end:
             raise InvalidEvent(
@@ -163,7 +168,7 @@ class BlockRules:
         # The new blocks are among the request's, in its order. As many as there are from `first` on: none of those is a hit.
         if len(new) != len(ids) - first or not new or new[0] != ids[first]:
             kept = self._without_hits(kept, new)
-        return new_tuple(BlockList, (kept, first * span, null))
+        return new_tuple(BlockList, (kept, first * span, self._null))
 
     def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids with null in place of every block that a prefix hit covers."""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kv_scheduler_state._handovers import TicketKey
     from kv_scheduler_state._machine import Table
     from kv_scheduler_state._outbox import Outbox
-    from kv_scheduler_state._producer import ProducerRecord, Producers
+    from kv_scheduler_state._producer import Producers
+    from kv_scheduler_state._producer_record import ProducerRecord
     from kv_scheduler_state._request import Request
 
 __all__ = ["count_states", "describe", "state_of", "violations"]

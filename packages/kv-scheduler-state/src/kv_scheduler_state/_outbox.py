@@ -124,6 +124,11 @@ class Outbox:
         part.append(request_id)
         self.has_orders = True
 
+    def renew(self, orders: list[HeartbeatOrder]) -> None:
+        """Order heartbeats."""
+        self.heartbeats.extend(orders)
+        self.has_orders = self.has_orders or bool(orders)
+
     def fail(self, request_id: str) -> None:
         """Order the report of a parked request that nobody reads for."""
         self.failures[request_id] = None
@@ -139,7 +144,7 @@ class Outbox:
 
     def take(self) -> StepPlan:
         """Return all orders that wait and start afresh."""
-        if not (self.has_orders or self.heartbeats):
+        if not self.has_orders:
             return EMPTY_PLAN
         self.has_orders = False
         reads, expects, fences, grants, rare = self.reads, self.expects, self.fences, self.grants, self._rare

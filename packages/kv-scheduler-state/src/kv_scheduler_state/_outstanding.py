@@ -9,13 +9,14 @@ has ended, a prompt of 50 blocks is handed over, and one of 51 is not.
 from __future__ import annotations
 
 import math
+from operator import add, sub
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import SchedulerConfig
-    from kv_scheduler_state._producer import ProducerRecord
+    from kv_scheduler_state._producer_record import ProducerRecord
 
 __all__ = ["Outstanding"]
 
@@ -45,7 +46,7 @@ class Outstanding:
         # Leases that the scheduler has not taken back, and those that it has, with the time.
         self._leased: dict[str, ProducerRecord] = {}
         self._revoked: dict[str, float] = {}
-        self.blocks = [0] * len(config.groups)
+        self.blocks: tuple[int, ...] = (0,) * len(config.groups)
 
     def __len__(self) -> int:
         return len(self._leased) + len(self._revoked)
@@ -60,8 +61,7 @@ class Outstanding:
         """Note a lease that was granted."""
         self._leased[request_id] = record
         record.leased_blocks = counts = self._counts(block_ids)
-        for group, count in enumerate(counts):
-            self.blocks[group] += count
+        self.blocks = tuple(map(add, self.blocks, counts))
 
     def revoke(self, request_id: str, now_s: float) -> None:
         """Note a lease that was taken back: the workers have yet to end it."""
@@ -73,9 +73,7 @@ class Outstanding:
         self._leased.pop(request_id, None)
         if self._revoked:
             self._revoked.pop(request_id, None)
-        for group, count in enumerate(record.leased_blocks):
-            self.blocks[group] -= count
-        record.leased_blocks = ()
+        self.blocks = tuple(map(sub, self.blocks, record.leased_blocks))
 
     def is_relief_due(self, now_s: float) -> bool:
         """Whether a lease was taken back so recently that its blocks are about to be freed."""

@@ -1,4 +1,4 @@
-"""The producer record of a request in the scheduler process: from arrival until the workers have ended its lease."""
+"""The events of producer records: from arrival until the workers have ended the lease."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._fences import FencePool
-from kv_scheduler_state._machine import NEW, Table, Trace, Transition, advance, shortened
+from kv_scheduler_state._machine import NEW, Table, Transition, advance, shortened
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
+from kv_scheduler_state._producer_record import ProducerRecord
 from kv_scheduler_state._ticket import PeerAddress
 
 if TYPE_CHECKING:
@@ -23,42 +24,10 @@ if TYPE_CHECKING:
     from kv_scheduler_state._prompt import PromptIdentity
     from kv_scheduler_state._seal import TicketSeal
 
-__all__ = ["ProducerRecord", "Producers"]
+__all__ = ["Producers"]
 
 _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
-
-
-@final
-class ProducerRecord:
-    """A request whose blocks a peer is to read."""
-
-    __slots__ = (
-        "fence",
-        "is_preemption_due",
-        "is_readback",
-        "is_void",
-        "leased_blocks",
-        "preemptions",
-        "prompt_tokens",
-        "saved_blocks",
-        "state",
-        "trace",
-    )
-
-    def __init__(self, arrival: Transition, prompt_tokens: int, now_s: float, *, is_readback: bool) -> None:
-        self.state = arrival.target
-        self.trace: Trace = (now_s, arrival, None)
-        self.prompt_tokens = prompt_tokens
-        self.is_readback = is_readback
-        self.is_void = False
-        self.fence: tuple[int, int] | None = None
-        self.saved_blocks = 0
-        # Per group, while the lease is out.
-        self.leased_blocks: tuple[int, ...] = ()
-        # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
-        self.preemptions = 0
-        self.is_preemption_due = False
 
 
 @final
@@ -85,7 +54,6 @@ class Producers:
         "fences",
         "is_draining",
         "leases",
-        "on_drop",
         "on_hand_over",
         "on_revoke",
         "on_sent",
@@ -99,7 +67,6 @@ class Producers:
         self.on_revoke = table.on("revoke")
         self.on_sent = table.on("sent")
         self.on_hand_over = table.on("hand-over")
-        self.on_drop = table.on("drop")
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kv_scheduler_state._consumer import ConsumerRecord, Consumers
-    from kv_scheduler_state._producer import ProducerRecord, Producers
+    from kv_scheduler_state._producer import Producers
+    from kv_scheduler_state._producer_record import ProducerRecord
 
 __all__ = ["Request", "forget_if_ended", "preempt", "void_all"]
 

@@ -12,20 +12,19 @@ Nothing is scanned: a step in which nothing happened costs two comparisons and r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._admission import Admissions
-from kv_scheduler_state._blocks import BlockRules, new_tuple
+from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._consumer import Consumers
-from kv_scheduler_state._decisions import NOT_KEPT, Admission, FinishDecision, FinishReason
+from kv_scheduler_state._endings import Endings
 from kv_scheduler_state._errors import InvalidEvent, SchedulerStateError, UnknownRequest, quote, refuse_count
 from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
-from kv_scheduler_state._plan import EMPTY_PLAN, StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
-from kv_scheduler_state._request import Request, forget_if_ended, preempt, void_all
+from kv_scheduler_state._request import Request, preempt, void_all
 from kv_scheduler_state._seal import TicketSeal
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._decisions import Admission, FinishDecision, FinishReason
     from kv_scheduler_state._machine import Table
+    from kv_scheduler_state._plan import StepPlan
     from kv_scheduler_state._prompt import PromptIdentity
 
 __all__ = ["SchedulerState"]
-
-_HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": False}
 
 
 @final
@@ -60,6 +59,7 @@ class SchedulerState:
         "_clock",
         "_config",
         "_consumers",
+        "_endings",
         "_outbox",
         "_producers",
         "_reports",
@@ -83,6 +83,7 @@ class SchedulerState:
         self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
         self._requests: dict[str, Request] = {}
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
+        self._endings = Endings(self._requests, self._clock, self._consumers, self._producers)
         self._admissions = Admissions(self._requests, self._clock, self._consumers, self._producers, self._reports)
         if secrets:
             self.set_secrets(secrets)
@@ -248,30 +249,7 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
-        request = self._find(request_id, "finish")
-        hands_over = _HANDS_OVER.get(reason)
-        if hands_over is None:
-            raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
-        if type(computed_tokens) is not int or computed_tokens < 0:
-            refuse_count("computed_tokens", computed_tokens)
-        at_s = self._clock.observe(now_s)
-        producers, producer, consumer = self._producers, request.producer, request.consumer
-        row, code = None, ""
-        if producer is not None and hands_over:
-            row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
-        elif producer is not None:
-            row = producers.on_drop.get(producer.state) or producers.table.refuse(request_id, producer.state, "drop")
-        if consumer is not None:
-            self._consumers.finish(request_id, consumer, at_s)
-        request.is_finished = True
-        if producer is not None and row is not None:
-            params = producers.finish(request_id, producer, row, block_ids, computed_tokens, identity, at_s)
-            if params is not None:
-                if consumer is not None:
-                    forget_if_ended(self._requests, request_id, request)
-                return new_tuple(FinishDecision, (True, params, ""))
-        forget_if_ended(self._requests, request_id, request)
-        return new_tuple(FinishDecision, (False, None, code)) if code else NOT_KEPT
+        return self._endings.finish(request_id, reason, block_ids, computed_tokens, withhold, identity, now_s)
 
     def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Note the reports of the workers after a step.
@@ -297,11 +275,10 @@ class SchedulerState:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        heartbeats, outbox = self._consumers.heartbeats, self._outbox
+        heartbeats = self._consumers.heartbeats
         if heartbeats.next_due_s <= at_s:
-            outbox.heartbeats.extend(heartbeats.take_due(at_s))
-            return outbox.take()
-        return outbox.take() if outbox.has_orders else EMPTY_PLAN
+            self._outbox.renew(heartbeats.take_due(at_s))
+        return self._outbox.take()
 
     def has_work(self) -> bool:
         """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""
@@ -330,7 +307,7 @@ class SchedulerState:
     @property
     def leased_blocks(self) -> tuple[int, ...]:
         """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
-        return tuple(self._producers.leases.blocks)
+        return self._producers.leases.blocks
 
     @property
     def is_draining(self) -> bool:

@@ -39,6 +39,17 @@ _PEER_KEYS: Final = (
     "kv_dialect",
     "transfer_mode",
 )
+_TICKET_KEYS: Final = (
+    "remote_block_ids",
+    "remote_request_id",
+    "remote_num_tokens",
+    "kv_lease_s",
+    "kv_fence",
+    "kv_nonce",
+    "kv_prompt",
+    "kv_span_tokens",
+    "remote_blocks_expiry_time",
+)
 _MAX_UINT32: Final = (1 << 32) - 1
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
@@ -132,31 +143,31 @@ class TicketReader:
         Raises:
             TicketError: as `read` does, but for what `fields_of` refuses.
         """
-        lease_s, expiry_s = fields.get("kv_lease_s"), fields.get("remote_blocks_expiry_time")
-        fence, limits = fields.get("kv_fence"), self._limits
+        ids, request_id, tokens, lease_s, fence, nonce, prompt, spans, expiry_s = map(fields.get, _TICKET_KEYS)
+        limits = self._limits
         peer = self._peer(fields)
-        ids = self._blocks(fields.get("remote_block_ids"))
+        blocks = self._peer_blocks.lists(fields, self._blocks(ids), peer.dcp)
         return new_tuple(
             HandoffTicket,
             (
                 kind,
                 peer,
-                self._request_id(fields),
-                self._peer_blocks.lists(fields, ids, peer.dcp),
-                _integer(fields, "remote_num_tokens", 0, limits.max_tokens),
+                self._request_id(request_id),
+                blocks,
+                None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
-                "" if fields.get("kv_nonce") is None else _matching(fields, "kv_nonce", _NONCE),
-                None if fields.get("kv_prompt") is None else _matching(fields, "kv_prompt", _DIGEST),
-                () if fields.get("kv_span_tokens") is None else self._peer_blocks.spans(fields),
+                "" if nonce is None else _matching("kv_nonce", nonce, _NONCE),
+                None if prompt is None else _matching("kv_prompt", prompt, _DIGEST),
+                () if spans is None else self._peer_blocks.spans(fields),
                 None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
                 None if fields.get("transfer_mode") is None else "pull",
                 NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
             ),
         )
 
-    def _request_id(self, fields: Fields) -> str:
-        request_id = self._text(fields, "remote_request_id")
+    def _request_id(self, value: object) -> str:
+        request_id = self._text("remote_request_id", value)
         if self._reserved and request_id.startswith(self._reserved):
             raise TicketError(
                 "ticket-id-reserved",
@@ -191,7 +202,7 @@ class TicketReader:
                 f"transfer_mode is {quote(mode)}: its producer serves no reads; pair this engine with a 'pull' one",
                 field="transfer_mode",
             )
-        host = self._text(fields, "remote_host")
+        host = self._text("remote_host", fields.get("remote_host"))
         self._hosts.require(host)
         port = _integer(fields, "remote_port", 1, 65535)
         if port is None:
@@ -201,7 +212,7 @@ class TicketReader:
         own = _integer(fields, "kv_generation", 0, MAX_PEER_GENERATION)
         generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)
         return PeerAddress(
-            self._text(fields, "remote_engine_id"),
+            self._text("remote_engine_id", fields.get("remote_engine_id")),
             host,
             port,
             _integer(fields, "tp_size", 1, most) or 1,
@@ -211,8 +222,7 @@ class TicketReader:
             _integer(fields, "kv_dialect", 0, 1 << 16),
         )
 
-    def _text(self, fields: Fields, name: str) -> str:
-        value = fields.get(name)
+    def _text(self, name: str, value: object) -> str:
         if type(value) is not str:
             _refuse_type(name, value, "a string")
         if not 0 < len(value) <= self._limits.max_text_chars or not value.isprintable():
@@ -301,8 +311,7 @@ def _are_block_ids(group: list[int], most: int) -> bool:
     return most >= _MAX_UINT32 or not group or max(group) <= most
 
 
-def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str:
-    value = fields.get(name)
+def _matching(name: str, value: object, pattern: re.Pattern[str]) -> str:
     if type(value) is not str:
         _refuse_type(name, value, "a string")
     if not pattern.match(value):
@@ -318,8 +327,10 @@ def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
 
 def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
     value = fields.get(name)
-    if value is None:
-        return None
+    return None if value is None else _within(name, value, least, most)
+
+
+def _within(name: str, value: object, least: int, most: int) -> int:
     if type(value) is not int:  # a bool is an int to isinstance
         _refuse_type(name, value, "an integer")
     if not least <= value <= most:

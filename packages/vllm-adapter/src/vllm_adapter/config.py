@@ -85,6 +85,19 @@ class Settings:
     fence_slots: int = _key(
         4096, "Words of the fence array: hand-offs that can be fenced at once.", least=0, most=1 << 20
     )
+    max_leases: int = _key(
+        0,
+        "Finished prompts that may wait for their readers at once; beyond them prefill answers without a ticket. 0 for no limit.",
+        least=0,
+        most=1 << 20,
+    )
+    max_leased_blocks: int = _key(
+        0,
+        "Cache blocks that these may keep together, over all groups, so that clients that never read leave prefill the rest "
+        "of its cache; beyond them likewise. 0 for no limit.",
+        least=0,
+        most=1 << 31,
+    )
     max_inflight_bytes: int = _key(
         4 << 30,
         "Bytes of reads in flight per rank before further ones wait; 0 for no limit. A single larger read goes alone.",

@@ -86,6 +86,8 @@ class SchedulerParts:
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,
             readback_lease_s=settings.decoder_kv_blocks_ttl,
+            max_leases=settings.max_leases or None,
+            max_leased_blocks=settings.max_leased_blocks or None,
             dialect=facts.connector_version,
             generation=facts.generation,
             reserved_id_prefixes=_reserved_prefixes(),

@@ -105,6 +105,10 @@ SUMS: dict[str, tuple[str, ...]] = {"num_failed_transfers": FAILURE_KEYS}
 BY_CODE: dict[str, tuple[str, str]] = {
     "read_failure_codes": ("vllm:kv_transfer_num_failed_reads", "Requests whose KV was not taken over, by reason."),
     "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
+    "withheld_ticket_codes": (
+        "vllm:kv_transfer_num_withheld_tickets",
+        "Prompts that ended well and were not handed over, by reason.",
+    ),
 }
 LEVELS: dict[str, tuple[str, str]] = {
     "quarantined_bytes": (

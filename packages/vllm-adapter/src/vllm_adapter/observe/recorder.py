@@ -45,7 +45,7 @@ _OTHER_KEYS = (
     "num_unsent_heartbeats",
     "num_callback_errors",
 )
-CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes")
+CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes", "withheld_ticket_codes")
 """Reasons by code, one per request."""
 CHANGE_KEYS = (
     "quarantined_bytes",

@@ -33,6 +33,8 @@ __all__ = ["Arrival", "Ending", "SchedulerSide"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
+_COUNTED_ONLY = frozenset(("draining", "lease-quota"))
+"""Reasons to give no ticket that concern all requests for a time: no line for each."""
 _COUNT_EVERY_S = 1.0
 """Live requests are counted by a scan, so not every step."""
 
@@ -227,8 +229,10 @@ class SchedulerSide:
             return False, None
         if decision.keep_blocks:
             self._awaited.leased(request_id)
-        if decision.withheld_code not in {"", "draining"}:
-            _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
+        if decision.withheld_code:
+            self._stats.observe("withheld_ticket_codes", decision.withheld_code)
+            if decision.withheld_code not in _COUNTED_ONLY:
+                _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
