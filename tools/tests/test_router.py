@@ -269,6 +269,11 @@ async def fails_in_a_stream(request: web.Request) -> web.StreamResponse:
     return await said_in_a_stream(request, {"error": {"message": "Internal server error", "code": 500}})
 
 
+async def is_ending(_: web.Request) -> web.StreamResponse:
+    """Answer as vLLM's server does once it has shut its tokenizer's threads down, which is right after SIGTERM."""
+    return web.Response(status=500, text="Internal Server Error")
+
+
 async def fails(_: web.Request) -> web.StreamResponse:
     return web.json_response({"error": {"message": "KV load failure"}}, status=500)
 
@@ -302,14 +307,14 @@ def several(fleet: Fleet, body: dict[str, Any], times: int = 4) -> list[tuple[in
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("gone", [None, drains, fails, dies_at_once])
+@pytest.mark.parametrize("gone", [None, drains, is_ending, fails, dies_at_once])
 def test_a_prefill_engine_that_refuses_is_replaced_by_the_other(gone: Handler | None) -> None:
     fleet = Fleet([gone, gives_ticket], [gives_text, gives_text])
     assert {status for status, _ in several(fleet, {"prompt": "p"})} == {200}
     assert fleet.tickets == [TICKET] * 4
 
 
-@pytest.mark.parametrize(("gone", "prefills"), [(None, 1), (drains, 1), (fails, 2), (dies_at_once, 2)])
+@pytest.mark.parametrize(("gone", "prefills"), [(None, 1), (drains, 1), (is_ending, 1), (fails, 2), (dies_at_once, 2)])
 def test_a_decode_engine_that_refuses_is_replaced_by_the_other(gone: Handler | None, prefills: int) -> None:
     """A ticket that the engine cannot have used goes to the next one; else the prompt is handed over anew."""
     fleet = Fleet([gives_ticket, gives_ticket], [gone, gives_text])

@@ -101,7 +101,10 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) == {f.name for f in dataclasses.fields(Settings)}
     good = tmp_path / "good.json"
-    good.write_text('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"num_threads": 2}}')
+    good.write_text(
+        '{"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both", '
+        '"kv_connector_extra_config": {"num_threads": 2}}'
+    )
     assert main(["config", "--check", str(good)]) == 0
     bad = tmp_path / "bad.json"
     bad.write_text('{"kv_connector_extra_config": {"num_thread": 2}}')

@@ -26,22 +26,24 @@ from vllm_adapter.ports.handshake import (
     PeerMetadata,
     WireCodec,
 )
+from vllm_adapter.ports.orders import (
+    BlockList,
+    FenceOrder,
+    GrantOrder,
+    HeartbeatOrder,
+    PeerAddress,
+    ReadOrder,
+    StepPlan,
+)
 from vllm_adapter.ports.requests import (
     Admission,
     AnnouncedFences,
-    BlockList,
-    FenceOrder,
     FinishDecision,
-    GrantOrder,
-    HeartbeatOrder,
     LeaseEnd,
     LeaseTable,
-    PeerAddress,
     PromptIdentity,
-    ReadOrder,
     Refusal,
     SchedulerState,
-    StepPlan,
 )
 from vllm_adapter.ports.topology import (
     AxisEntry,

@@ -238,8 +238,8 @@ class SchedulerSide:
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        Nobody knows the current registration; or a copy to the mirror was refused; or a running state
-        has seen tokens of a step that still runs, and it cannot be set back.
+        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
+        step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
         return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
