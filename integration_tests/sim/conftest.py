@@ -16,6 +16,20 @@ from engines import Engine
 from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import FakeFabric
 
+FIGURES: list[str] = []
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Return a function that notes a figure of this test for the end of the run."""
+    return lambda text: FIGURES.append(f"{request.node.name}: {text}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures."""
+    for line in FIGURES:
+        terminalreporter.write_line(line)
+
 
 @pytest.fixture(params=["fake", "fake-lag", "nixl"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
