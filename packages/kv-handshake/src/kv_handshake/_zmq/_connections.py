@@ -300,10 +300,12 @@ class Hub:
         """
         longest_ms = _UPKEEP_MS if self._needs_upkeep else _LONGEST_POLL_MS
         wait_ms = max(0, min(_FRESH_MS if self._fresh else longest_ms, math.ceil(timeout_s * 1000)))
-        for _ in range(_MOST_STEPS):
+        steps = 0
+        while True:
             found = self._poller.poll(wait_ms)
             readable, changed, is_awake = self._sort(found)
-            if readable or changed or is_awake or not found:
+            steps += 1
+            if readable or changed or is_awake or not found or steps == _MOST_STEPS:
                 break
         if self._fresh:
             self._heed_ends(time.monotonic())
