@@ -286,7 +286,10 @@ def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
 
 def test_encrypted_channel_lets_every_key_in_if_told_so(keys):
     listener = Listener(
-        "127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"], admits_any_client=True)
+        "127.0.0.1",
+        0,
+        payloads=ENVELOPES,
+        security=ServerSecurity(keys["server"][0], keys["server"][1], admits_any_client=True),
     )
     listener.start()
     stranger = secure_client(keys, "stranger")
@@ -297,7 +300,10 @@ def test_encrypted_channel_lets_every_key_in_if_told_so(keys):
 
 def test_plain_client_and_wrong_server_key_get_nothing(keys):
     listener = Listener(
-        "127.0.0.1", 0, payloads=ENVELOPES, security=ServerSecurity(*keys["server"], admits_any_client=True)
+        "127.0.0.1",
+        0,
+        payloads=ENVELOPES,
+        security=ServerSecurity(keys["server"][0], keys["server"][1], admits_any_client=True),
     )
     listener.start()
     plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))

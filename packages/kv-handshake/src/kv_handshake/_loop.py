@@ -35,6 +35,7 @@ _RECOVERY_S = 0.02
 _LOOK_S = 0.02
 """Time between two looks at how much has come in on open connections; most handshakes end before the first."""
 
+_RESERVE = 8
 _PATIENCE_S = 0.5
 """An attempt that has no connection after this gives its place up if a host without any place wants it."""
 
@@ -181,11 +182,12 @@ class Loop:
     def _has_place(self, host: str, now_s: float) -> bool:
         """Return whether a host may have a place more; a host that has none may take that of a silent one.
 
-        A host takes no more places than it leaves free: of 512, one host has at most 256, and the next one at most 128.
+        The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
+        448, the next one at most 32, the one after that 16.
         """
         free = self._timing.connections - len(self._running) - len(self._lookups)
         if self._places[host]:
-            return self._places[host] <= free
+            return free > self._timing.connections // _RESERVE or self._places[host] <= free
         return free > 0 or self._displace(now_s)
 
     def _displace(self, now_s: float) -> bool:

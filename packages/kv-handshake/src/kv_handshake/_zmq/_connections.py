@@ -22,6 +22,7 @@ import math
 import socket
 import struct
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, final
 
 import zmq
@@ -52,6 +53,14 @@ _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
+_MOST_STEPS = 3
+"""Times that `poll` waits on after a step of an opening, which nobody has to act on: connected, opened."""
+
+_FRESH_MS = 2
+_FRESH_S = _FRESH_MS / 1000
+"""Time from which on the steps and the end of a connection are waited for. Most handshakes are over by then, and each step of an
+opening would wake the thread."""
+
 _REFRESH_S = 1.0
 _MOST_ENDED = 32
 """Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
@@ -212,6 +221,7 @@ class Hub:
         self._prepared: Connection | None = None
         self._ended: list[Connection] = []
         self._needs_upkeep = True
+        self._fresh: deque[tuple[float, Connection]] = deque()
         self._next_refresh_s = 0.0
         self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -247,10 +257,20 @@ class Hub:
         except HandshakeError:
             connection.close()
             raise
-        for each in (connection.socket, connection.monitor):
-            self._poller.register(each, zmq.POLLIN)
-            self._by_socket[each] = connection
+        self._add(connection.socket, connection)
+        self._fresh.append((time.monotonic(), connection))
         return connection
+
+    def _add(self, each: zmq.Socket[Any], connection: Connection) -> None:
+        self._poller.register(each, zmq.POLLIN)
+        self._by_socket[each] = connection
+
+    def _heed_ends(self, now_s: float) -> None:
+        """Begin to wait for the ends of connections that are no longer fresh."""
+        while self._fresh and now_s - self._fresh[0][0] >= _FRESH_S:
+            _, connection = self._fresh.popleft()
+            if connection.socket in self._by_socket:
+                self._add(connection.monitor, connection)
 
     def _refresh_keys(self) -> None:
         """Take changed key files over, at most once a second."""
@@ -265,8 +285,8 @@ class Hub:
     def discard(self, connection: Connection) -> None:
         """Forget a connection; `poll` closes it when there is time."""
         for each in (connection.socket, connection.monitor):
-            self._poller.unregister(each)
-            del self._by_socket[each]
+            if self._by_socket.pop(each, None) is not None:
+                self._poller.unregister(each)
         self._ended.append(connection)
         self._needs_upkeep = True
         if len(self._ended) >= _MOST_ENDED:
@@ -276,23 +296,38 @@ class Hub:
         """Wait until a connection is readable or changes, `wake` is called, or the time is over; at times less.
 
         Returns:
-            The connections with replies to read, and those with an event for `fault` to read.
+            The connections with replies to read, and those for whose end `fault` has a code.
         """
-        readable: list[Connection] = []
-        changed: list[Connection] = []
         longest_ms = _UPKEEP_MS if self._needs_upkeep else _LONGEST_POLL_MS
-        found = self._poller.poll(max(0, min(longest_ms, math.ceil(timeout_s * 1000))))
+        wait_ms = max(0, min(_FRESH_MS if self._fresh else longest_ms, math.ceil(timeout_s * 1000)))
+        steps = 0
+        while True:
+            found = self._poller.poll(wait_ms)
+            readable, changed, is_awake = self._sort(found)
+            steps += 1
+            if readable or changed or is_awake or not found or steps == _MOST_STEPS:
+                break
+        if self._fresh:
+            self._heed_ends(time.monotonic())
+        if self._needs_upkeep and not found:
+            self._do_upkeep()
+        return readable, changed
+
+    def _sort(self, found: list[tuple[Any, int]]) -> tuple[list[Connection], list[Connection], bool]:
+        """Return the readable connections, those that have ended, and whether `wake` was called."""
+        readable: list[Connection] = []
+        ended: list[Connection] = []
+        is_awake = False
         for each, _ in found:
             connection = self._by_socket.get(each)
             if connection is None:
                 self._wakeup.drain()
+                is_awake = True
             elif each is connection.socket:
                 readable.append(connection)
-            else:
-                changed.append(connection)
-        if self._needs_upkeep and not found:
-            self._do_upkeep()
-        return readable, changed
+            elif connection.fault():
+                ended.append(connection)
+        return readable, ended, is_awake
 
     def flooded(self) -> list[Connection]:
         """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
