@@ -136,6 +136,11 @@ class RayCluster:
             assert time.monotonic() < until, f"{reply} after {_STARTS_WITHIN_S:.0f} s\n{self.last_words()}"
             time.sleep(0.5)
 
+    def logs(self) -> str:
+        """Return what all replicas and their engines have written."""
+        files = self.folder.glob("session_latest/logs/worker-*.[oe][ur][tr]")
+        return "".join(file.read_text(errors="replace") for file in files)
+
     def last_words(self) -> str:
         """Return the last lines of each log of the commands, of Serve and of the engines."""
         logs = [*self.folder.glob("*.log"), *self.folder.glob("session_latest/logs/serve/*.log")]

@@ -26,6 +26,7 @@ from ray_cluster import RayCluster, started_app
 
 from kvdev.engines import metric_sum
 
+INFO = "vllm:kv_transfer_info"
 _EXPORTED_WITHIN_S = 60.0
 """Ray's agent collects metrics every ten seconds."""
 _REPLACED_WITHIN_S = 300.0
@@ -62,7 +63,18 @@ def settles(app: RayCluster, prefill_replicas: int) -> None:
     A prompt of 300 tokens holds 3 blocks of 256.
     """
     at_rest = {LIVE: prefill_replicas + 1, SLOTS: prefill_replicas, USAGE: (prefill_replicas + 1) * 3 / 256}
-    assert_no_lease_left(lambda: [app.page()], lambda: asyncio.run(ask_all(app.url, [0])), 60, at_rest)
+
+    def ask_until_shown() -> None:
+        eventually(lambda: bool(asyncio.run(ask_all(app.url, [0]))) and len(shown()) >= 2)
+
+    def shown() -> set[str]:
+        """Return the replicas of which all gauges are there: Ray drops those that are not set for 20 s."""
+        page = app.page()
+        return set.intersection(*(replicas_with(page, name) for name in (LIVE, SLOTS, INFO)))
+
+    ask_until_shown()
+    assert len(shown()) >= 2
+    assert_no_lease_left(lambda: [app.page()], ask_until_shown, 60, at_rest)
 
 
 def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayCluster, alone: Alone) -> None:
@@ -75,37 +87,41 @@ def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayC
     # Counters are exact. The sum of a histogram is not: Ray rebuilds it from the middles of buckets.
     assert metric_sum(page, "vllm:kv_transfer_read_bytes_total") == sum(map(_cache_bytes, [0, *numbers]))
     assert_nothing_failed([page])
+    # A metric that Ray's wrappers refuse is left out and logged, and ends no engine.
+    assert "the connector's metric" not in app.logs()
     settles(app, prefill_replicas=1)
 
 
 @pytest.mark.skipif(not IS_LONG, reason="long: two prefill replicas, a kill, a replacement (dev.py test --long fleet)")
 def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alone: Alone) -> None:
     with started_app("replaced", "prefill_replicas=2") as app:
-        eventually(lambda: len(app.processes(_PREFILL)) == 2, _REPLACED_WITHIN_S)
-        alone.assert_same(asyncio.run(ask_all(app.url, range(1, 9))))
-        killed, stayed = app.processes(_PREFILL)
-        load = Load(app, range(9, 33))
+        leasing: set[str] = set()
+
+        def hands_over(replicas: int) -> bool:
+            """Ask for some texts and tell whether so many prefill replicas have handed over since the start."""
+            alone.assert_same(asyncio.run(ask_all(app.url, range(8))))
+            leasing.update(replicas_with(app.page(), LIVE, 'state="producer-leased"'))
+            return len(leasing) >= replicas
+
+        eventually(lambda: hands_over(2), _REPLACED_WITHIN_S)
+        assert len(leasing) == 2, app.last_words()
+        first, second = app.processes(_PREFILL)
+
+        load = Load(app, range(8, 32))
         eventually(lambda: load.answered >= 6)
-        app.kill([killed])
+        app.kill([first])
         replies = load.ended()
         good = [reply for reply in replies if reply.status == 200]
         alone.assert_same(good)
         # Serve does not send a request again that was with the replica when it died.
         assert len(replies) - len(good) <= _AT_ONCE, [reply for reply in replies if reply.status != 200]
-        alone.assert_same(asyncio.run(ask_all(app.url, range(33, 37))))
+        print(f"killed: {len(replies) - len(good)} of {len(replies)} requests failed")
+        alone.assert_same(asyncio.run(ask_all(app.url, range(32, 36))))
 
-        eventually(lambda: len(replicas_with_leases(app.page())) == 2, _REPLACED_WITHIN_S)
-        before = replicas_with_leases(app.page())
         eventually(lambda: len(app.processes(_PREFILL)) == 2, _REPLACED_WITHIN_S)
-        (replacement,) = set(app.processes(_PREFILL)) - {stayed}
-        assert replacement != killed
-
-        def new_replica_leases() -> bool:
-            alone.assert_same(asyncio.run(ask_all(app.url, range(8))))
-            return bool(replicas_with_leases(app.page()) - before)
-
-        eventually(new_replica_leases, _REPLACED_WITHIN_S)
-        assert replicas_with_leases(app.page()) - before, app.last_words()
+        assert set(app.processes(_PREFILL)) > {second}
+        eventually(lambda: hands_over(3), _REPLACED_WITHIN_S)
+        assert len(leasing) == 3, app.last_words()
         settles(app, prefill_replicas=2)
 
 
@@ -135,7 +151,7 @@ class Load:
             self._replies += asyncio.run(ask_all(self._app.url, numbers, at_once=_AT_ONCE))
 
 
-def replicas_with_leases(page: str) -> set[str]:
-    """Return the names of the prefill replicas that have handed something over."""
-    lines = [line for line in page.splitlines() if line.startswith(f"{SLOTS}{{")]
-    return {name for line in lines for name in re.findall(r'ReplicaId="([^"]+)"', line)}
+def replicas_with(page: str, name: str, label: str = "") -> set[str]:
+    """Return the replicas that show a metric, with a certain label."""
+    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line]
+    return {replica for line in lines for replica in re.findall(r'ReplicaId="([^"]+)"', line)}
