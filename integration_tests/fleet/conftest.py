@@ -16,7 +16,7 @@ from two_by_two import TwoByTwo, started_two_by_two
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Alone]:
-    """One engine without a connector: what it answers is right."""
+    """Answers of an engine without a connector: they are right."""
     with started_alone() as engine:
         yield engine
 

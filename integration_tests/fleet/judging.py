@@ -57,7 +57,7 @@ def request_body(text: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer: its HTTP status and text; status 0 is a connection that failed."""
+    """An answer: its HTTP status and text; status 0 is a connection that failed."""
 
     number: int
     status: int
@@ -128,13 +128,27 @@ def assert_nothing_failed(pages: Sequence[str]) -> None:
     assert not any(counts.values()), counts
 
 
-def assert_no_lease_left(pages: Callable[[], Sequence[str]], take_steps: Callable[[], object], within_s: float) -> None:
-    """No engine holds a block, a lease or a fence slot any more; engines take steps meanwhile, to collect their reports."""
+def held(pages: Sequence[str]) -> dict[str, float]:
+    """Return what engines hold, by their metrics pages: requests with a hand-over, fence slots, the share of blocks in use."""
+    return {name: sum(metric_sum(page, name) for page in pages) for name in (LIVE, SLOTS, USAGE)}
+
+
+def assert_no_lease_left(
+    pages: Callable[[], Sequence[str]],
+    take_steps: Callable[[], object],
+    within_s: float,
+    at_rest: Mapping[str, float] | None = None,
+) -> None:
+    """No engine holds a lease, a fence slot or a block any more, or no more than `at_rest`.
+
+    Engines take steps meanwhile, because they report with their steps. Where each step is itself a hand-over, which shows
+    until the next one, `at_rest` is what the last ones hold.
+    """
     until = time.monotonic() + within_s
     while True:
         take_steps()
-        held = {name: sum(metric_sum(page, name) for page in pages()) for name in (LIVE, SLOTS, USAGE)}
-        if not any(held.values()):
+        now = held(pages())
+        if all(level <= (at_rest or {}).get(name, 0) for name, level in now.items()):
             return
-        assert time.monotonic() < until, f"still held after {within_s:.0f} s: {held}"
-        time.sleep(0.5)
+        assert time.monotonic() < until, f"still held after {within_s:.0f} s: {now}, at rest {at_rest or 'nothing'}"
+        time.sleep(1)

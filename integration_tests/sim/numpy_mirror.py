@@ -39,7 +39,8 @@ class NumpyMirror:
             raise self.save_refusal
         self._copy(copies, to_device=False)
 
-    def restore(self, copies: Sequence[PageCopy]) -> None:
+    def restore(self, copies: Sequence[PageCopy], after: object) -> None:
+        assert after is not None
         if self.restore_refusal is not None:
             raise self.restore_refusal
         self._copy(copies, to_device=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Engine", "EngineSpec", "free_port", "local_model", "metric_sum", "start_all"]
+__all__ = ["Engine", "EngineSpec", "die_with_parent", "free_port", "local_model", "metric_sum", "start_all"]
 
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
@@ -74,7 +74,7 @@ class Engine:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
+                preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
             )
 
     def _command(self, python: Path) -> list[str]:
@@ -257,6 +257,6 @@ def metric_sum(page: str, name: str, **labels: str) -> float:
     return total
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Make the kernel end this process when dev.py dies without cleaning up (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -74,9 +74,7 @@ def stage(folder: Path, staged: Path) -> None:
             shutil.copytree(source, staged / part, ignore=ignored)
         elif source.exists():
             shutil.copy2(source, staged / part)
-    command = ["git", "remote", "get-url", "origin"]
-    origin = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    address = repository_address(os.environ, origin)
+    address = repository_address(os.environ, _origin())
     tag = f"{folder.name}-v{project_of(folder)['version']}"
     if not address:
         note("no repository address (no GitHub variables, no https or ssh remote `origin`): links stay out")
@@ -85,6 +83,14 @@ def stage(folder: Path, staged: Path) -> None:
         pyproject.write_text(with_urls(pyproject.read_text(), folder.name, address))
     for page in (staged / "README.md", staged / "CHANGELOG.md"):
         page.write_text(absolute_links(page.read_text(), folder.name, address, tag))
+
+
+def _origin() -> str:
+    """Return the address of the remote `origin`; "" where there is none, or no git (as in an image that is being built)."""
+    command = ["git", "remote", "get-url", "origin"]
+    if shutil.which("git") is None:
+        return ""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
 def project_of(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class PlainOffloading(CPUOffloadingSpec):  # type: ignore[misc]
 
 
 class PlainCopies(OffloadingWorker):  # type: ignore[misc]
-    """One chunk is one block; tensors are (blocks, bytes)."""
+    """Copies of tensors (blocks, bytes), where a chunk is one block."""
 
     def __init__(self, kv_caches: Any, chunks: int) -> None:
         assert len(kv_caches.group_data_refs) == 1

@@ -25,6 +25,7 @@ from vllm.config import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -115,6 +116,7 @@ class Engine:
         mamba_cache_mode: str = "none",
         draft_tokens: int = 0,
         beside: tuple[dict[str, Any], ...] = (),
+        scheduler_class: type[Scheduler] = Scheduler,
         **extra: object,
     ) -> None:
         register()
@@ -146,7 +148,7 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._blocks = blocks
         with set_current_vllm_config(config):
-            self.scheduler = Scheduler(
+            self.scheduler = scheduler_class(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
@@ -199,6 +201,14 @@ class Engine:
         token: int = SOME_TOKEN,
     ) -> dict[str, int]:
         """Run one step and report ends of transfers with it; returns tokens scheduled by request."""
+        output, ran = self._run(set(sent), set(received), set(failed), token)
+        self._take(output, ran)
+        return dict(output.num_scheduled_tokens)
+
+    def _run(
+        self, sent: set[str], received: set[str], failed: set[str], token: int
+    ) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Schedule a step and let the workers run it."""
         scheduler = self.scheduler
         output = scheduler.schedule()
         told: Any = output.kv_connector_metadata
@@ -208,17 +218,19 @@ class Engine:
         for request_id in ids:
             request = scheduler.requests[request_id]
             sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
-        reported = self._work(output, set(sent), set(received), set(failed))
-        ran = ModelRunnerOutput(
+        reported = self._work(output, sent, received, failed)
+        return output, ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: number for number, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
             kv_connector_output=None if reported.is_empty() else reported,
         )
-        for outputs in scheduler.update_from_output(output, ran).values():
+
+    def _take(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        """Let the scheduler take in what a step has brought."""
+        for outputs in self.scheduler.update_from_output(output, ran).values():
             for one in outputs.outputs:
                 self.outputs.setdefault(one.request_id, []).append(one)
-        return dict(output.num_scheduled_tokens)
 
     def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
         """Be the workers in a step: report what the test says they saw."""

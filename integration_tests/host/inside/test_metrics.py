@@ -111,3 +111,36 @@ def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_onl
     assert values["vllm:kv_transfer_stuck_threads", "tiny", "0"] == 1
     assert values["vllm:kv_transfer_live_requests", "tiny", "0", "leased"] == 1
     assert failures == []
+
+
+def test_every_gauge_is_set_with_every_observation_because_ray_drops_those_that_were_not_for_20_s() -> None:
+    values: dict[tuple[str, ...], float] = {}
+
+    class OnlySet:
+        def __init__(self, name: str = "", **_options: Any) -> None:
+            self._key: tuple[str, ...] = (name,)
+
+        def labels(self, *labels: str) -> OnlySet:
+            child = OnlySet()
+            child._key = (*self._key, *map(str, labels))
+            return child
+
+        def set(self, value: float) -> None:
+            values[self._key] = value
+
+        def inc(self, _value: float = 1) -> None: ...
+        def observe(self, _value: float) -> None: ...
+
+    kinds: Any = dict.fromkeys(
+        (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram), OnlySet
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    metrics = PromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]}, info={"version": "1"})
+    assert values.keys() == {("vllm:kv_transfer_info", engine, "1") for engine in "01"}
+    data = TransferStats().data
+    metrics.observe({**data, "fence_slots_used": [3], "live_requests": [{"leased": 3, "reading": 1}]})
+    once = {key: value for key, value in values.items() if key[1] == "0"}
+    assert once["vllm:kv_transfer_fence_slots_used", "0"] == once["vllm:kv_transfer_live_requests", "0", "leased"] == 3
+    values.clear()
+    metrics.observe({**data, "num_lease_renewals": [1]})
+    assert values == once

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import prometheus_client
 import pytest
 from full_engine import FullEngine
+from vllm.config.kv_transfer import KVRole, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -18,6 +20,7 @@ from kv_nixl_agent import AgentError
 from vllm_adapter import KVTransferConnector, NixlConnector
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.metrics import TransferStats
+from vllm_adapter.host.transfer_config import HOST_KEYS, ROLES
 
 Change = Callable[[Any, pytest.MonkeyPatch], None]
 REFUSED: dict[str, Change] = {
@@ -96,3 +99,9 @@ def test_figures_under_the_hosts_name_come_back_as_ours_from_its_connector_of_co
     rebuilt = MultiConnector.build_kv_connector_stats({name: stats.to_dict()})
     assert isinstance(rebuilt.data[name], TransferStats)
     assert rebuilt.reduce()[name]["Num fence rejections"] == 1
+
+
+def test_the_keys_that_the_check_of_a_configuration_knows_are_the_hosts() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(KVTransferConfig)}
+    assert set(fields) == set(HOST_KEYS)
+    assert set(ROLES) == {role for union in get_args(KVRole) for role in (get_args(union) or (union,))}

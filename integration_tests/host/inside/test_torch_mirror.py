@@ -78,7 +78,7 @@ def test_exactly_the_named_pages_cross(dtype: torch.dtype, scratch_bytes: int, s
     np.testing.assert_array_equal(host, np.where(is_named, before, 0))
     np.testing.assert_array_equal(device, before)
     host[:] = rng.integers(0, 256, len(host), np.uint8)
-    mirror.restore(copies)
+    mirror.restore(copies, None)
     np.testing.assert_array_equal(device, np.where(is_named, host, before))
 
 
@@ -98,7 +98,7 @@ def test_the_hosts_operation_is_used_where_tensors_are_lists_of_pages() -> None:
     assert not mirror.tensors["pages"].any()
     assert torch.equal(mirror.tensors["flat"].view(8, 32)[[1, 5]], backing[256:].view(8, 32)[[1, 5]])
     assert not mirror.tensors["flat"].view(8, 32)[[0, 2, 3, 4, 6, 7]].any()
-    mirror.restore(copies)
+    mirror.restore(copies, None)
     assert called[-1] == (["pages"], ["pages"], [1, 5], [1, 5], "h2d")
 
 

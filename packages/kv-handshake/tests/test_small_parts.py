@@ -136,9 +136,7 @@ def test_log_gate():
     assert gate.held_total == 3
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "::1", "fe80::1%eth0", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"])
 def test_hosts_that_are_fine(host):
     assert endpoint_of(host, 1).host == host
 
@@ -173,7 +171,10 @@ def test_hosts_that_are_not(host):
 
 def test_an_address_is_written_anew():
     assert endpoint_of("0:0:0:0:0:0:0:1", 1).url == "tcp://[::1]:1"
-    assert endpoint_of("fe80::1%eth0.7", 1).url == "tcp://[fe80::1%eth0.7]:1"
+    for host in ("fe80::1%eth0.7", "::ffff:127.0.0.1%1]:0;[127.0.0.77", "127.0.0.1;127.0.0.77"):
+        with pytest.raises(ConfigurationError) as caught:
+            endpoint_of(host, 1)
+        assert caught.value.code == "invalid-endpoint"
 
 
 @pytest.mark.parametrize(("port", "is_server"), [(0, False), (-1, True), (65_536, True)])

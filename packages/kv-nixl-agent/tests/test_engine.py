@@ -165,6 +165,37 @@ def test_idle_peers_lose_their_lists_and_get_them_back():
     assert pair.consumer.statistics()["peers_prepared"] == 2
 
 
+def test_metadata_of_another_agent_than_the_peers_is_refused():
+    pair = make_pair()
+    assert (
+        code_of(lambda: pair.consumer.add_peer(pair.spec(pair.producer, "evil", agent_prefix="evil/"))) == "agent-name"
+    )
+    assert not pair.consumer.has_peer("evil")
+    pair.consumer.add_peer(pair.spec(pair.producer, "p", agent_prefix="prod"))
+    assert code_of(lambda: pair.connect("q")) == "peer-known", "a name that was proved is kept"
+
+
+@pytest.mark.parametrize("is_reading", [False, True])
+def test_a_peer_with_its_own_agents_name_takes_it_over_from_one_that_squats_on_it(is_reading):
+    pair = make_pair()
+    pair.connect("squatter")
+    pair.run(3)
+    if is_reading:
+        pair.fabric.agent("producer").stop()
+        pair.consumer.post(order("held", [0], [0], peer="squatter"))
+        pair.run(3)
+    pair.consumer.add_peer(pair.spec(pair.producer, "p", agent_prefix="producer"))
+    assert not pair.consumer.has_peer("squatter")
+    if is_reading:
+        pair.fabric.agent("producer").resume()
+    pair.consumer.post(order("honest", [1], [2]))
+    pair.run(10, step_s=0.01)
+    assert pair.results["honest"].outcome == "done"
+    if is_reading:
+        assert pair.results["held"].code == "peer-removed"
+        assert pair.consumer.statistics()["peers_retiring"] == 0
+
+
 def test_two_keys_cannot_share_an_agent():
     pair = make_pair()
     pair.connect("p")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_helpers import FULL, WINDOW, config, consumer_params, prefill_request_params, scheduler
 
 from kv_scheduler_state import BlockList, HandoffTicket, PeerAddress, TicketError, TicketLimits, TicketReader
+from kv_scheduler_state._errors import InvalidConfig
 from kv_scheduler_state._hosts import HostPolicy
 
 READER = TicketReader(config())
@@ -226,6 +227,48 @@ def test_a_ticket_points_only_where_it_may(host, is_allowed):
         with pytest.raises(TicketError) as caught:
             policy.require(host)
         assert caught.value.code == "ticket-host"
+
+
+@pytest.mark.parametrize(
+    ("host", "networks", "is_allowed"),
+    [
+        ("169.254.169.254", (), False),
+        ("169.254.169.254", ("0.0.0.0/0",), False),
+        ("169.254.169.254", ("169.254.0.0/16",), True),
+        ("::ffff:169.254.169.254", (), False),
+        ("fd00:ec2::254", ("fd00::/8",), False),
+        ("fe80::1", (), False),
+        ("fe80::1", ("fe80::/64",), True),
+        ("fe80::1%eth0", ("fe80::/64",), False),
+        ("::ffff:127.0.0.1%1]:0;[127.0.0.77", ("127.0.0.1/32",), False),
+        ("10.1.2.3", (), True),
+    ],
+)
+def test_addresses_of_one_link_are_allowed_by_name_alone(host, networks, is_allowed):
+    policy = HostPolicy(networks)
+    if is_allowed:
+        policy.require(host)
+    else:
+        with pytest.raises(TicketError):
+            policy.require(host)
+
+
+def test_ports_have_a_range():
+    policy = HostPolicy(ports=(5600, 5699))
+    policy.require_port(5600)
+    policy.require_port(5699)
+    for port in (5599, 5700):
+        with pytest.raises(TicketError, match="peer_ports"):
+            policy.require_port(port)
+    for ports in ((0, 9), (9, 8), (1, 65536)):
+        with pytest.raises(InvalidConfig, match="peer_ports"):
+            HostPolicy(ports=ports)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1/8", "fd00::1/8"])
+def test_an_address_is_no_network(text):
+    with pytest.raises(InvalidConfig, match="names an address, not a network: write"):
+        HostPolicy((text,))
 
 
 JSON = st.recursive(

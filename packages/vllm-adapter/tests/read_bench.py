@@ -23,7 +23,7 @@ DOCUMENT: Any = {}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, retries: int = 0, codec: Any = None) -> None:
+    def __init__(self, *, retries: int = 0, codec: Any = None, only_ours: bool = False) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.finished: list[FinishedRead] = []
@@ -33,7 +33,7 @@ class Bench:
         agent, handshakes, codec, recorder, plans = untyped
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
-        limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14), retries=retries)
+        limits = ReadLimits(60, 30, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
         self.reads = ReadCoordinator(parts, planner, limits, self.finished.append)
 
     @property

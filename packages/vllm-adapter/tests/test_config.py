@@ -18,6 +18,8 @@ from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.registration import read_limits
 
+SEALED = {"ticket_secret_files": ["/run/secrets/kv"]}
+
 
 def test_nothing_given_means_the_defaults() -> None:
     assert load_settings({}) == (Settings(), ())
@@ -44,6 +46,14 @@ def test_every_default_passes_its_own_check() -> None:
         ({"enforce_handshake_compat": "maybe"}, "wrong-type", "must be bool"),
         ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
         ({"remote_hosts": ["10.0.0.0/99"]}, "out-of-range", "10.0.0.0/99"),
+        ({"unsigned_hosts": ["10.0.0.0/99"]}, "out-of-range", "'unsigned_hosts' holds '10.0.0.0/99'"),
+        ({"ticket_policy": "requires"}, "out-of-range", "did you mean 'require'"),
+        ({"ticket_policy": "accept-unsigned"}, "incomplete-keys", "needs ticket_secret_files"),
+        ({**SEALED, "ticket_policy": "accept-unsigned"}, "incomplete-keys", "go together"),
+        ({**SEALED, "unsigned_hosts": ["10.0.0.0/8"]}, "incomplete-keys", "go together"),
+        ({"side_channel_key": "a"}, "incomplete-keys", "no side_channel_server_key, side_channel_clients"),
+        ({"side_channel_key": "a", "side_channel_clients": "c"}, "incomplete-keys", "no side_channel_server_key"),
+        ({"side_channel_server_key": "b", "side_channel_clients": "c"}, "incomplete-keys", "no side_channel_key"),
     ],
 )
 def test_a_wrong_key_or_value_names_what_is_right(extra: dict[str, object], code: str, words: str) -> None:
@@ -51,6 +61,12 @@ def test_a_wrong_key_or_value_names_what_is_right(extra: dict[str, object], code
         load_settings(extra)
     assert caught.value.code == code
     assert words in str(caught.value)
+
+
+def test_seals_are_required_as_soon_as_there_is_a_secret() -> None:
+    mixed = {**SEALED, "ticket_policy": "accept-unsigned", "unsigned_hosts": ["10.0.0.0/8"]}
+    assert [load_settings(each)[0].requires_seals for each in ({}, SEALED, mixed)] == [False, True, False]
+    assert load_settings({"ticket_secret_variable": "KV_SECRETS"})[0].requires_seals
 
 
 def test_words_for_booleans_are_taken_as_vllm_takes_them() -> None:
@@ -85,7 +101,10 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) == {f.name for f in dataclasses.fields(Settings)}
     good = tmp_path / "good.json"
-    good.write_text('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"num_threads": 2}}')
+    good.write_text(
+        '{"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both", '
+        '"kv_connector_extra_config": {"num_threads": 2}}'
+    )
     assert main(["config", "--check", str(good)]) == 0
     bad = tmp_path / "bad.json"
     bad.write_text('{"kv_connector_extra_config": {"num_thread": 2}}')

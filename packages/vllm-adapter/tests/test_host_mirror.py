@@ -47,7 +47,8 @@ class Memory:
             raise MemoryError("no room")
         self.saved.append(list(copies))
 
-    def restore(self, copies: Sequence[PageCopy]) -> None:
+    def restore(self, copies: Sequence[PageCopy], after: object) -> None:
+        assert after == "mark"
         self.restored.append(list(copies))
 
 
@@ -66,6 +67,7 @@ def mirror(memory: Memory) -> Iterator[HostMirror]:
 
 
 def test_blocks_become_the_pages_of_their_groups_regions(mirror: HostMirror, memory: Memory) -> None:
+    mirror.begin_reads()
     mirror.restore([[3, 0, 1, 3], [7]])
     (copies,) = memory.restored
     assert [(copy.page_bytes, copy.pages.tolist()) for copy in copies] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order
+from fakes import FakeAgent, Metadata, Outcome, Plan, blocks, heartbeat, order, peer
 from hypothesis import given
 from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
@@ -69,6 +69,13 @@ def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_
         bench.finish(transfer_id)
     assert bench.codes()["honest"] == ""
     assert len(bench.ends) == len(orders) + 1
+
+
+@pytest.mark.parametrize(("told", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
+def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, told: int | None, asked: int) -> None:
+    """A listener of vLLM itself ends on a query of another shape than its own."""
+    perform(bench, step(order(peer=peer(dialect=told))))
+    assert bench.handshakes.asked[0]["dialect"] == asked
 
 
 def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:

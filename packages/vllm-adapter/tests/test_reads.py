@@ -200,6 +200,33 @@ def test_a_changed_generation_makes_the_engine_be_met_anew(bench: Bench) -> None
     assert "r2/0.0" in bench.agent.posts
 
 
+def test_agents_of_our_kind_must_bear_their_engines_name(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(capabilities=("nonce",))}))
+    assert bench.agent.peers[KEY].agent_prefix == "P/"
+
+
+def test_agents_of_another_kind_may_have_any_name_unless_all_are_ours(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    assert bench.agent.peers[KEY].agent_prefix == ""
+    strict = Bench(only_ours=True)
+    strict.reads.read(order())
+    strict.handshakes.answer(Outcome())
+    assert strict.agent.peers[KEY].agent_prefix == "P/"
+
+
+def test_an_engine_whose_agents_name_was_taken_over_is_met_anew(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    bench.finish()
+    bench.agent.remove_peer(KEY)
+    bench.reads.read(order(request_id="r2"))
+    assert len(bench.handshakes.asked) == 2
+    bench.handshakes.answer(Outcome())
+    assert "r2/0.0" in bench.agent.posts
+
+
 def test_a_forged_generation_fails_its_own_request_and_disturbs_nobody(bench: Bench) -> None:
     bench.reads.read(order(peer=peer(generation=1)))
     bench.handshakes.answer(Outcome())

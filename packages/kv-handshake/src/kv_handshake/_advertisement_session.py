@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_handshake._advertisement import Advertisement
-from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
+from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, without_frames
 from kv_handshake._queries import ADVERTISEMENT_QUERY, Rank
 from kv_handshake._reading import decode_envelope
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, State, next_step
@@ -92,7 +92,7 @@ class AdvertisementSession:
     def fail(self, error: HandshakeError) -> None:
         """End the session with a reason; the first one stays."""
         if not self.is_over:
-            self.error = error
+            self.error = without_frames(error)
             self._step("fault")
 
     def _read(self) -> Advertisement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import final
@@ -13,7 +12,6 @@ __all__ = ["Endpoint", "endpoint_of", "parse_endpoint"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognised here, bound only if the operator says so
 _MAX_HOST_CHARS = 255
-_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
 @final
@@ -47,7 +45,7 @@ def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpo
     """Return the endpoint of a host and a port.
 
     Tickets carry hosts that a client chose, and the transport gives characters such as ``;`` and ``]`` a meaning. So a host
-    is a literal address, which is parsed and written anew, or a plain name: no scheme, path, space or interface syntax.
+    is a literal address, which is parsed and written anew, or a plain name: no scheme, path, space, zone or interface syntax.
 
     Raises:
         ConfigurationError: ``invalid-endpoint``.
@@ -91,6 +89,5 @@ def _address_of(host: str) -> IPv4Address | IPv6Address | None:
         address = ip_address(host)
     except ValueError:
         return None
-    zone = address.scope_id if isinstance(address, IPv6Address) else None
     # ipaddress takes any text for a zone, also one that closes the bracket of the transport's address.
-    return None if zone is not None and not _ZONE.fullmatch(zone) else address
+    return None if isinstance(address, IPv6Address) and address.scope_id is not None else address

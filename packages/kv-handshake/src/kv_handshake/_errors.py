@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CODES", "CodeFacts", "ConfigurationError", "Fault", "HandshakeError", "TransportError", "WireError"]
+__all__ = [
+    "CODES",
+    "CodeFacts",
+    "ConfigurationError",
+    "Fault",
+    "HandshakeError",
+    "TransportError",
+    "WireError",
+    "without_frames",
+]
 
 Fault = Literal["local", "peer", "environment"]
 
@@ -117,6 +126,18 @@ class HandshakeError(Exception):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code!r}, {str(self)!r})"
+
+
+def without_frames(error: HandshakeError) -> HandshakeError:
+    """Return the error without the stack frames behind it and behind its causes, to be kept.
+
+    They hold every local variable, among them the peer's reply of up to 4 MiB, until the garbage collector finds them.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 class WireError(HandshakeError):

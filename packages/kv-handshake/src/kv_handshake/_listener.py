@@ -35,9 +35,9 @@ _NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 class QueryLimits:
     """Rate limit of the queries from one address.
 
-    Many engines can share an address behind a router. So the first queries of every connection, an eighth of `burst`, are answered
-    whatever else comes from its address, and do not count. Example: with a burst of 5000 an engine asks for 625 ranks at once
-    while its neighbour is refused for asking 100 000 times.
+    Many engines can share an address behind a router. So the first queries of every connection, an eighth of `burst`, are
+    answered whatever else comes from its address, and do not count. Example: with a burst of 5000 an engine asks for 625 ranks at
+    once while its neighbour is refused for asking 100 000 times.
 
     Attributes:
         queries_per_s: Queries a second on average; 0 for no limit.
@@ -156,7 +156,9 @@ class Listener:
         """Return the counts so far.
 
         They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read),
-        ``restarts``, ``connections_closed.<cause>`` (see `docs/security.md`), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
+        ``restarts``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``, ``too-many-connections``,
+        ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
         ``clients_refused.<address> <key>`` one by one.
         """
         sock = self._socket

@@ -24,8 +24,8 @@ _MOST_KNOWN = 256
 class Names:
     """Finds the addresses of host names for one thread, which no slow name server keeps waiting.
 
-    Requests for the same name share one look-up, and its answer for five seconds; so does a name that many tickets give occupy one
-    of the 32 threads.
+    Requests for the same name share one look-up, and its answer for five seconds. So a name that many tickets give takes one of
+    the 32 threads.
 
     Args:
         wake: Called when a look-up has ended, from any thread.

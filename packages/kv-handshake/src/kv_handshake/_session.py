@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake._dialect import dialect_of
-from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
+from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, without_frames
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, check_rank_count, encode_query
@@ -209,8 +209,10 @@ class ClientSession:
     def fail(self, error: HandshakeError) -> None:
         """End the session early, with the reason; the first reason stays."""
         if not self.is_over:
-            self._error = error
+            self._error = without_frames(error)
             self._step("fault")
+            self._frames.clear()
+            self._partial.clear()
 
     def _step(self, cause: Cause) -> bool:
         """Move to the state that the table gives; fail the session and return False if it gives none."""

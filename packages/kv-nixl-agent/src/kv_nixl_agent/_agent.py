@@ -160,10 +160,13 @@ class TransferAgent:
             spec: A `PeerSpec`, or any value with its members.
 
         Raises:
-            AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `rows-unregistered`,
+            AgentError: `peer-known`, `agent-name`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `rows-unregistered`,
                 `peer-rows-unregistered`, `bad-fence`; nothing is kept then.
         """
         self._refuse_closed()
+        squatter = self._peers.squatter_of(spec)
+        if squatter is not None:
+            self.remove_peer(squatter)
         peer = self._peers.add(spec)
         if self._options.wire_up and peer.touch_row is not None:
             self._words.warm_up(peer, lambda failure: self._note_warm_up(peer, failure))

@@ -48,6 +48,7 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         # Peers.
         "metadata-damaged": _facts("peer", True, "agent metadata was truncated or changed on its way"),
         "metadata-rejected": _facts("peer", None, "NIXL cannot use the peer's agent metadata"),
+        "agent-name": _facts("peer", False, "the agent metadata names another agent than the peer's"),
         "unknown-peer": _facts("local", False, "no peer is known under that key"),
         "peer-known": _facts("local", False, "the peer key, or its agent name, is in use; replace or remove it first"),
         "peer-removed": _facts("local", None, "the peer was removed or replaced while a transfer was on its way"),

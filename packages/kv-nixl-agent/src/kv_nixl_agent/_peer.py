@@ -40,6 +40,7 @@ class Peer:
 
     __slots__ = (
         "agent_name",
+        "agent_prefix",
         "fence",
         "is_connected",
         "is_lost",
@@ -55,6 +56,7 @@ class Peer:
 
     def __init__(self, spec: PeerDescription) -> None:
         self.key = spec.key
+        self.agent_prefix = spec.agent_prefix
         self.local, self.rows = _tables(spec)
         self.fence: FenceLocation | None = spec.fence
         _check_fence(spec.key, spec.fence)

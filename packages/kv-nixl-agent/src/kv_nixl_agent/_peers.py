@@ -108,7 +108,7 @@ class PeerTable:
         """Load the peer's agent and prepare its lists; nothing is kept when that fails.
 
         Raises:
-            AgentError: `peer-known`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `bad-fence`,
+            AgentError: `peer-known`, `agent-name`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `bad-fence`,
                 `rows-unregistered`, `peer-rows-unregistered`.
         """
         if spec.key in self._by_key:
@@ -126,8 +126,21 @@ class PeerTable:
         self._by_key[peer.key] = peer
         return peer
 
+    def squatter_of(self, spec: PeerDescription) -> str | None:
+        """Return the key of a peer that holds the agent's name without having proved it, where this one proves it."""
+        name = peek_agent_name(spec.agent_metadata) if spec.agent_prefix else None
+        holder = self._by_name.get(name) if name is not None and name.startswith(spec.agent_prefix) else None
+        return None if holder is None or holder.agent_prefix else holder.key
+
     def _load(self, peer: Peer, blob: bytes) -> None:
         name = peek_agent_name(blob)
+        if not (name or "").startswith(peer.agent_prefix):
+            raise AgentError(
+                "agent-name",
+                f"the metadata of peer {peer.key!r} names the agent {name!r}, which does not begin with {peer.agent_prefix!r}: "
+                "it is another engine's",
+                peer=peer.key,
+            )
         holder = None if name is None else self._by_name.get(name)
         if holder is not None:
             raise AgentError(

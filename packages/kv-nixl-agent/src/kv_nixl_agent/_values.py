@@ -78,6 +78,11 @@ class PeerDescription(Protocol):
         """Location of the peer's fence array."""
         ...
 
+    @property
+    def agent_prefix(self) -> str:
+        """Beginning that the name of the peer's agent must have; empty for any name."""
+        ...
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +98,8 @@ class PeerSpec:
         memory_kind: Kind of the peer's rows, one for all or one per row.
         local_kind: Kind of the local rows; None if `memory_kind` is one for all and holds for both sides.
         fence: (address, device, word count) of the peer's fence array; None for a peer without.
+        agent_prefix: Beginning that the name of the peer's agent must have, for instance its engine's name; empty for any. A
+            peer with it takes the name over from one without.
     """
 
     key: str
@@ -102,6 +109,7 @@ class PeerSpec:
     memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM"
     local_kind: MemoryKind | Sequence[MemoryKind] | None = None
     fence: FenceLocation | None = None
+    agent_prefix: str = ""
 
 
 @final

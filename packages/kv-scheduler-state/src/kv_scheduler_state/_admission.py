@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._prompt import PromptIdentity
     from kv_scheduler_state._reports import Reports
+    from kv_scheduler_state._seal import TicketSeal
     from kv_scheduler_state._ticket import HandoffTicket, TicketKind
     from kv_scheduler_state._ticket_reader import Fields
 
@@ -40,6 +41,7 @@ class Admissions:
         "_reserved",
         "_tickets",
         "_unread",
+        "seal",
     )
 
     def __init__(
@@ -61,6 +63,7 @@ class Admissions:
         self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
+        self.seal: TicketSeal | None = None
 
     def arrive(
         self, request_id: str, params: object, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
@@ -125,10 +128,11 @@ class Admissions:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
         Raises:
-            TicketError: as `TicketReader.read`; `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
+            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
                 `identity.refusal`.
         """
-        ticket = self._tickets.ticket_of(fields, kind)
+        tickets, seal = self._tickets, self.seal
+        ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
         if identity is not None and identity.refusal:
             raise TicketError(
                 identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"

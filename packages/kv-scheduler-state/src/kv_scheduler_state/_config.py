@@ -120,6 +120,9 @@ class SchedulerConfig:
         uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
         peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address.
         peer_hosts: Host names that a ticket may name besides addresses in `peer_networks`.
+        unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
+            accepted if it points there.
+        peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
         load_failure_policy: What the engine does with a request whose read failed.
         bidirectional: Whether a decode engine hands its blocks back for the next turn.
         recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
@@ -147,10 +150,12 @@ class SchedulerConfig:
     null_block: int | None = None
     fence_slots: int = 0
     fence_seed: int = 1
-    nonce_seed: str = ""
+    nonce_seed: str = field(default="", repr=False)
     uses_host_buffer: bool = False
     peer_networks: tuple[str, ...] = ()
     peer_hosts: tuple[str, ...] = ()
+    unsealed_networks: tuple[str, ...] = ()
+    peer_ports: tuple[int, int] = (1024, 65535)
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     bidirectional: bool = False
     recompute_threshold_tokens: int = 64
@@ -166,7 +171,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
-        HostPolicy(self.peer_networks, self.peer_hosts)  # so that a bad network is refused here and not at a request
+        # So that a bad network is refused here and not at a request.
+        HostPolicy(self.unsealed_networks)
+        HostPolicy(self.peer_networks, self.peer_hosts, self.peer_ports)
 
     def _problems(self) -> Iterator[str]:
         checks = (

@@ -19,6 +19,18 @@ _NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.
 _MAX_HOST_CHARS: Final = 253
 _MAX_REMEMBERED: Final = 1024
 
+_SPECIAL: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        ("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"),
+    )
+)
+"""Addresses of one link only, among them those from which clouds hand out credentials (169.254.169.254; the others are Alibaba's,
+Azure's and Amazon's). No engine is reached there, and a network around them, such as 0.0.0.0/0, does not allow them."""
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 
 @final
 class HostPolicy:
@@ -27,18 +39,25 @@ class HostPolicy:
     Args:
         networks: CIDR networks that addresses must lie in; empty allows every address.
         hosts: Names that are allowed besides; with no networks and no names, every well-formed name is.
+        ports: First and last port that are allowed.
 
     Raises:
-        InvalidConfig: `invalid-config`, for a network that is none.
+        InvalidConfig: `invalid-config`, for a network or a range of ports that is none.
     """
 
-    __slots__ = ("_good", "_hosts", "_is_open", "_networks")
+    __slots__ = ("_good", "_hosts", "_is_open", "_networks", "_ports")
 
-    def __init__(self, networks: tuple[str, ...] = (), hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, networks: tuple[str, ...] = (), hosts: tuple[str, ...] = (), ports: tuple[int, int] = (1, 65535)
+    ) -> None:
         try:
-            self._networks = tuple(ipaddress.ip_network(network) for network in networks)
+            self._networks = tuple(map(parse_network, networks))
         except ValueError as error:
             raise InvalidConfig(f"peer_networks: {error}") from None
+        least, most = ports
+        if not 1 <= least <= most <= 65535:
+            raise InvalidConfig(f"peer_ports: {least} to {most} is no range within 1 to 65535")
+        self._ports = ports
         self._hosts = frozenset(hosts)
         self._is_open = not networks and not hosts
         self._good: set[str] = set()
@@ -60,6 +79,21 @@ class HostPolicy:
             self._good.clear()
         self._good.add(host)
 
+    def require_port(self, port: int) -> None:
+        """Refuse a port outside the allowed range.
+
+        Raises:
+            TicketError: `ticket-host`.
+        """
+        least, most = self._ports
+        if not least <= port <= most:
+            raise TicketError(
+                "ticket-host",
+                f"remote_port {port} is outside {least} to {most} (peer_ports)",
+                field="remote_port",
+                port=port,
+            )
+
     def _refusal(self, host: str) -> str:
         if host in self._hosts:
             return ""
@@ -69,10 +103,45 @@ class HostPolicy:
             if len(host) > _MAX_HOST_CHARS or not _NAME.match(host):
                 return "is neither an IP address nor a host name"
             return "" if self._is_open else "is a name that peer_hosts does not list"
+        if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
+            return "names a zone, and libzmq would read what stands there"
         if address.is_unspecified or address.is_multicast:
             return "is an address that no engine can have"
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped  # otherwise ::ffff:a.b.c.d would walk around an IPv4 rule
+        if not self._may_be_special(address):
+            return "is link-local or serves a cloud's metadata, and no network within that range allows it"
         if self._is_open or any(address in network for network in self._networks):
             return ""
         return "lies in none of the configured peer_networks"
+
+    def _may_be_special(self, address: _Address) -> bool:
+        """Return False for a special address, unless a network that holds nothing but such addresses allows it."""
+        around = next((special for special in _SPECIAL if address in special), None)
+        return around is None or any(address in network and _is_within(network, around) for network in self._networks)
+
+
+def parse_network(text: str) -> _Network:
+    """Return the network that CIDR text names; the only parser of them in this project.
+
+    Raises:
+        ValueError: With the reason in words. Example: ``10.0.0.1/8`` names an address within a network of 8 bits, so it
+            could mean ``10.0.0.1/32`` as well as ``10.0.0.0/8``.
+    """
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        try:
+            meant = ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            raise ValueError(f"{text!r} is no network: {error}") from None
+        alone = f"{text.split('/', maxsplit=1)[0]}/{meant.max_prefixlen}"
+        raise ValueError(f"{text!r} names an address, not a network: write {meant} or {alone}") from None
+
+
+def _is_within(network: _Network, around: _Network) -> bool:
+    return (
+        network.version == around.version
+        and network.network_address in around
+        and network.prefixlen >= around.prefixlen
+    )

@@ -111,9 +111,9 @@ class Lease:
         self.nonce = ""
         self.readers: dict[tuple[str, str], Readers] = {}
 
-    def keep_readers_of(self, nonce: str) -> None:
-        """Drop readers that answered another grant than the one with this nonce."""
-        self.readers = {key: readers for key, readers in self.readers.items() if key[0] in {"", nonce}}
+    def keep_readers_of(self, nonces: set[str]) -> None:
+        """Drop readers that answered with another nonce than these."""
+        self.readers = {key: readers for key, readers in self.readers.items() if key[0] in nonces}
 
     @property
     def is_read(self) -> bool:

@@ -56,6 +56,8 @@ class LeaseTable:
             `math.inf` for plain clock time. Look at least this often, or leases last longer than they say.
         max_readers: Largest believable number of readers of one consumer.
         admits_all_readers: False counts only readers that were admitted with `admit_reader`.
+        requires_nonces: True counts no notification without a nonce for a grant that has one: it cannot come from a holder of
+            the ticket. Readers of vLLM's own kind send none.
         remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
         table: The lease machine; override only in proofs, which mutate it.
 
@@ -76,6 +78,7 @@ class LeaseTable:
         "_readers",
         "_remembered",
         "_renewal_fraction",
+        "_requires_nonces",
         "_table",
     )
 
@@ -86,6 +89,7 @@ class LeaseTable:
         max_pause_s: float = 5.0,
         max_readers: int = 4096,
         admits_all_readers: bool = True,
+        requires_nonces: bool = False,
         remembered_ends: int = 1024,
         table: Table = LEASE_TABLE,
     ) -> None:
@@ -95,6 +99,7 @@ class LeaseTable:
                 f"least 1, remembered_ends {remembered_ends} at least 0"
             )
         self._renewal_fraction = renewal_fraction
+        self._requires_nonces = requires_nonces
         self._clock = ObservedClock(max_pause_s)
         self._max_pause_s = max_pause_s
         # How many live leases there are of each length.
@@ -168,7 +173,7 @@ class LeaseTable:
             raise InvalidEvent(f"lease_s is {quote(lease_s)}, must be a positive, finite number of seconds")
         lease = self._leases.get(request_id)
         if lease is not None and lease.state == "expected":
-            lease.keep_readers_of(nonce)
+            lease.keep_readers_of({nonce} if self._requires_nonces else {"", nonce})
         is_complete = lease is not None and lease.is_read
         state = NEW if lease is None else lease.state
         row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
@@ -191,7 +196,7 @@ class LeaseTable:
         """
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
-        if lease is None or _is_stale(lease, nonce):
+        if lease is None or _is_stale(lease, nonce, self._requires_nonces):
             return False
         self._step(request_id, lease, self._table.find(request_id, lease.state, "renew"), at_s)
         return True
@@ -244,7 +249,7 @@ class LeaseTable:
         return "complete" if is_last else "counted"
 
     def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> ReaderVerdict | None:
-        if _is_stale(lease, nonce):
+        if _is_stale(lease, nonce, self._requires_nonces):
             return "stale"
         if type(reader) is not str or not reader:
             return "bad-reader"
@@ -372,8 +377,8 @@ class LeaseTable:
                 self._past.popitem(last=False)
 
 
-def _is_stale(lease: Lease, nonce: str) -> bool:
-    return bool(nonce) and lease.state == "granted" and nonce != lease.nonce
+def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:
+    return (bool(nonce) or is_required) and lease.state == "granted" and nonce != lease.nonce
 
 
 def _collect(

@@ -13,6 +13,7 @@ from kv_scheduler_state._machine import NEW, Table, Transition, advance, shorten
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
 from kv_scheduler_state._producer_record import ProducerRecord
+from kv_scheduler_state._ticket import PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._seal import TicketSeal
 
 __all__ = ["Producers"]
 
@@ -36,6 +38,7 @@ class Producers:
     """
 
     __slots__ = (
+        "_address",
         "_arrival",
         "_draws",
         "_handoff",
@@ -55,6 +58,7 @@ class Producers:
         "on_revoke",
         "on_sent",
         "outbox",
+        "seal",
         "table",
     )
 
@@ -78,6 +82,7 @@ class Producers:
         self.leases = Outstanding(config)
         # Nothing is handed over any more.
         self.is_draining = False
+        self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
     def set_generation(self, generation: int | None) -> None:
@@ -89,6 +94,7 @@ class Producers:
         if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
             raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
         config = self.config
+        self._address = _own_address(config, generation)
         # The constant part of every ticket, and the lease that it announces.
         self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
         readback_s = config.readback_lease_s
@@ -235,6 +241,8 @@ class Producers:
             params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+        if self.seal is not None:
+            params["kv_seal"] = self.seal.of_params(params, self._address)
         return params
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
@@ -281,6 +289,11 @@ class Producers:
         digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
         self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
         return self._nonces.pop()
+
+
+def _own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
+    sizes = config.tp, config.pp, config.dcp
+    return PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
 
 
 def _params_template(

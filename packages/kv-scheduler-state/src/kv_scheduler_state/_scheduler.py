@@ -25,6 +25,7 @@ from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
 from kv_scheduler_state._request import Request, preempt, void_all
+from kv_scheduler_state._seal import TicketSeal
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class SchedulerState:
 
     Args:
         config: The engine.
+        secrets: Fleet secrets, each of 16 bytes or more: the first one seals this engine's tickets, all verify those of peers;
+            none for tickets without seals.
         producer_table: The producer machine; override only in proofs, which mutate it.
         consumer_table: The consumer machine; override only in proofs, which mutate it.
     """
@@ -68,6 +71,7 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         *,
+        secrets: Sequence[bytes] = (),
         producer_table: Table = PRODUCER_TABLE,
         consumer_table: Table = CONSUMER_TABLE,
     ) -> None:
@@ -81,6 +85,17 @@ class SchedulerState:
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
         self._endings = Endings(self._requests, self._clock, self._consumers, self._producers)
         self._admissions = Admissions(self._requests, self._clock, self._consumers, self._producers, self._reports)
+        if secrets:
+            self.set_secrets(secrets)
+
+    def set_secrets(self, secrets: Sequence[bytes]) -> None:
+        """Seal and verify tickets with these fleet secrets from now on; the first one seals.
+
+        Raises:
+            InvalidConfig: `invalid-config`, for none or a short one; nothing is changed then.
+        """
+        seal = TicketSeal(secrets, self._config.unsealed_networks)
+        self._producers.seal = self._admissions.seal = seal
 
     @property
     def config(self) -> SchedulerConfig:

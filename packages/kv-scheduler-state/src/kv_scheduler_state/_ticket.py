@@ -44,6 +44,7 @@ KNOWN_KEYS: Final = frozenset(
         "kv_first_tokens",
         "kv_span_tokens",
         "kv_null_block",
+        "kv_seal",
     )
 )
 """Every key that this package understands; all others are kept in `HandoffTicket.extra`."""
@@ -80,6 +81,8 @@ class PeerAddress(NamedTuple):
 @final
 class HandoffTicket(NamedTuple):
     """A validated promise of one engine to serve one request's blocks.
+
+    The seal (`kv_seal`) is no part of it: it is verified over this value, and one that is changed must be sealed anew.
 
     Attributes:
         kind: "handoff": a prefill's blocks for the decode (`do_remote_prefill`). "readback": a decode's blocks for the

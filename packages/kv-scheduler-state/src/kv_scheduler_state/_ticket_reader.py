@@ -73,7 +73,7 @@ class TicketReader:
     def __init__(self, config: SchedulerConfig) -> None:
         self._groups = len(config.groups)
         self._limits = config.limits
-        self._hosts = HostPolicy(config.peer_networks, config.peer_hosts)
+        self._hosts = HostPolicy(config.peer_networks, config.peer_hosts, config.peer_ports)
         self._peer_blocks = PeerBlocks(config.groups, config.null_block)
         self._reads_back = config.bidirectional
         self._reserved = config.reserved_id_prefixes
@@ -207,6 +207,7 @@ class TicketReader:
         port = _integer(fields, "remote_port", 1, 65535)
         if port is None:
             _refuse_type("remote_port", None, "an integer")
+        self._hosts.require_port(port)
         most = self._limits.max_parallel
         own = _integer(fields, "kv_generation", 0, MAX_PEER_GENERATION)
         generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)

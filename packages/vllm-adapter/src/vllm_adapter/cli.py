@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_adapter.config import describe_keys, load_settings
-from vllm_adapter.errors import ConfigurationError
+from vllm_adapter.config import describe_keys
+from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,20 +24,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 1 for a wrong configuration, or 2 for bad usage."""
     parser = argparse.ArgumentParser(prog="vllm-adapter", description="Tools for operators of the vLLM adapter.")
     commands = parser.add_subparsers(dest="command", required=True)
-    config = commands.add_parser("config", help="explain or check kv_connector_extra_config")
+    config = commands.add_parser("config", help="explain the connector's own keys, or check a --kv-transfer-config")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument("--explain", action="store_true", help="every key with default, range and meaning")
     what.add_argument("--schema", action="store_true", help="the same as a JSON schema")
     what.add_argument(
-        "--check", metavar="FILE", help="check a --kv-transfer-config (JSON file, or - for standard input)"
+        "--check",
+        metavar="CONFIG",
+        help="check a --kv-transfer-config: its JSON text, a file with it, or - for standard input",
     )
+    config.add_argument("--json", action="store_true", help="with --check: the result as JSON")
     options = parser.parse_args(arguments)
     if options.explain:
         print(_explanation())
     elif options.schema:
         print(json.dumps(_schema(), indent=2))
     else:
-        return _check(options.check)
+        return _check(options.check, as_json=options.json)
     return 0
 
 
@@ -75,28 +79,36 @@ def _schema() -> dict[str, Any]:
     }
 
 
-def _check(file: str) -> int:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        config: object = json.loads(text)
-    except (OSError, ValueError) as error:
-        print(f"vllm-adapter config: {file}: {error}", file=sys.stderr)
+def _check(source: str, *, as_json: bool) -> int:
+    """Print every problem of a configuration; return 0 if there is none."""
+    verdict = _verdict(source)
+    if as_json:
+        problems = [dataclasses.asdict(problem) for problem in verdict.problems]
+        print(json.dumps({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
+        return int(bool(problems))
+    for problem in verdict.problems:
+        where = f"{problem.key}: " if problem.key else ""
+        print(f"vllm-adapter config: {where}{problem.message} ({problem.code})", file=sys.stderr)
+    if verdict.problems:
         return 1
-    if not isinstance(config, dict):
-        print(f"vllm-adapter config: {file}: not a JSON object", file=sys.stderr)
-        return 1
-    table = cast("dict[str, object]", config)
-    extra = table.get("kv_connector_extra_config", {})
-    if not isinstance(extra, dict):
-        print("vllm-adapter config: kv_connector_extra_config must be an object", file=sys.stderr)
-        return 1
-    try:
-        _, notes = load_settings(cast("dict[str, object]", extra))
-    except ConfigurationError as error:
-        print(f"vllm-adapter config: {error}", file=sys.stderr)
-        return 1
-    print("\n".join([*notes, "good"]))
+    print("\n".join([*verdict.notes, "good"]))
     return 0
+
+
+def _verdict(source: str) -> Verdict:
+    try:
+        # No file name of an operator begins as a JSON object or list does.
+        text = source if source.lstrip()[:1] in {"{", "["} else _read(source)
+    except OSError as error:
+        return Verdict((Problem("unreadable", "", f"{source}: {error}"),))
+    try:
+        return check_transfer_config(json.loads(text))
+    except ValueError as error:
+        return Verdict((Problem("not-json", "", str(error)),))
+
+
+def _read(source: str) -> str:
+    return sys.stdin.read() if source == "-" else Path(source).read_text()
 
 
 def _plain(value: object) -> object:

@@ -26,6 +26,9 @@ OBSOLETE_KEYS: Mapping[str, str] = {
 """Keys of older connectors that are accepted with a note, and why they are not needed."""
 
 
+_CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_clients")
+
+
 def _key(
     default: object, doc: str, *, least: float | None = None, most: float | None = None, choices: tuple[str, ...] = ()
 ) -> Any:  # noqa: ANN401  (dataclass field)
@@ -111,9 +114,47 @@ class Settings:
     remote_hosts: tuple[str, ...] = _key(
         (), "Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then refused."
     )
+    ticket_secret_files: tuple[str, ...] = _key(
+        (),
+        "Files with the fleet's secrets, one per line of 16 bytes or more: the first one of all seals this engine's tickets, all "
+        "verify those of peers. Read again when they change. Others than owner and group must have no right on them.",
+    )
+    ticket_secret_variable: str = _key(
+        "", "Environment variable with such secrets, separated by white space, after those of the files; read at start."
+    )
+    ticket_policy: str = _key(
+        "require",
+        "With a fleet secret, whether each ticket must be sealed. accept-unsigned: except for tickets that point into "
+        "unsigned_hosts, where engines of vLLM's own connector live, which cannot seal.",
+        choices=("require", "accept-unsigned"),
+    )
+    unsigned_hosts: tuple[str, ...] = _key(
+        (), "Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned."
+    )
+    side_channel_key: str = _key(
+        "",
+        "Certificate file (.key_secret) of this engine for an encrypted side channel, as listener and as client; needs "
+        "side_channel_server_key and side_channel_clients. Engines of vLLM's own connector can then not be met.",
+    )
+    side_channel_server_key: str = _key(
+        "", "Public certificate (.key) of the listeners that this engine connects to, or a folder of several."
+    )
+    side_channel_clients: str = _key(
+        "", "Folder with the public certificates (.key) of all clients that this engine's listener admits."
+    )
     ticket_dialect: int = _key(
         0, "Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.", least=0, most=15
     )
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether tickets are sealed."""
+        return bool(self.ticket_secret_files or self.ticket_secret_variable)
+
+    @property
+    def requires_seals(self) -> bool:
+        """Whether every ticket must be sealed, so that every peer is of our own kind."""
+        return self.has_secrets and self.ticket_policy == "require"
 
     @property
     def staging(self) -> Literal["auto", "never", "always"]:
@@ -155,7 +196,9 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
         else:
             values[key] = _checked(known[key], value)
     settings = Settings(**values)
-    _check_networks(settings.remote_hosts)
+    _check_networks("remote_hosts", settings.remote_hosts)
+    _check_networks("unsigned_hosts", settings.unsigned_hosts)
+    _check_whole(settings)
     return settings, tuple(notes)
 
 
@@ -235,13 +278,35 @@ def _as_words(value: object) -> tuple[str, ...] | None:
     return tuple(words) if len(words) == len(value) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _check_networks(networks: tuple[str, ...]) -> None:
+def _check_networks(key: str, networks: tuple[str, ...]) -> None:
     for text in networks:
         try:
             ipaddress.ip_network(text)
         except ValueError as error:
             raise ConfigurationError(
-                f"kv_connector_extra_config: 'remote_hosts' holds {text!r}, which is no network: {error}",
+                f"kv_connector_extra_config: '{key}' holds {text!r}, which is no network: {error}",
                 code="out-of-range",
-                context={"key": "remote_hosts", "value": text},
+                context={"key": key, "value": text},
             ) from error
+
+
+def _check_whole(settings: Settings) -> None:
+    """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused."""
+    channel = {name: getattr(settings, name) for name in _CHANNEL_KEYS}
+    missing = [name for name, value in channel.items() if not value]
+    if 0 < len(missing) < len(channel):
+        raise _incomplete(
+            f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}"
+        )
+    accepts = settings.ticket_policy == "accept-unsigned"
+    if accepts and not settings.has_secrets:
+        raise _incomplete("ticket_policy 'accept-unsigned' needs ticket_secret_files or ticket_secret_variable")
+    if accepts != bool(settings.unsigned_hosts):
+        raise _incomplete(
+            "ticket_policy 'accept-unsigned' and unsigned_hosts go together: the place of a peer decides whether it must seal, "
+            "never its ticket"
+        )
+
+
+def _incomplete(reason: str) -> ConfigurationError:
+    return ConfigurationError(f"kv_connector_extra_config: {reason}", code="incomplete-keys")

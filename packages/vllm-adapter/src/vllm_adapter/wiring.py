@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
+from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
 from kv_scheduler_state import (
@@ -27,6 +28,7 @@ from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 from vllm_adapter.cores import core_count, use_allowed_cores
+from vllm_adapter.fleet_secrets import FleetSecrets
 from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class SchedulerParts:
             nonce_seed=secrets.token_hex(16),
             uses_host_buffer=self.uses_host_buffer,
             peer_networks=settings.remote_hosts,
+            unsealed_networks=settings.unsigned_hosts,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,
@@ -93,7 +96,18 @@ class SchedulerParts:
 
     def make_listener(self) -> ports.HandshakeListener:
         """Return the side channel's listener, not yet bound."""
-        return Listener(self.facts.host, self.facts.port)
+        settings = self.settings
+        security = None
+        if settings.side_channel_key:
+            security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
+        return Listener(self.facts.host, self.facts.port, security=security)
+
+    def make_fleet_secrets(self) -> FleetSecrets | None:
+        """Return the fleet's secrets, None if tickets are not sealed."""
+        settings = self.settings
+        if not settings.has_secrets:
+            return None
+        return FleetSecrets(settings.ticket_secret_files, os.environ.get(settings.ticket_secret_variable, ""))
 
 
 @final
@@ -128,7 +142,7 @@ class WorkerParts:
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
-        return LeaseTable()
+        return LeaseTable(requires_nonces=self.settings.requires_seals)
 
     def make_announced_fences(self) -> ports.AnnouncedFences:
         """Return an empty record of announced fence words."""
@@ -182,7 +196,11 @@ class WorkerParts:
             capabilities=_CAPABILITIES,
         )
         attempt_s = settings.handshake_timeout_s
-        return Client(offer, timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s))
+        timing = Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s)
+        security = None
+        if settings.side_channel_key:
+            security = ClientSecurity.read(settings.side_channel_key, settings.side_channel_server_key)
+        return Client(offer, timing=timing, security=security)
 
     def encode_envelope(
         self,

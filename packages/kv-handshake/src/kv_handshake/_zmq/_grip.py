@@ -24,11 +24,13 @@ _COUNT = struct.Struct("=Q")
 """``tcpi_bytes_received`` of Linux's ``struct tcp_info``: 8 bytes of flags, 24 numbers of 32 bits, then 64 bits each of two
 paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
 
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+
 CAN_LOOK = hasattr(socket, "TCP_INFO")
 """Whether this system counts a connection's bytes."""
 
-Ends = tuple[object, object]
-"""(own address, peer's address) of a connection, which no other living connection shares."""
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""(host, port) of this end and of the peer's end of a connection, which no other living connection shares."""
 
 
 @final
@@ -53,7 +55,7 @@ class Grip:
     def ends(self, descriptor: int) -> Ends | None:
         """Return the two ends of a connection, or None if it is gone."""
         try:
-            return (self._pinned.getsockname(), self._pinned.getpeername()) if self._pin(descriptor) else None
+            return self._pinned_ends() if self._pin(descriptor) else None
         except OSError:
             return None
         finally:
@@ -62,8 +64,10 @@ class Grip:
     def hang_up(self, descriptor: int, ends: Ends) -> bool:
         """Shut a connection down if the descriptor still is the one with these ends; return whether it was."""
         try:
-            if not self._pin(descriptor) or (self._pinned.getsockname(), self._pinned.getpeername()) != ends:
+            if not self._pin(descriptor) or self._pinned_ends() != ends:
                 return False
+            # libzmq's close then resets the connection: a peer that sends without end learns of it, and no buffer stays.
+            self._pinned.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
             self._pinned.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
@@ -75,6 +79,10 @@ class Grip:
         """Give both descriptors back."""
         self._pinned.close()
         os.close(self._nothing)
+
+    def _pinned_ends(self) -> Ends:
+        own, peer = self._pinned.getsockname(), self._pinned.getpeername()
+        return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
     def _pin(self, descriptor: int) -> bool:
         try:

@@ -1,8 +1,8 @@
 """Optional CURVE keys: the clients that may connect, and certificate files that only their owner and its group can read.
 
 Certificate files are those of pyzmq (`zmq.auth.create_certificates`): ``NAME.key`` holds the public key, ``NAME.key_secret``
-both keys. Values that were read from files know them, and `refreshed` reads them again once they have changed: a rotation replaces
-files, a revocation deletes one, and nothing is restarted.
+both keys. Values that were read from files know them, and `refreshed` reads them again once they have changed: a rotation
+replaces files, a revocation deletes one, and nothing is restarted.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Theory of operation. libzmq keeps a message in memory until its last frame has come, and sets no limit to their number: an empty
 frame takes 2 bytes on the network and 64 in memory. So a thread of its own compares, for every connection, the bytes that the
-kernel has received with the queries that have reached the listener. A query takes some 30 bytes; a connection that is far ahead of
-its queries is shut down, and libzmq frees what it held of it.
+kernel has received with the queries that have reached the listener. A query takes some 30 bytes; a connection that is far ahead
+of its queries is shut down, and libzmq frees what it held of it.
 
 The thread sleeps while nothing comes in. It is woken by the kernel (edge-triggered, so libzmq's own waiting is not disturbed),
 waits `_GRAIN_S` so that it never runs while a handshake is answered, and then looks at the connections that got something.
-Example: 10 MB of empty frames at 40 MB/s are stopped after 20 to 40 ms, that is after about 1 MB on the network and 40 MB in memory.
+Example: 10 MB of empty frames at 40 MB/s are stopped after 20 to 40 ms: about 1 MB on the network, 40 MB in memory.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ class _Open:
         self.since_s = now_s
 
     @property
-    def address(self) -> object:
+    def address(self) -> str:
         """The peer's IP address."""
-        peer = self.ends[1]
-        return peer[0] if isinstance(peer, tuple) and peer else peer
+        return self.ends[1][0]
 
 
 @final
@@ -240,7 +239,7 @@ class ConnectionWatch:
         if self._open.pop(connection.descriptor, None) is None:
             return
         if self._grip.hang_up(connection.descriptor, connection.ends):
-            self._report(cause, str(connection.address))
+            self._report(cause, connection.address)
 
 
 def _most_connections(wanted: int) -> int:

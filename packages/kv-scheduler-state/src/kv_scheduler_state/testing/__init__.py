@@ -7,6 +7,7 @@ from kv_scheduler_state.testing._checks import check_lease_table, check_schedule
 from kv_scheduler_state.testing._decode import DecodeSide
 from kv_scheduler_state.testing._explore import Exploration, World, decode_world, explore, pair_world, prefill_world
 from kv_scheduler_state.testing._fleet import Configuration, random_walk
+from kv_scheduler_state.testing._forgeries import forged_tickets, tampered_tickets
 from kv_scheduler_state.testing._model import ModelViolation, Step, demand
 from kv_scheduler_state.testing._peers import GenerousPeer, Peer
 from kv_scheduler_state.testing._prefill import PrefillSide
@@ -28,7 +29,9 @@ __all__ = [
     "decode_world",
     "demand",
     "explore",
+    "forged_tickets",
     "pair_world",
     "prefill_world",
     "random_walk",
+    "tampered_tickets",
 ]

@@ -184,7 +184,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return this step's orders for the workers."""
         side = self._scheduler_side
         preempted = scheduler_output.preempted_req_ids or ()
-        return StepMetadata(side.build_step(preempted, scheduled_tokens(scheduler_output, side.group_ids)))
+        scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.follows)
+        return StepMetadata(side.build_step(preempted, scheduled))
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to come free; the scheduler waits for them instead of preempting a request."""

@@ -104,7 +104,8 @@ class PromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._label_names, self._engine_labels = labelnames, per_engine_labelvalues
         # Changes are added up wherever they arrive, so the processes of one server add up, too. Gauges are only ever set:
-        # the wrapper that vLLM uses under Ray has nothing else.
+        # the wrapper that vLLM uses under Ray has nothing else. All are set with every observation, changed or not: Ray drops
+        # a gauge that was not set for 20 s.
         self._totals: defaultdict[tuple[str, int, str], float] = defaultdict(float)
         self._failed: set[str] = set()
         self._records: dict[str, Record] = {}
@@ -121,7 +122,7 @@ class PromMetrics(KVConnectorPromMetrics):
         name, doc = tables.LIVE
         self._add(name, self._live_requests, doc)
         if info:
-            self._show_info(info)
+            self._add(tables.INFO[0], self._info, info)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
@@ -189,9 +190,7 @@ class PromMetrics(KVConnectorPromMetrics):
         engines = create_metric_per_engine(gauge, self._engine_labels)
 
         def record(data: Data, engine: int) -> None:
-            changes = data.get(key, ())
-            if changes:
-                engines[engine].set(self._total(key, engine, "", sum(changes)))
+            engines[engine].set(self._total(key, engine, "", sum(data.get(key, ()))))
 
         return record
 
@@ -202,18 +201,25 @@ class PromMetrics(KVConnectorPromMetrics):
         def record(data: Data, engine: int) -> None:
             for by_state in data.get("live_requests", ()):
                 for state, change in by_state.items():
-                    total = self._total("live_requests", engine, state, change)
+                    self._total("live_requests", engine, state, change)
+            for (key, index, state), total in self._totals.items():
+                if (key, index) == ("live_requests", engine):
                     gauge.labels(*self._engine_labels[engine], state).set(total)
 
         return record
 
-    def _show_info(self, info: Mapping[str, str]) -> None:
-        name, doc = tables.INFO
-        with self._guarded(name):
-            labels = [*self._label_names, *info]
-            gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labels, multiprocess_mode="mostrecent")
-            for values in self._engine_labels.values():
-                gauge.labels(*values, *info.values()).set(1)
+    def _info(self, name: str, info: Mapping[str, str]) -> Record:
+        labels = [*self._label_names, *info]
+        gauge = self._gauge_cls(
+            name=name, documentation=tables.INFO[1], labelnames=labels, multiprocess_mode="mostrecent"
+        )
+
+        def record(_data: Data, engine: int) -> None:
+            gauge.labels(*self._engine_labels[engine], *info.values()).set(1)
+
+        for engine in self._engine_labels:
+            record({}, engine)
+        return record
 
     def _total(self, key: str, engine: int, state: str, change: float) -> float:
         """Return a level after a change, e.g. 4096 bytes in quarantine, then a change of -1024: 3072."""

@@ -1,4 +1,4 @@
-"""What is refused at start because it cannot work, and what is warned of: one table, each row a condition and its reason.
+"""Refusals and warnings at start: one table, each row a condition that cannot work, or hardly can, and its reason.
 
 A hand-over that can never succeed is found at start, and not by the first request, by an engine whose KV is silently wrong, or by
 every peer. The rows read a `Situation` of plain values; `situation.py` takes it from the host.
@@ -30,7 +30,7 @@ _HOST_TRANSPORTS = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the rows look at.
+    """The facts that the rows look at.
 
     Attributes:
         version: The host's (major, minor).

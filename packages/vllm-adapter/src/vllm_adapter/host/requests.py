@@ -13,7 +13,7 @@ from vllm_adapter.scheduler.side import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -121,17 +121,23 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
     )
 
 
-def scheduled_tokens(output: SchedulerOutput, group_ids: tuple[int, ...]) -> Iterator[ScheduledTokens]:
-    """Yield the tokens that a step computes, request by request, with their blocks in the transferable groups."""
+def scheduled_tokens(
+    output: SchedulerOutput, group_ids: tuple[int, ...], follows: Callable[[str], bool]
+) -> Iterator[ScheduledTokens]:
+    """Yield the tokens that a step computes, with their blocks in the transferable groups, for each request that `follows`."""
     nothing = tuple[list[int], ...]([] for _ in group_ids)
     tokens = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
+        if not follows(new.req_id):
+            continue
         blocks = tuple(list(new.block_ids[group_id]) for group_id in group_ids)
         yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, tokens.get(new.req_id, 0))
     running = output.scheduled_cached_reqs
     for request_id, added, computed in zip(
         running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
     ):
+        if not follows(request_id):
+            continue
         blocks = nothing if added is None else tuple(list(added[group_id]) for group_id in group_ids)
         is_fresh = request_id in running.resumed_req_ids
         yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0))

@@ -4,15 +4,21 @@ The mirror has one allocation per allocation of the engine, of the same size, so
 memory, has its twin at the same place. It is allocated once and at full size, because peers prepare lists of its addresses
 when they meet us and a later range would have to be registered and announced anew; but its pages are left untouched, so that
 the system gives memory only to blocks that were copied or received once. For that it is not pinned: what is pinned is the
-small buffer that copies from and to a CUDA device go through.
+small buffers that copies from and to a CUDA device go through.
+
+Restores are queued by the engine thread, which never waits for the device: pages are gathered into pinned memory, and a stream of
+their own copies and scatters them. That stream waits for what the engine had queued when the reads were ordered, since the
+blocks had another owner until then, and not for the forward pass that runs now. The engine's stream waits for the last of them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, final
 
 import torch
 
+from vllm_adapter.host.streams import PinnedPieces, streams_of
 from vllm_adapter.host.torch_views import PageFinder, rounds
 
 if TYPE_CHECKING:
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 
+    from vllm_adapter.host.streams import DeviceStreams
     from vllm_adapter.host.torch_views import PageFamily
     from vllm_adapter.worker.conversion import PageRange
     from vllm_adapter.worker.host_mirror import PageCopy
@@ -37,9 +44,16 @@ class TorchMirror:
     Args:
         tensors: By layer.
         scratch_bytes: Bound of the pages that are on their way at once.
+        streams: The device's streams; None for those that torch has.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        scratch_bytes: int = _SCRATCH_BYTES,
+        streams: DeviceStreams | None = None,
+    ) -> None:
         self._tensors = dict(tensors)
         self._scratch_bytes = scratch_bytes
         self._device = next(iter(self._tensors.values())).device
@@ -54,12 +68,14 @@ class TorchMirror:
         self._finder = PageFinder(self.tensors.values())
         # Saves run on a thread of their own, restores on the engine's: neither may find the other's bytes in its buffer.
         self._save_buffer, self._restore_buffer = _Buffer(self._device), _Buffer(self._device)
-        self._stream = torch.cuda.Stream(self._device) if self.is_asynchronous else None
+        self._streams = streams or streams_of(self._device)
+        self._save_stream = self._streams.make() if self._streams is not None else None
+        self._queue = _RestoreQueue(self._streams, self._device, scratch_bytes) if self._streams is not None else None
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether the device has streams that this class knows to use."""
-        return self._device.type == "cuda"
+        return self._streams is not None
 
     def use(self, operation: CopyBlocksOp) -> None:
         """Copy by the platform's own operation from now on, wherever a layer's tensor is a list of pages."""
@@ -68,23 +84,18 @@ class TorchMirror:
 
     def mark(self) -> object:
         """Return an event behind all that this thread has given the device, None where calls end when they are done."""
-        if not self.is_asynchronous:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return None if self._streams is None else self._streams.mark(self._streams.current())
 
     @torch.inference_mode()
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the mirror once `after` has happened; they are there when this returns."""
-        stream = self._stream
-        if stream is None:
+        streams, stream = self._streams, self._save_stream
+        if streams is None:
             self._save(copies)
             return
-        with torch.cuda.stream(stream):
-            stream.wait_event(after)
-            self._save(copies)
-            stream.synchronize()
+        streams.wait(stream, after)
+        streams.queue(stream, lambda: self._save(copies))
+        streams.synchronize(stream)
 
     def _save(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
@@ -93,12 +104,28 @@ class TorchMirror:
                 self._copy(copy, family, self._on_device(family), family, self._save_buffer)
 
     @torch.inference_mode()
-    def restore(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages from the mirror, in order before whatever the calling thread gives the device next."""
+    def restore(self, copies: Sequence[PageCopy], after: object) -> None:
+        """Copy pages from the mirror once `after` has happened, before whatever the calling thread gives the device next."""
+        if self._queue is not None:
+            self._queue_restore(self._queue, copies, after)
+            return
         for copy in copies:
             rest = self._copy_by_operation(copy, "h2d")
             for family in self._finder.families(rest):
                 self._copy(copy, family, family, self._on_device(family), self._restore_buffer)
+
+    def _queue_restore(self, queue: _RestoreQueue, copies: Sequence[PageCopy], after: object) -> None:
+        queue.begin(after)
+        for copy in copies:
+            for family in self._finder.families(copy.ranges):
+                word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
+                span = copy.page_bytes // word_bytes
+                here, there = (f.words(0, word_bytes, span) for f in (family, self._on_device(family)))
+                fitting = self._scratch_bytes // copy.page_bytes
+                for some_regions, some_pages in rounds(family.size, len(copy.pages), fitting):
+                    chosen = torch.from_numpy(copy.pages[some_pages])
+                    queue.copy(here[some_regions], there[some_regions], chosen)
+        queue.end()
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -148,6 +175,48 @@ class TorchMirror:
             carried = buffer.carry(taken, there)
             there[some_regions].index_copy_(1, chosen.to(target.device), carried)
             buffer.settle()
+
+
+@final
+class _RestoreQueue:
+    """A stream for copies from the mirror to the device. Engine thread only; never waits."""
+
+    def __init__(self, streams: DeviceStreams, device: torch.device, piece_bytes: int) -> None:
+        self._streams = streams
+        self._device = device
+        self._stream = streams.make()
+        self._pieces = PinnedPieces(streams, piece_bytes)
+        self._near: torch.Tensor | None = None
+
+    def begin(self, after: object) -> None:
+        """Let the copies that follow happen after an event."""
+        self._streams.wait(self._stream, after)
+
+    def copy(self, here: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Gather pages (region, page, word) now, and queue their way to the same pages of the device."""
+        regions, _, span = here.shape
+        page_bytes = len(chosen) * regions * span * here.element_size()
+        number_bytes = 8 * len(chosen)
+        piece = self._pieces.take(number_bytes + page_bytes)
+        numbers = piece[:number_bytes].view(torch.int64)
+        numbers.copy_(chosen)
+        taken = piece[number_bytes : number_bytes + page_bytes].view(here.dtype).view(regions, len(chosen), span)
+        torch.index_select(here, 1, chosen, out=taken)
+        self._streams.queue(self._stream, partial(self._scatter, taken, numbers, there))
+        self._pieces.give_back(piece, self._stream)
+
+    def end(self) -> None:
+        """Let whatever the calling thread gives the device next happen after the copies."""
+        self._streams.wait(self._streams.current(), self._streams.mark(self._stream))
+
+    def _scatter(self, taken: torch.Tensor, numbers: torch.Tensor, there: torch.Tensor) -> None:
+        needed_bytes = taken.numel() * taken.element_size()
+        if self._near is None or self._near.numel() < needed_bytes:
+            # Made on this stream: what it replaces may still be read from, by this stream alone.
+            self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
+        near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
+        near.copy_(taken, non_blocking=True)
+        there.index_copy_(1, numbers.to(self._device, non_blocking=True), near)
 
 
 @final

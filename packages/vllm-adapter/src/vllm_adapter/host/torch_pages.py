@@ -1,25 +1,31 @@
 """Permutes what staged reads brought, with torch. Imported in the host's process only.
 
 A step is three kinds of call however many layers there are: gather the pages, one strided copy per move, scatter them back.
+On a device with streams all of it is queued, the page numbers from pinned memory, and nothing waits.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
 
+from vllm_adapter.host.streams import PinnedPieces, streams_of
 from vllm_adapter.host.torch_views import PageFinder, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vllm_adapter.host.streams import DeviceStreams
     from vllm_adapter.host.torch_views import PageFamily
     from vllm_adapter.ports import PageNumbers
     from vllm_adapter.worker.conversion import ConversionStep, Permutation
 
 __all__ = ["TorchPages"]
 
+_NUMBERS_BYTES = 1 << 18
+"""A piece of pinned memory for page numbers: 32768 of them."""
 _SCRATCH_BYTES = 16 << 20
 """Pages that are permuted at once. Twice this stays taken once something was permuted: fresh memory costs more than copies."""
 
@@ -31,10 +37,20 @@ class TorchPages:
     Args:
         tensors: What the engine registered; steps may name pages in these tensors' allocations only.
         scratch_bytes: Bound of the pages that are copied aside at once.
+        streams: The device's streams; None for those that torch has.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        *,
+        scratch_bytes: int = _SCRATCH_BYTES,
+        streams: DeviceStreams | None = None,
+    ) -> None:
+        tensors = list(tensors)
         self._finder = PageFinder(tensors)
+        self._streams = streams or (streams_of(tensors[0].device) if tensors else None)
+        self._numbers = PinnedPieces(self._streams, _NUMBERS_BYTES) if self._streams is not None else None
         self._scratch_bytes = scratch_bytes
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -49,11 +65,27 @@ class TorchPages:
         words = family.words(how.start_bytes, how.word_bytes, how.span)
         fitting = self._scratch_bytes // (how.span * how.word_bytes)
         for some_regions, some_pages in rounds(family.size, len(pages), fitting):
-            part, chosen = words[some_regions], torch.from_numpy(pages[some_pages]).to(words.device)
-            received, final = self._aside(part, len(chosen))
-            torch.index_select(part, 1, chosen, out=received)
-            _permute(received, final, how)
-            part.index_copy_(1, chosen, final)
+            self._convert_round(words[some_regions], torch.from_numpy(pages[some_pages]), how)
+
+    def _convert_round(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
+        if self._streams is None or self._numbers is None:
+            self._permute_pages(part, chosen.to(part.device), how)
+            return
+        stream = self._streams.current()
+        piece = self._numbers.take(8 * len(chosen))
+        pinned = piece[: 8 * len(chosen)].view(torch.int64)
+        pinned.copy_(chosen)
+        self._streams.queue(stream, partial(self._permute_uploaded, part, pinned, how))
+        self._numbers.give_back(piece, stream)
+
+    def _permute_uploaded(self, part: torch.Tensor, pinned: torch.Tensor, how: Permutation) -> None:
+        self._permute_pages(part, pinned.to(part.device, non_blocking=True), how)
+
+    def _permute_pages(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
+        received, final = self._aside(part, len(chosen))
+        torch.index_select(part, 1, chosen, out=received)
+        _permute(received, final, how)
+        part.index_copy_(1, chosen, final)
 
     def _aside(self, like: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two dense (region, page, word) tensors beside the cache; what they held before is gone."""

@@ -27,18 +27,20 @@ from vllm_adapter.ports.handshake import (
     WireCodec,
 )
 from vllm_adapter.ports.leases import AnnouncedFences, LeaseEnd, LeaseTable, Refusal
-from vllm_adapter.ports.requests import (
-    Admission,
+from vllm_adapter.ports.orders import (
     BlockList,
     FenceOrder,
-    FinishDecision,
     GrantOrder,
     HeartbeatOrder,
     PeerAddress,
-    PromptIdentity,
     ReadOrder,
-    SchedulerState,
     StepPlan,
+)
+from vllm_adapter.ports.requests import (
+    Admission,
+    FinishDecision,
+    PromptIdentity,
+    SchedulerState,
 )
 from vllm_adapter.ports.topology import (
     AxisEntry,

@@ -26,6 +26,7 @@ class PeerSpec:
         memory_kind: Memory kind of the peer's rows.
         local_kind: Memory kind of the local rows; None if it equals `memory_kind`.
         fence: (address, device, word count) of the peer's fence array; None for a peer without.
+        agent_prefix: Beginning that the name of the peer's agent must have; empty for any.
     """
 
     key: str
@@ -35,6 +36,7 @@ class PeerSpec:
     memory_kind: MemoryKind = "DRAM"
     local_kind: MemoryKind | None = None
     fence: tuple[int, int, int] | None = None
+    agent_prefix: str = ""
 
 
 class TransferResult(Protocol):

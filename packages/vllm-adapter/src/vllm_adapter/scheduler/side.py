@@ -17,6 +17,7 @@ from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class SchedulerSide:
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
+        self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._make_listener = parts.make_listener
         self._listener: HandshakeListener | None = None
         self._now_s = now_s
@@ -131,6 +133,7 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and one logged reason."""
         request_id = arrival.request_id
         with Refusals("arrival", request_id):
+            self._seals.look(self._now_s())
             admission = self._state.arrive(
                 request_id,
                 arrival.params,
@@ -149,6 +152,8 @@ class SchedulerSide:
                 )
             if admission.role != "none":
                 self._followed.add(request_id)
+            if admission.role == "consumer":
+                self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
             if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
                 _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)

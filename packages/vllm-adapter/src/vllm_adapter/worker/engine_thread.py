@@ -194,7 +194,7 @@ class WorkerSide:
     def _prepare_mirror(self, mirror: HostMirror, plan: StepPlan) -> None:
         mirror.forget(plan.releases)
         if plan.reads:
-            mirror.settle_all()
+            mirror.begin_reads()
 
     def save(self, orders: StepOrders) -> None:
         """Copy what the step computed to the mirror, if there is one, after the forward pass.

@@ -6,7 +6,7 @@ what differs is when blocks cross between the two.
 - Producer: after the forward pass of a step, the blocks that the step computed for prompts that will be handed over are copied to
   the mirror. Where the device has streams that happens on a thread of its own, in order, behind an event. A prompt that is
   complete with this step may have its ticket out before the next one, so its copies are waited for within the step.
-- Consumer: received blocks are copied to the device on the engine thread before the read is reported.
+- Consumer: copies of received blocks to the device are queued on the engine thread before the read is reported.
 
 A block may get a new owner while an old copy of it still waits. Another prompt's copy comes later in the same order; a read
 into the mirror would not, so all copies are waited for before reads are handed to the transfer thread.
@@ -61,8 +61,11 @@ class MirrorMemory(Protocol):
         """Copy pages to the mirror once `after` has happened; they are there when this returns."""
         ...
 
-    def restore(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages from the mirror, in order before whatever the calling thread gives the device next."""
+    def restore(self, copies: Sequence[PageCopy], after: object) -> None:
+        """Copy pages from the mirror once `after` has happened, before whatever the calling thread gives the device next.
+
+        The calling thread does not wait for the device where that is asynchronous.
+        """
         ...
 
 
@@ -83,6 +86,7 @@ class HostMirror:
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
         self._waiting: dict[str, list[Future[None]]] = {}
         self._last: Future[None] | None = None
+        self._reads_after: object = None
 
     def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
         """Begin to copy (request, blocks per group) to the mirror, in this order."""
@@ -112,14 +116,22 @@ class HostMirror:
             self._last.exception()
             self._last = None
 
+    def begin_reads(self) -> None:
+        """Get ready for reads into blocks that others had until now: no copy is under way, and the device is marked."""
+        self.settle_all()
+        self._reads_after = self._memory.mark()
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forget requests that will not be handed over."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
 
     def restore(self, blocks: BlockIds) -> None:
-        """Copy received blocks to the device; raises whatever the device does."""
-        self._memory.restore(self._copies(blocks))
+        """Copy received blocks to the device; raises whatever the device does.
+
+        They had their former owners until their read was ordered; what the device was given later leaves them alone.
+        """
+        self._memory.restore(self._copies(blocks), self._reads_after)
 
     def close(self) -> None:
         """End the thread, if there is one, when its copies are done; idempotent."""

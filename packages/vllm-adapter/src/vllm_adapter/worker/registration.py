@@ -226,5 +226,6 @@ def read_limits(parts: WorkerParts) -> ReadLimits:
             engine_ttl_s=settings.engine_ttl or math.inf,
             dialect=settings.ticket_dialect or parts.facts.connector_version,
             probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
+            only_ours=settings.requires_seals,
         ),
     )

@@ -35,6 +35,9 @@ _NO_FENCE = (
     "cannot be compared and a restart of it is found by a failed read"
 )
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
+_PIPELINE_RANKS_SINCE = 5
+"""First dialect whose queries have three fields."""
+
 _SILENT_PROBES = 2
 _PROBE_DEADLINE_S = 2.0
 
@@ -49,12 +52,15 @@ class PeerLimits:
         engine_ttl_s: Time after which an unused engine is forgotten.
         probe_s: Time between two probes of an engine that is not read from.
         dialect: Connector version of peers whose tickets do not say.
+        only_ours: Whether every peer is of our own kind, by configuration: its agents' names must begin with its engine id. Of
+            others only those are held to it that announce what our kind can do.
     """
 
     handshake_s: float
     engine_ttl_s: float
     dialect: int
     probe_s: float = 10.0
+    only_ours: bool = False
 
 
 @final
@@ -90,6 +96,9 @@ class PeerDirectory:
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is."""
         engine = self._find(read.order.peer)
+        if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
+            self._drain(engine, "another engine has proved that its agents' names are its own")
+            engine = self._find(read.order.peer)
         if engine is not None and engine.phase == "ready":
             engine.last_used_s = self._parts.now_s()
             self._waiting_since_s.pop(read, None)
@@ -100,6 +109,9 @@ class PeerDirectory:
             self._meet(read.order.peer, [read])
         else:
             engine.waiting.append(read)
+
+    def _has_all_ranks(self, engine: PeerEngine) -> bool:
+        return all(self._parts.agent.has_peer(engine.key(rank)) for rank in engine.ranks)
 
     def waiting(self, request_id: str) -> list[Read]:
         """Return a request's reads whose engine is not ready yet."""
@@ -154,12 +166,22 @@ class PeerDirectory:
                 port=peer.port,
                 ranks=self._planner.target_ranks(peer),
                 engine_id=peer.engine_id,
-                dialect=peer.dialect or self._limits.dialect,
+                dialect=self._dialect_for(peer),
                 generation=peer.generation,
                 on_done=lambda outcome: self._parts.agent.call_soon(lambda: self._handshake_ended(engine, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
+
+    def _dialect_for(self, peer: PeerAddress) -> int:
+        """Return the dialect to ask in: the ticket's, unless its queries have another shape than the configured one's.
+
+        A listener of vLLM itself ends on a query of the wrong shape, and a ticket is a client's word. Our own listeners answer
+        both shapes. Example: with dialect 14 configured, a ticket that says 13 is asked in 13, one that says 4 in 14.
+        """
+        told = peer.dialect or self._limits.dialect
+        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
+        return told if is_same_shape else self._limits.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
         if self._engines.get(engine.address) is not engine:
@@ -196,6 +218,7 @@ class PeerDirectory:
                     memory_kind=self._planner.memory_kind(metadata[rank]),
                     local_kind=self._planner.local_kind,
                     fence=metadata[rank].fence,
+                    agent_prefix=self._agent_prefix(engine, metadata[rank]),
                 )
             )
         fences = "fenced" if engine.is_fenced else _NO_FENCE
@@ -204,6 +227,10 @@ class PeerDirectory:
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}"
         )
+
+    def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
+        """Return how the name of a rank's agent must begin: with its engine's id, so that no listener can serve another's."""
+        return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
     def _yield_names(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent once."""

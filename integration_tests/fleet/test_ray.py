@@ -1,0 +1,157 @@
+"""Ray Serve LLM: the documented app, requests through its ingress, metrics as Ray exports them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from judging import (
+    IS_LONG,
+    LIVE,
+    SLOTS,
+    USAGE,
+    Alone,
+    Reply,
+    ask_all,
+    assert_no_lease_left,
+    assert_nothing_failed,
+    handed_over,
+    prompt,
+)
+from ray_cluster import RayCluster, started_app
+
+from kvdev.engines import metric_sum
+
+INFO = "vllm:kv_transfer_info"
+_EXPORTED_WITHIN_S = 60.0
+"""Ray's agent collects metrics every ten seconds."""
+_REPLACED_WITHIN_S = 300.0
+_AT_ONCE = 4
+_PREFILL = "ServeReplica:default:Prefill"
+"""In the command line of a prefill replica's process."""
+
+
+@pytest.fixture(scope="module")
+def app(alone: Alone) -> Iterator[RayCluster]:
+    assert alone  # made first: the plain engine has ended before the fleet starts
+    with started_app("pair") as cluster:
+        yield cluster
+
+
+def _cache_bytes(number: int) -> int:
+    """Return the bytes of a prompt's blocks: 3 blocks of 128 tokens for 300 tokens, 8192 bytes a token.
+
+    A token has K and V in 4 layers, each with 4 heads of 64 floats.
+    """
+    return -(-len(prompt(number)) // 128) * 128 * 4 * 2 * 4 * 64 * 4
+
+
+def eventually(condition: Callable[[], bool], within_s: float = _EXPORTED_WITHIN_S) -> None:
+    """Wait until Ray has exported what makes this true; give up after a while, and let the assertion that follows tell."""
+    until = time.monotonic() + within_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(1)
+
+
+def settles(app: RayCluster, prefill_replicas: int) -> None:
+    """No lease is left but those of the last request of each replica: every request to Ray's ingress is a hand-over.
+
+    A prompt of 300 tokens holds 3 blocks of 256.
+    """
+    at_rest = {LIVE: prefill_replicas + 1, SLOTS: prefill_replicas, USAGE: (prefill_replicas + 1) * 3 / 256}
+
+    def ask_until_shown() -> None:
+        eventually(lambda: bool(asyncio.run(ask_all(app.url, [0]))) and len(shown()) >= 2)
+
+    def shown() -> set[str]:
+        """Return the replicas of which all gauges are there: Ray drops those that are not set for 20 s."""
+        page = app.page()
+        return set.intersection(*(replicas_with(page, name) for name in (LIVE, SLOTS, INFO)))
+
+    ask_until_shown()
+    assert len(shown()) >= 2
+    assert_no_lease_left(lambda: [app.page()], ask_until_shown, 60, at_rest)
+
+
+def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayCluster, alone: Alone) -> None:
+    numbers = range(1, 13)
+    alone.assert_same(asyncio.run(ask_all(app.url, numbers)))
+    expected = 1 + len(numbers)  # the first, when the app had started
+    eventually(lambda: handed_over([app.page()]) >= expected)
+    page = app.page()
+    assert handed_over([page]) == expected
+    # Counters are exact. The sum of a histogram is not: Ray rebuilds it from the middles of buckets.
+    assert metric_sum(page, "vllm:kv_transfer_read_bytes_total") == sum(map(_cache_bytes, [0, *numbers]))
+    assert_nothing_failed([page])
+    # A metric that Ray's wrappers refuse is left out and logged, and ends no engine.
+    assert "the connector's metric" not in app.logs()
+    settles(app, prefill_replicas=1)
+
+
+@pytest.mark.skipif(not IS_LONG, reason="long: two prefill replicas, a kill, a replacement (dev.py test --long fleet)")
+def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alone: Alone) -> None:
+    with started_app("replaced", "prefill_replicas=2") as app:
+        leasing: set[str] = set()
+
+        def hands_over(replicas: int) -> bool:
+            """Ask for some texts and tell whether so many prefill replicas have handed over since the start."""
+            alone.assert_same(asyncio.run(ask_all(app.url, range(8))))
+            leasing.update(replicas_with(app.page(), LIVE, 'state="producer-leased"'))
+            return len(leasing) >= replicas
+
+        eventually(lambda: hands_over(2), _REPLACED_WITHIN_S)
+        assert len(leasing) == 2, app.last_words()
+        first, second = app.processes(_PREFILL)
+
+        load = Load(app, range(8, 32))
+        eventually(lambda: load.answered >= 6)
+        app.kill([first])
+        replies = load.ended()
+        good = [reply for reply in replies if reply.status == 200]
+        alone.assert_same(good)
+        # Serve does not send a request again that was with the replica when it died.
+        assert len(replies) - len(good) <= _AT_ONCE, [reply for reply in replies if reply.status != 200]
+        print(f"killed: {len(replies) - len(good)} of {len(replies)} requests failed")
+        alone.assert_same(asyncio.run(ask_all(app.url, range(32, 36))))
+
+        eventually(lambda: len(app.processes(_PREFILL)) == 2, _REPLACED_WITHIN_S)
+        assert set(app.processes(_PREFILL)) > {second}
+        eventually(lambda: hands_over(3), _REPLACED_WITHIN_S)
+        assert len(leasing) == 3, app.last_words()
+        settles(app, prefill_replicas=2)
+
+
+class Load:
+    """Requests that run meanwhile, a few at a time."""
+
+    def __init__(self, app: RayCluster, numbers: range) -> None:
+        self._replies: list[Reply] = []
+        self._app, self._numbers = app, numbers
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def answered(self) -> int:
+        """How many have ended."""
+        return len(self._replies)
+
+    def ended(self) -> list[Reply]:
+        """Wait for all, and return the replies."""
+        self._thread.join(timeout=240)
+        assert len(self._replies) == len(self._numbers)
+        return self._replies
+
+    def _run(self) -> None:
+        for first in range(0, len(self._numbers), _AT_ONCE):
+            numbers = self._numbers[first : first + _AT_ONCE]
+            self._replies += asyncio.run(ask_all(self._app.url, numbers, at_once=_AT_ONCE))
+
+
+def replicas_with(page: str, name: str, label: str = "") -> set[str]:
+    """Return the replicas that show a metric, with a certain label."""
+    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line]
+    return {replica for line in lines for replica in re.findall(r'ReplicaId="([^"]+)"', line)}

@@ -1,0 +1,218 @@
+"""Engines with sealed tickets and a keyed side channel: hand-overs as before, nothing forged is used, keys rotate in use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleets import COMPUTED, FAILED, REFUSED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+
+from kv_scheduler_state import SchedulerConfig, TicketError, TicketReader
+from kv_scheduler_state._seal import TicketSeal
+from kv_scheduler_state.testing import forged_tickets
+
+FORGERIES = 300
+AT_ONCE = 8
+OLD, NEW = "0123456789abcdef-old-secret", "0123456789abcdef-new-secret"
+
+
+def write(file: Path, *lines: str) -> None:
+    """Replace a secret file at once, as a mounted secret is replaced."""
+    fresh = file.with_name(f".{file.name}.fresh")
+    fresh.write_text("\n".join(lines))
+    fresh.chmod(0o440)
+    fresh.replace(file)
+
+
+def keygen(folder: Path, name: str) -> None:
+    command = Path(sys.executable).with_name("kv-handshake")
+    subprocess.run([command, "keygen", folder, name], check=True, capture_output=True, timeout=60)
+
+
+class Keys:
+    """Secrets and key files of a fleet, one folder per engine as a mounted Secret would be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clients, self.servers = folder / "clients", folder / "servers"
+        for each in (self.clients, self.servers):
+            each.mkdir()
+        write(self.secrets, OLD)
+
+    @property
+    def secrets(self) -> Path:
+        return self.folder / "secrets"
+
+    def make(self, name: str, *, admitted: bool = True) -> dict[str, object]:
+        """Make an engine's key pair and return its configuration."""
+        keygen(self.folder, name)
+        public = (self.folder / f"{name}.key").read_text()
+        if admitted:
+            (self.clients / f"{name}.key").write_text(public)
+            (self.servers / f"{name}.key").write_text(public)
+        return {
+            "ticket_secret_files": [str(self.secrets)],
+            "side_channel_key": str(self.folder / f"{name}.key_secret"),
+            "side_channel_server_key": str(self.servers),
+            "side_channel_clients": str(self.clients),
+        }
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def fleet(keys: Keys) -> Iterator[Fleet]:
+    sealed = {
+        name: ours(role, **keys.make(name)) for name, role in {"prefill": "kv_producer", "decode": "kv_both"}.items()
+    }
+    with started_fleet("dense", sealed) as running:
+        yield running
+
+
+def test_hand_overs_are_as_before(fleet: Fleet) -> None:
+    texts = [prompt(n, 30 + 30 * n) for n in range(6)]
+    before, failed = fleet.count("decode", TRANSFERS), fleet.count("decode", FAILED)
+    computed = fleet.count("decode", COMPUTED, source="local_compute")
+    assert fleet.answers(texts, prefill="prefill", decode="decode") == fleet.answers(texts, decode="prefill")
+    assert fleet.count("decode", TRANSFERS) - before == len(texts)
+    assert fleet.count("decode", FAILED) == failed
+    assert fleet.count("decode", COMPUTED, source="local_compute") == computed
+    fleet.assert_all_blocks_free()
+
+
+def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fleet) -> None:
+    """Each forgery comes with its own prompt, so that only the ticket is wrong, between honest requests with theirs."""
+    stranger, reader = TicketSeal([NEW.encode()]), TicketReader(SchedulerConfig("d", "127.0.0.1", 5600, null_block=0))
+
+    def reseal(params: dict[str, Any]) -> dict[str, Any]:
+        return {**params, "kv_seal": stranger.of_params(params, reader.read(params, "handoff").peer)}
+
+    draw = random.Random(14)
+    honest = [prompt(1000 + n, 20 + n % 20) for n in range(12)]
+    expected = fleet.answers(honest, decode="prefill", max_tokens=6)
+    before, failed = fleet.count("decode", TRANSFERS), fleet.count("decode", FAILED)
+    refused = fleet.count("decode", REFUSED)
+    answered: Counter[str] = Counter()
+    wrong: list[str] = []
+    started = time.monotonic()
+
+    async def run() -> None:
+        places = asyncio.Semaphore(AT_ONCE)
+        async with client() as session:
+
+            async def forge(kind: str, params: dict[str, Any], text: str, right: str) -> None:
+                async with places:
+                    body = {"prompt": text, "max_tokens": 6, "kv_transfer_params": params}
+                    answer = await fleet.post(session, "decode", body)
+                    answered[kind.split(maxsplit=1)[0]] += 1
+                    if answer["choices"][0]["text"] != right:
+                        wrong.append(kind)
+
+            async def read_honestly(number: int) -> None:
+                async with places:
+                    given = await fleet.ticket(session, honest[number], "prefill", {})
+                    body = {"prompt": honest[number], "max_tokens": 6, "kv_transfer_params": given}
+                    if (await fleet.post(session, "decode", body))["choices"][0]["text"] != expected[number]:
+                        wrong.append(f"honest {number}")
+
+            fresh = [prompt(2000 + n, 12) for n in range(8)]
+            tickets = [await fleet.ticket(session, text, "prefill", {}) for text in fresh]
+            rights = [
+                (await fleet.post(session, "prefill", {"prompt": text, "max_tokens": 6}))["choices"][0]["text"]
+                for text in fresh
+            ]
+            values = [reader.read(each, "handoff") for each in tickets]
+
+            def is_changed(params: dict[str, Any]) -> bool:
+                """Tell a forgery from a ticket that leaves out what it need not say, such as dcp_size 1."""
+                try:
+                    return reader.classify(params) == "handoff" and reader.read(params, "handoff") not in values
+                except TicketError:
+                    return True
+
+            drawn = [
+                (kind, params)
+                for kind, params in forged_tickets(tickets, 2 * FORGERIES, draw, reseal)
+                if not kind.startswith("changed") or is_changed(params)
+            ][:FORGERIES]
+            jobs = []
+            for number, (kind, params) in enumerate(drawn):
+                which = draw.randrange(len(fresh))
+                jobs.append(forge(kind, params, fresh[which], rights[which]))
+                if number % 25 == 0:
+                    jobs.append(read_honestly(number // 25))
+            await asyncio.gather(*jobs)
+
+    asyncio.run(run())
+    print(f"\n  {sum(answered.values())} forged tickets of {dict(answered)} in {time.monotonic() - started:.1f} s")
+    assert not wrong
+    transfers, refused = fleet.count("decode", TRANSFERS) - before, fleet.count("decode", REFUSED) - refused
+    codes = Counter(re.findall(r"computed here \((ticket-[a-z-]+):", fleet.log("decode")))
+    print(f"  refused {refused:.0f} as {dict(codes)}; {transfers:.0f} transfers for {len(honest)} honest requests")
+    assert refused == FORGERIES
+    assert transfers == len(honest), "only the honest ones were read"
+    assert codes["ticket-seal"] >= 0.9 * FORGERIES, "the others were malformed, too"
+    assert fleet.count("decode", FAILED) == failed, "nothing of a forged ticket reached a worker"
+    assert all(secret not in fleet.log(name) for name in fleet.engines for secret in (OLD, NEW))
+
+
+def test_secrets_and_keys_rotate_under_load_without_a_failed_request(fleet: Fleet, keys: Keys) -> None:
+    texts = [prompt(3000 + n, 16) for n in range(40)]
+    expected = fleet.answers(texts, decode="prefill", max_tokens=4)
+    before = {name: fleet.count("decode", name) for name in (TRANSFERS, FAILED, REFUSED)}
+    answers: list[str] = []
+    ended = threading.Event()
+
+    def load() -> None:
+        try:
+            for at in range(0, len(texts), 2):
+                answers.extend(fleet.answers(texts[at : at + 2], prefill="prefill", decode="decode", max_tokens=4))
+                time.sleep(0.2)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    for secrets in ((OLD, NEW), (NEW, OLD), (NEW,)):
+        write(keys.secrets, *secrets)
+        time.sleep(2.5)
+    thread.join(timeout=200)
+    assert ended.is_set()
+    assert answers == expected
+    after = {name: fleet.count("decode", name) - before[name] for name in before}
+    assert after == {TRANSFERS: len(texts), FAILED: 0, REFUSED: 0}
+    for name in fleet.engines:
+        assert "the fleet's secrets have changed: 1 now" in fleet.log(name)
+
+
+def test_an_engine_without_a_listed_key_is_refused_by_code(keys: Keys, fleet: Fleet) -> None:
+    """It holds the fleet's secret, so its tickets are good, but it gets no agent metadata."""
+    stranger = {**keys.make("stranger", admitted=False), "handshake_timeout_s": 1.0}
+    plain = {"ticket_secret_files": [str(keys.secrets)], "handshake_timeout_s": 1.0}
+    config = ours("kv_consumer", kv_load_failure_policy="recompute", **stranger)
+    unkeyed = ours("kv_consumer", kv_load_failure_policy="recompute", **plain)
+    fleet.only("prefill")
+    with started_fleet("dense", {"stranger": config, "unkeyed": unkeyed}) as other:
+        other.engines["prefill"] = fleet.engines["prefill"]
+        text = prompt(4000, 30)
+        (expected,) = fleet.answers([text], decode="prefill")
+        for name in ("stranger", "unkeyed"):
+            other.only(name, "prefill")
+            (answer,) = other.answers([text], prefill="prefill", decode=name)
+            assert answer == expected, "computed locally"
+            assert other.count(name, TRANSFERS) == 0
+            assert "(authentication-refused)" in other.log(name)
+        del other.engines["prefill"]

@@ -1,0 +1,199 @@
+"""Scheduling ahead of the output, vLLM's default on GPUs and off on CPUs: its `AsyncScheduler`, with a step in flight."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine import BLOCK, FULL, PREFILL, STATE, STOP_TOKEN, Engine, ids, prompt
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput
+
+Make = Callable[..., "AsyncEngine"]
+
+
+class AsyncEngine(Engine):
+    """An engine that schedules a step before it knows the output of the one before; its workers end transfers by themselves."""
+
+    def __init__(self, folder: Any, *, lag: int = 1, seed: int = 0, stops: float = 0.1, **options: Any) -> None:
+        super().__init__(folder, scheduler_class=AsyncScheduler if lag else Scheduler, **options)
+        self._lag, self._stops = lag, stops
+        self._flight: deque[tuple[Any, Any]] = deque()
+        self._draw = random.Random(seed)
+        self._reads: dict[str, int] = {}
+        self._leases: dict[str, int] = {}
+        self.is_held = False
+        self.refused: list[str] = []
+
+    def step(self, **_reports: Any) -> dict[str, int]:
+        token = STOP_TOKEN if self._draw.random() < self._stops else 7
+        output, ran = self._run(set(), set(), set(), token)
+        self._flight.append((output, ran))
+        if len(self._flight) > self._lag:
+            self._take(*self._flight.popleft())
+        return dict(output.num_scheduled_tokens)
+
+    def settle(self) -> None:
+        """Take in the steps that are in flight."""
+        while self._flight:
+            self._take(*self._flight.popleft())
+
+    def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
+        plan = self.plans[-1].plan
+        for order in plan.reads:
+            if order.is_reported:
+                assert order.request_id not in self._reads, "a read was ordered while the same one runs"
+                self._reads[order.request_id] = self._draw.randrange(4)
+        for grant in plan.grants:
+            self._leases[grant.request_id] = self._draw.randrange(6)
+        for request_id in plan.revokes:
+            self._leases[request_id] = 0
+        self.refused += plan.failures
+        return super()._work(output, self._due(self._leases), self._due(self._reads), set(plan.failures))
+
+    def _due(self, waiting: dict[str, int]) -> set[str]:
+        due = set() if self.is_held else {request_id for request_id, steps in waiting.items() if steps == 0}
+        for request_id in due:
+            del waiting[request_id]
+        for request_id, steps in waiting.items():
+            waiting[request_id] = max(steps - 1, 0)
+        return due
+
+    def until(self, condition: Callable[[], Any], steps: int = 60) -> None:
+        """Step until something is so."""
+        for _ in range(steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not within {steps} steps")
+
+    def end(self) -> None:
+        """Step until nothing is left."""
+        self.until(lambda: not self.scheduler.has_requests() and not self._leases and not self._reads, 400)
+        self.settle()
+        self.assert_nothing_left()
+
+
+@pytest.fixture(params=[1, 0], ids=["ahead", "in-turn"])
+def make(request: pytest.FixtureRequest, tmp_path: Any) -> Make:
+    return lambda name, **options: AsyncEngine(tmp_path / name, lag=request.param, **options)
+
+
+def ticket_of(engine: AsyncEngine, request_id: str, tokens: list[int], **options: Any) -> dict[str, Any]:
+    engine.add(request_id, tokens, max_tokens=1, params=dict(PREFILL), **options)
+    engine.until(lambda: request_id in engine.outputs)
+    return engine.ticket(request_id)
+
+
+def test_a_hand_over_has_its_blocks_and_both_sides_give_them_back(make: Make) -> None:
+    producer, consumer = make("P"), make("D")
+    ticket = ticket_of(producer, "p", prompt(40))
+    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (40, 3)
+    request = consumer.add("d", prompt(40), params=ticket)
+    consumer.until(lambda: "d" in consumer.outputs)
+    (read,) = [order for order in consumer.orders("reads") if order.is_reported]
+    assert ids(read.peer_blocks)[0] == tuple(ticket["remote_block_ids"][0])
+    assert consumer.outputs["d"][0].prefill_stats.num_external_cached_tokens == 40
+    assert request.num_preemptions == 0
+    consumer.end()
+    producer.end()
+
+
+def test_a_ticket_for_the_next_turn_counts_no_token_of_a_step_in_flight(make: Make) -> None:
+    """Such a token may be one that was sampled after the answer had ended: its KV belongs to no conversation."""
+    options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
+    lengths = set()
+    for seed in range(12):
+        producer, decode = make(f"P{seed}", **options), make(f"D{seed}", seed=seed, **options)
+        text = prompt(40, seed)
+        decode.add("d", text, params=ticket_of(producer, "p", text), max_tokens=60)
+        decode.until(
+            lambda decode=decode: "d" in decode.outputs and decode.outputs["d"][-1].finish_reason is not None, 200
+        )
+        answer = [token for output in decode.outputs["d"] for token in output.new_token_ids]
+        back = decode.ticket("d")
+        # The last token of an answer was sampled, but never computed.
+        valid = len(text) + len(answer) - 1
+        assert back["remote_num_tokens"] == valid
+        assert len(back["remote_block_ids"][0]) == -(-valid // BLOCK)
+        lengths.add(valid)
+        decode.end()
+        producer.end()
+    assert len(lengths) > 3, "answers of one length show little"
+
+
+@pytest.mark.parametrize("more", range(4))
+def test_a_prompt_that_is_preempted_is_handed_over_whole(make: Make, more: int) -> None:
+    engine = make("P", blocks=1 + 8, batch_tokens=BLOCK + 1, stops=0.0)
+    engine.add("local", prompt(3 * BLOCK - 3, seed=90), max_tokens=30)
+    engine.until(lambda: "local" in engine.outputs)
+    text = prompt(5 * BLOCK - more, seed=more)
+    request = engine.add("p", text, max_tokens=1, params=dict(PREFILL))
+    engine.until(lambda: "p" in engine.outputs, 200)
+    assert request.num_preemptions > 0
+    ticket = engine.ticket("p")
+    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (len(text), 5)
+    engine.until(lambda: engine.orders("grants"))
+    (grant,) = engine.orders("grants")
+    assert list(grant.fence) == ticket["kv_fence"], "the fence of its last computation counts"
+    engine.end()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_an_abort_at_any_step_of_a_read_leaves_nothing(make: Make, steps: int) -> None:
+    producer, consumer = make("P"), make("D")
+    consumer.add("d", prompt(40), params=ticket_of(producer, "p", prompt(40)))
+    consumer.is_held = True
+    for _ in range(steps):
+        consumer.step()
+    consumer.abort("d")
+    consumer.step()
+    was_read = any(order.is_reported for order in consumer.orders("reads"))
+    assert consumer.free_blocks == 63 - (3 if was_read else 0), "blocks with a read in flight stay"
+    consumer.is_held = False
+    consumer.add("next", prompt(20, seed=5))
+    consumer.end()
+    producer.end()
+
+
+FAMILIES = {"dense": (FULL,), "state": (STATE, FULL)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(25))
+def test_any_mix_of_requests_ends_and_leaves_nothing(make: Make, family: str, seed: int) -> None:
+    """Local and handed-over requests, aborts, chunks, and too few blocks, in any order."""
+    draw = random.Random(f"{family} {seed}")
+    options: dict[str, Any] = {"specs": FAMILIES[family], "prefix_caching": family == "dense", "seed": seed}
+    tight = {"blocks": 1 + draw.choice((12, 20, 63)), "batch_tokens": draw.choice((48, 256)), **options}
+    producer, consumer = make("P", **tight), make("D", **tight, policy=draw.choice(("fail", "recompute")))
+    tickets: list[tuple[list[int], dict[str, Any]]] = []
+    for number in range(14):
+        engine, text = draw.choice((producer, consumer)), prompt(draw.randrange(4, 6 * BLOCK), seed=number)
+        kind = draw.choice(("local", "prefill", "decode", "decode", "abort"))
+        name = f"{kind}{number}"
+        if kind == "prefill":
+            producer.add(name, text, max_tokens=1, params=dict(PREFILL))
+        elif kind == "decode" and tickets:
+            text, ticket = tickets.pop()
+            consumer.add(name, text, max_tokens=draw.randrange(1, 20), params=ticket)
+        elif kind == "abort" and engine.scheduler.requests:
+            engine.abort(draw.choice(sorted(engine.scheduler.requests)))
+        else:
+            engine.add(name, text, max_tokens=draw.randrange(1, 20))
+        for _ in range(draw.randrange(4)):
+            producer.step()
+            consumer.step()
+        for name, outputs in producer.outputs.items():
+            given = outputs[-1].kv_transfer_params
+            if given is not None and given["do_remote_prefill"]:
+                request_text = prompt(given["remote_num_tokens"], seed=int(name.removeprefix("prefill")))
+                tickets.append((request_text, dict(given)))
+        producer.outputs.clear()
+    producer.end()
+    consumer.end()
+    assert consumer.refused == []

@@ -1,0 +1,252 @@
+"""A client under attack: hostile replies, silent and slow places, forged tickets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from victims import PeakMeter, Victim
+from zmtp import HostileServer, answering, frame, read_frame
+
+from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
+from kv_handshake.testing import sample_envelopes
+
+Figure = Callable[[str], None]
+Start = Callable[..., Victim]
+CLOCK = b"\xcb" + struct.pack(">d", 1.0)
+TIMING = Timing(deadline_s=30, attempt_s=20)
+
+
+def reply_with(**changes: object) -> tuple[bytes, bytes]:
+    """Return the frames of a good reply with other agent metadata, or with other keys of the envelope."""
+    envelope = msgspec.msgpack.decode(sample_envelopes([(0, 0)])[0, 0])
+    metadata = msgspec.msgpack.decode(envelope["agent_metadata_bytes"])
+    outer = {key: value for key, value in changes.items() if key.startswith("kvh_") or key == "compatibility_hash"}
+    metadata |= {key: value for key, value in changes.items() if key not in outer}
+    envelope |= {**outer, "agent_metadata_bytes": msgspec.msgpack.encode(metadata)}
+    envelope.pop("kvh_checksum", None)
+    return msgspec.msgpack.encode(envelope), CLOCK
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+REPLIES = {
+    "14.5 MB of factors": lambda: reply_with(kvh_factors={f"{n:0900}": "x" * 50 for n in range(15_000)}),
+    "one factor of 200 kB": lambda: reply_with(kvh_factors={"a": [[1] * 10] * 20_000}),
+    "deep factors": lambda: reply_with(kvh_factors={str(n): nested(400) for n in range(250)}),
+    "15 million names": lambda: reply_with(region_names=[""] * 15_000_000),
+    "4 million names": lambda: reply_with(region_names=[""] * 4_000_000),
+    "4 million members": lambda: reply_with(region_members=[[]] * 4_000_000),
+    "members within members": lambda: reply_with(region_members=[[""] * 500_000]),
+    "layouts": lambda: reply_with(packed_member_layouts={str(n): [1, 1] for n in range(350_000)}),
+}
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+def test_h7_no_reply_blocks_a_thread_for_long(kind: str, victim: Start, figure: Figure) -> None:
+    """H7: one reply of 14.5 MB took the client's thread for 16 to 23 s and stopped another one for 6 s."""
+    server = HostileServer(answering(*REPLIES[kind]()))
+    asker = victim("client", policy="exact" if "factor" in kind else "off", deadline_s=2)
+    with PeakMeter(asker) as memory:
+        found = asker.call("fetch", port=server.port)
+    server.close()
+    figure(
+        f"{found['codes']} in {found['seconds']:.2f} s, others stalled {found['stall_s']:.2f} s, {memory.growth_mb:.0f} MB"
+    )
+    assert found["codes"] != [""]
+    assert found["stall_s"] < 1.0
+    assert memory.growth_mb < 64
+
+
+def test_h8_failures_are_remembered_in_few_words(victim: Start, figure: Figure) -> None:
+    """H8: each forged handshake left up to 29 MB; 1024 are remembered."""
+    replies = [
+        reply_with(kvh_refusal={"code": "x" * 1_000_000, "message": "y" * 1_000_000, "retry_after_s": 0.0}),
+        reply_with(compatibility_hash="z" * 200_000, kvh_factors={"model": "m" * 200_000}),
+    ]
+    asker = victim("client", policy="negotiated")
+    for frames in replies:  # once, so that what is made at first use does not count
+        server = HostileServer(answering(*frames))
+        asker.call("fetch", port=server.port)
+        server.close()
+    before_mb = asker.resident_mb()
+    remembered = 0
+    for frames in replies:
+        server = HostileServer(answering(*frames))
+        found = asker.call("fetch", port=server.port, times=60, engine="forged-")
+        remembered = found["remembered_failures"]
+        server.close()
+    growth_mb = asker.resident_mb() - before_mb
+    figure(f"{growth_mb:.1f} MB for {remembered} remembered failures")
+    assert remembered >= 60
+    assert growth_mb < 32
+
+
+def test_h8_h15_a_ticket_names_no_million_ranks(figure: Figure) -> None:
+    """H8, H15: pp 1024 x tp 1024 paused the transfer thread for 2 s and left 32 MB per ticket without any server."""
+    client = Client(LocalOffer(policy="off"), timing=TIMING)
+    ranks = [(pp, tp) for pp in range(1024) for tp in range(1024)]
+    began_s = time.monotonic()
+    with pytest.raises(ConfigurationError) as caught:
+        client.request(host="127.0.0.1", port=1, ranks=ranks, engine_id="e", dialect=14, on_done=lambda _: None)
+    seconds = time.monotonic() - began_s
+    assert caught.value.code == "invalid-argument"
+    assert len(str(caught.value)) < 500
+    assert client.statistics()["remembered_failures"] == 0
+    client.close()
+    figure(f"refused in {seconds * 1000:.1f} ms")
+    assert seconds < 0.2
+
+
+def test_h12_an_endless_reply_is_cut_off(victim: Start, figure: Figure) -> None:
+    """H12: a reply of endless frames of 1 MiB cost the client 1.6 GB in 4 s."""
+    sent_mb = [0]
+
+    def act(sock: socket.socket) -> None:
+        read_frame(sock)
+        part = frame(bytes(1 << 20), more=True)
+        while sent_mb[0] < 2000:
+            sock.sendall(part)
+            sent_mb[0] += 1
+
+    server = HostileServer(act)
+    asker = victim("client")
+    with PeakMeter(asker) as memory:
+        found = asker.call("fetch", port=server.port)
+    server.close()
+    figure(f"{found['codes']} after {sent_mb[0]} MB and {found['seconds']:.2f} s; {memory.growth_mb:.0f} MB")
+    assert found["codes"] == ["oversized-reply"]
+    assert memory.growth_mb < 160
+
+
+def test_h13_a_silent_place_delays_no_other(figure: Figure) -> None:
+    """H13: forged tickets for a silent port delayed honest new peers 5.1 to 8.2 s."""
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]))
+    listener.start()
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=10, attempt_s=5))
+    with (
+        socket.create_server(("127.0.0.2", 0), backlog=1024) as silent,
+        socket.create_server(("127.0.0.3", 0)) as other,
+    ):
+        for number in range(1500):
+            where = other if number % 3 == 0 else silent
+            host, port = where.getsockname()[:2]
+            client.request(
+                host=host, port=port, ranks=[(0, 0)], engine_id=f"e{number}", dialect=14, on_done=lambda _: None
+            )
+        seconds = []
+        for number in range(10):
+            outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14 - number % 2)
+            assert outcome.is_ok, outcome
+            seconds.append(outcome.elapsed_s)
+            time.sleep(0.05)
+    client.close()
+    listener.close()
+    figure(f"worst honest handshake {max(seconds):.2f} s")
+    assert max(seconds) < 1.0
+
+
+def test_h13_slow_names_delay_no_other(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H13: eight slow names delayed the look-up of an honest one by 9.8 s; each name is given by three tickets here."""
+    is_over = threading.Event()
+    real = socket.getaddrinfo
+
+    def lookup(host: str, *words: object, **named: object) -> object:
+        if host.startswith("slow"):
+            is_over.wait(20)
+            return []
+        return real("127.0.0.1" if host == "honest.test" else host, *words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]))
+    listener.start()
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=15, attempt_s=10))
+    for number in range(24):
+        client.request(
+            host=f"slow-{number % 8}.test",
+            port=1,
+            ranks=[(0, 0)],
+            engine_id=str(number),
+            dialect=14,
+            on_done=lambda _: None,
+        )
+    outcome = client.fetch(host="honest.test", port=listener.port, ranks=[(0, 0)], dialect=14)
+    is_over.set()
+    client.close()
+    listener.close()
+    figure(f"{outcome.elapsed_s:.2f} s")
+    assert outcome.is_ok
+    assert outcome.elapsed_s < 1.0
+
+
+def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFixture) -> None:
+    """H14: 2000 handshakes made 2000 lines, the longest of 36 million characters, with a stranger's line breaks."""
+    text = "fine\n2026-11-22 ERROR all keys are gone\x1b[2J\u202e" + "x" * 50_000
+    server = HostileServer(answering(*reply_with(kvh_factors={"model": text}, compatibility_hash=text)))
+    client = Client(LocalOffer(policy="off", factors={"model": "m"}), timing=TIMING)
+    caplog.set_level(logging.DEBUG, logger="kv_handshake")
+    codes = {
+        client.fetch(host="127.0.0.1", port=server.port, ranks=[(0, 0)], dialect=2 + number % 14).code
+        for number in range(300)
+    }
+    held = client.statistics()["log_lines_held_back"]
+    client.close()
+    server.close()
+    lines = [record.getMessage() for record in caplog.records]
+    figure(
+        f"{len(lines)} lines of at most {max(map(len, lines))} characters, {held} held back; outcomes {sorted(codes)}"
+    )
+    assert "" in codes
+    assert len(lines) < 10
+    assert max(map(len, lines)) < 1300
+    assert all(line.isprintable() for line in lines)
+
+
+def test_h14_a_refusal_reaches_the_terminal_harmless(figure: Figure) -> None:
+    """H14: line breaks and escapes in a refusal passed into logs and onto the terminal."""
+    hostile = {"code": "a\n\x1b[31m", "message": "b\r\x1b]0;title\x07", "retry_after_s": 0.0}
+    server = HostileServer(answering(*reply_with(kvh_refusal=hostile)))
+    client = Client(LocalOffer(policy="off"), timing=TIMING)
+    outcome = client.fetch(host="127.0.0.1", port=server.port, ranks=[(0, 0)], dialect=14)
+    client.close()
+    server.close()
+    figure(repr(outcome.message))
+    assert outcome.code == "refused"
+    assert outcome.message.isprintable()
+    assert all(not isinstance(value, str) or value.isprintable() for value in outcome.context.values())
+
+
+def test_h4_an_address_is_one_address(figure: Figure) -> None:
+    """H4: `::ffff:127.0.0.1%1]:0;[127.0.0.77` passed a rule for 127.0.0.1 and reached 127.0.0.77."""
+    accepted: list[str] = []
+    with socket.create_server(("127.0.0.77", 0)) as inner:
+        inner.settimeout(0.3)
+        port = inner.getsockname()[1]
+        client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=1, attempt_s=0.5))
+        for host in (
+            "::ffff:127.0.0.1%1]:0;[127.0.0.77",
+            "127.0.0.1:0;127.0.0.77",
+            "fe80::1%lo",
+            "127.0.0.1;127.0.0.77",
+            "eth0;127.0.0.77",
+        ):
+            with contextlib.suppress(ConfigurationError):
+                client.fetch(host=host, port=port, ranks=[(0, 0)], dialect=14)
+                accepted.append(host)
+        with pytest.raises(TimeoutError):
+            inner.accept()
+        client.close()
+    figure(f"{len(accepted)} of 5 accepted")
+    assert not accepted

@@ -1,0 +1,129 @@
+"""Random frames against a listener and a client that honest peers use at the same time: 10^5 each way, 10^6 with --long."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import statistics
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from victims import Victim
+from zmtp import HostileServer, frame, read_frame
+
+from kv_handshake import Client, LocalOffer, Timing
+from kv_handshake.testing import sample_envelopes
+
+FRAMES = 1_000_000 if os.environ.get("KVDEV_LONG") == "1" else 100_000
+GOOD = sample_envelopes([(0, 0)])[0, 0]
+QUERY = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
+Figure = Callable[[str], None]
+Start = Callable[..., Victim]
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    """Return the data with a few bytes changed, cut, doubled or made at random."""
+    kind = rng.randrange(5)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(64))
+    at = rng.randrange(len(data))
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        return data + data[:at]
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+def p99_ms(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=100)[98] * 1000
+
+
+def fetch(client: Client, port: int, times: int) -> list[float]:
+    seconds = []
+    for _ in range(times):
+        outcome = client.fetch(host="127.0.0.1", port=port, ranks=[(0, 0)], dialect=14)
+        assert outcome.is_ok, outcome
+        seconds.append(outcome.elapsed_s)
+    return seconds
+
+
+def test_a_listener_survives_random_messages(victim: Start, figure: Figure) -> None:
+    rng = random.Random(14)
+    server = victim("listener")
+    honest = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
+    before = fetch(honest, server.port, 300)
+    before_mb = server.resident_mb()
+    during: list[float] = []
+    with zmq.Context() as context:
+        for _ in range(FRAMES // 10_000):
+            socks = [context.socket(zmq.DEALER) for _ in range(10)]
+            for sock in socks:
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.setsockopt(zmq.RCVTIMEO, 20_000)
+                sock.connect(f"tcp://127.0.0.1:{server.port}")
+            for number in range(10_000):
+                surplus = [b""] * rng.randrange(6) if rng.random() < 0.1 else []
+                sock = socks[number % 10]
+                sock.send_multipart([b"", mutated(rng, QUERY), *surplus])
+                if number % 500 == 499:
+                    for each in socks:
+                        while each.poll(0):
+                            each.recv_multipart()
+                    during += fetch(honest, server.port, 5)
+            for sock in socks:
+                sock.close(0)
+    after = fetch(honest, server.port, 300)
+    found = server.call("statistics")
+    growth_mb = server.resident_mb() - before_mb
+    honest.close()
+    figure(
+        f"{FRAMES} messages: honest p99 {p99_ms(before):.1f} ms before, {p99_ms(during):.1f} during, {p99_ms(after):.1f} "
+        f"after; 0 of {len(during) + 600} failed; {growth_mb:.0f} MB; restarts {found['restarts']}"
+    )
+    assert found["alive"]
+    assert found["restarts"] == 0
+    assert growth_mb < 64
+    assert p99_ms(during) < max(3 * p99_ms(before), 20), "an honest client waits"
+
+
+def test_a_client_survives_random_replies(victim: Start, figure: Figure) -> None:
+    """Every handshake ends with a code, and one process does not grow with their number."""
+    lock, sent = threading.Lock(), [0]
+    seeds = iter(range(1 << 30))
+
+    def act(sock: socket.socket) -> None:
+        with lock:
+            rng = random.Random(next(seeds))
+        while True:
+            flags, _ = read_frame(sock)
+            if flags & 1:
+                continue
+            frames = [mutated(rng, GOOD) for _ in range(rng.choice((1, 1, 2, 2, 3, 40)))]
+            with lock:
+                sent[0] += len(frames)
+            sock.sendall(
+                b"".join([frame(b"", more=True), *(frame(each, more=each is not frames[-1]) for each in frames)])
+            )
+
+    server = HostileServer(act)
+    asker = victim("client", deadline_s=0.05)
+    asker.call("fetch", port=server.port, times=50)
+    before_mb = asker.resident_mb()
+    codes: set[str] = set()
+    rounds = 0
+    while sent[0] < FRAMES // 20 and rounds < 400:
+        found = asker.call("fetch", port=server.port, times=100, engine=f"round-{rounds}-", ranks=8)
+        codes |= set(found["codes"])
+        rounds += 1
+    growth_mb = asker.resident_mb() - before_mb
+    server.close()
+    figure(f"{sent[0]} frames in {rounds * 100} handshakes: {sorted(codes)}, {growth_mb:.0f} MB")
+    assert "transport-failed" not in codes
+    assert found["restarts"] == 0
+    assert growth_mb < 64

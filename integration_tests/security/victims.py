@@ -1,0 +1,193 @@
+"""A listener or a client in a process of its own, so that its memory and processor time can be measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["PeakMeter", "Victim", "main"]
+
+MEBIBYTE = 1024 * 1024
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Victim:
+    """A process of this module and the commands that it understands."""
+
+    def __init__(self, role: str, **options: object) -> None:
+        command = [sys.executable, __file__, role, json.dumps(options)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        self.port = int(self.answer()["port"])
+
+    def tell(self, command: str, **arguments: object) -> None:
+        """Send a command without waiting for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the victim is dead"
+        return json.loads(line)
+
+    def call(self, command: str, **arguments: object) -> Any:
+        """Send a command and return its answer."""
+        self.tell(command, **arguments)
+        return self.answer()
+
+    def resident_mb(self) -> float:
+        """Return the memory that the process has now, in MB."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / MEBIBYTE
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the process has taken."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait(20)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class PeakMeter:
+    """The largest memory of a process while it is attacked."""
+
+    def __init__(self, victim: Victim) -> None:
+        self._victim = victim
+        self._stop = threading.Event()
+        self.before_mb = self.peak_mb = victim.resident_mb()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            self.peak_mb = max(self.peak_mb, self._victim.resident_mb())
+
+    @property
+    def growth_mb(self) -> float:
+        """The largest growth so far."""
+        return max(self.peak_mb, self._victim.resident_mb()) - self.before_mb
+
+
+def _say(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _with_blob(payload: bytes, blob_bytes: int) -> bytes:
+    """Return an envelope whose agent blob has so many bytes, as that of an engine with many regions and rails."""
+    import msgspec
+
+    envelope = msgspec.msgpack.decode(payload)
+    metadata = msgspec.msgpack.decode(envelope["agent_metadata_bytes"])
+    if blob_bytes:
+        metadata["agent_metadata"] = bytes(blob_bytes)
+        envelope["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
+        envelope.pop("kvh_checksum", None)
+    return msgspec.msgpack.encode(envelope)
+
+
+def _serve(options: dict[str, Any]) -> None:
+    import resource
+
+    from kv_handshake import Listener
+    from kv_handshake.testing import sample_envelopes
+
+    if files := options.get("files"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if idle_s := options.get("idle_s"):
+        from kv_handshake._zmq import _router
+        from kv_handshake._zmq._watch import ConnectionLimits
+
+        vars(_router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
+    payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
+    listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
+    listener.start()
+    _say({"port": listener.port})
+    for line in sys.stdin:
+        command = json.loads(line)["command"]
+        if command == "statistics":
+            _say({**listener.statistics(), "alive": listener.is_alive})
+        elif command == "close":
+            began_s = time.monotonic()
+            listener.close()
+            _say({"seconds": time.monotonic() - began_s, "alive": listener.is_alive})
+
+
+def _ask(options: dict[str, Any]) -> None:
+    import gc
+
+    from kv_handshake import Client, LocalOffer, Timing
+
+    policy = options.get("policy", "off")
+    client = Client(
+        LocalOffer(policy=policy, factors={"model": "m"}), timing=Timing(deadline_s=options.get("deadline_s", 30))
+    )
+    _say({"port": 0})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began_s = time.monotonic()
+        ranks = [(0, rank) for rank in range(asked.get("ranks", 1))]
+        codes: list[str] = []
+        meter = _StallMeter()
+        for number in range(asked.get("times", 1)):
+            # Another engine each time, as forged tickets have it, so that no remembered failure answers.
+            engine = f"{asked.get('engine', '')}{number if asked.get('times') else ''}"
+            outcome = client.fetch(
+                host="127.0.0.1", port=asked["port"], ranks=ranks, engine_id=engine, dialect=asked.get("dialect", 14)
+            )
+            codes.append(outcome.code)
+        seconds, stall_s = time.monotonic() - began_s, meter.stop()
+        gc.collect()
+        _say({"codes": sorted(set(codes)), "seconds": seconds, "stall_s": stall_s, **client.statistics()})
+
+
+class _StallMeter:
+    """The longest time for which a thread of the process got no turn."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._worst_s = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        last_s = time.monotonic()
+        while not self._stop.is_set():
+            time.sleep(0.002)
+            now_s = time.monotonic()
+            self._worst_s, last_s = max(self._worst_s, now_s - last_s), now_s
+
+    def stop(self) -> float:
+        self._stop.set()
+        self._thread.join()
+        return self._worst_s
+
+
+def main() -> None:
+    """Run as a listener or as a client until standard input ends."""
+    {"listener": _serve, "client": _ask}[sys.argv[1]](json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

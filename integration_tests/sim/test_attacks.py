@@ -1,0 +1,236 @@
+"""Attacks with real tickets, listeners and NIXL agents: each works on engines without keys and secrets, and is held with them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from engines import LAYERS, TOKENS, Engine, Prompt, free_port, page_of
+
+from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
+from kv_handshake.security import generate_keypair
+from kv_scheduler_state import prompt_digest
+from vllm_adapter.config import Settings
+
+Make = Callable[..., Engine]
+Figure = Callable[[str], None]
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, Any]:
+    """Return the settings of a fleet with a secret."""
+    file = tmp_path / "secret"
+    file.write_text("the secret of this fleet")
+    file.chmod(0o400)
+    return {"ticket_secret_files": (str(file),)}
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """Write a certificate as `kv-handshake keygen` does; return (secret file, public file)."""
+    public, secret = generate_keypair()
+    for file, lines in ((f"{name}.key", ""), (f"{name}.key_secret", f'    secret-key = "{secret}"\n')):
+        (folder / file).write_text(f'metadata\ncurve\n    public-key = "{public}"\n{lines}')
+    (folder / f"{name}.key_secret").chmod(0o400)
+    return str(folder / f"{name}.key_secret"), str(folder / f"{name}.key")
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> dict[str, Any]:
+    """Return the settings of a fleet with one key pair."""
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    secret, public = certificate(folder, "fleet")
+    return {"side_channel_key": secret, "side_channel_server_key": public, "side_channel_clients": str(folder)}
+
+
+def stolen(reader: Engine, request_id: str, victims: str, count: int) -> int:
+    """Return how many of the victim's pages the reader's request holds now."""
+    pages = (
+        (reader.memory[0][layer][block], page_of(victims, layer, place))
+        for (place, block), layer in itertools.product(enumerate(reader.held[request_id][:count]), range(LAYERS))
+    )
+    return sum(bool(np.array_equal(found, page)) for found, page in pages)
+
+
+def attempt(reader: Engine, ticket: Any, tokens: int, prompt: Any = None) -> str:
+    """Bring a ticket; wait for the read if there is one."""
+    request_id = reader.start_decode(ticket, tokens, prompt=prompt)
+    if reader.state.explain(request_id, now_s=time.monotonic())["state"] == "reading":
+        reader.wait_received(request_id)
+    return request_id
+
+
+def refusal(engine: Engine, request_id: str) -> str:
+    return str(engine.state.explain(request_id, now_s=time.monotonic())["rejected_code"])
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure) -> None:
+    """An attacker's own live fence beside a victim's block ids: the whole of the victim's prompt, page by page."""
+    settings = Settings(**secrets) if is_locked else Settings()
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    tokens = 20 * TOKENS
+    victim, victims_ticket = producer.prefill(tokens)
+    _, ticket = producer.prefill(tokens)
+    assert ticket is not None
+    assert victims_ticket is not None
+    request_id = attempt(reader, {**ticket, "remote_block_ids": victims_ticket["remote_block_ids"]}, tokens)
+    found = stolen(reader, request_id, victim, 20)
+    figure(f"{'sealed' if is_locked else 'unsealed'}: {found} of {20 * LAYERS} foreign pages read")
+    assert found == (0 if is_locked else 20 * LAYERS)
+    if is_locked:
+        assert refusal(reader, request_id) == "ticket-seal"
+        honest = attempt(reader, victims_ticket, tokens)
+        reader.assert_has(honest, victim, tokens)
+
+
+class Other:
+    """Another prompt than the simulation's one text."""
+
+    refusal = ""
+
+    def digest(self, tokens: int) -> str | None:
+        return prompt_digest(range(1, tokens + 1))
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
+    make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
+) -> None:
+    """The digest alone is no lock: whoever knows the other prompt can write its digest into the ticket."""
+    settings = Settings(**secrets) if is_locked else Settings()
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    tokens = 4 * TOKENS
+    source, ticket = producer.prefill(tokens)
+    assert ticket is not None
+    prompt: Any = Other()
+    request_id = attempt(reader, {**ticket, "kv_prompt": prompt.digest(tokens)}, tokens, prompt)
+    found = stolen(reader, request_id, source, 4)
+    figure(f"{'sealed' if is_locked else 'unsealed'}: {found} pages of a prompt under another one's tokens")
+    assert found == (0 if is_locked else 4 * LAYERS)
+    assert not is_locked or refusal(reader, request_id) == "ticket-seal"
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_stranger_gets_no_agent_metadata(
+    make: Make, channel: dict[str, Any], is_locked: bool, figure: Figure
+) -> None:
+    """The metadata are the keys to read and write all of the cache."""
+    settings = Settings(**channel) if is_locked else Settings()
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    client = Client(LocalOffer({}, policy="off"), timing=Timing(deadline_s=1.0, attempt_s=0.5))
+    try:
+        outcome = client.fetch(host="127.0.0.1", port=producer.listener.port, ranks=[(0, 0)], dialect=14)
+    finally:
+        client.close()
+    got = sum(len(peer.agent_metadata) for peer in outcome.peers.values())
+    figure(f"{'keyed' if is_locked else 'open'}: {got} bytes of agent metadata ({outcome.code or 'served'})")
+    assert bool(got) is not is_locked
+    source, ticket = producer.prefill(3 * TOKENS)
+    request_id = reader.start_decode(ticket, 3 * TOKENS)
+    assert reader.wait_received(request_id)
+    reader.assert_has(request_id, source, 3 * TOKENS)
+
+
+class Squatter:
+    """A listener that serves another engine's metadata under a name of its own."""
+
+    def __init__(self, envelope: bytes, *, name: str, is_ours: bool) -> None:
+        outer = msgspec.msgpack.decode(envelope)
+        inner = msgspec.msgpack.decode(outer["agent_metadata_bytes"])
+        inner["engine_id"] = name
+        if not is_ours:
+            for key in [key for key in (*inner, *outer) if key.startswith("kvh_")]:
+                inner.pop(key, None)
+                outer.pop(key, None)
+        outer.pop("kvh_checksum", None)
+        outer["agent_metadata_bytes"] = msgspec.msgpack.encode(inner)
+        self.port = free_port()
+        self._listener = Listener("127.0.0.1", self.port)
+        self._listener.replace({(0, 0): msgspec.msgpack.encode(outer)})
+        self._listener.start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def squat() -> Iterator[Callable[..., Squatter]]:
+    made: list[Squatter] = []
+
+    def build(envelope: bytes, **options: Any) -> Squatter:
+        made.append(Squatter(envelope, **options))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
+    make: Make, squat: Callable[..., Squatter], is_ours: bool, figure: Figure
+) -> None:
+    """Without secrets anybody can send a ticket that names such an engine; honest tickets go on to be read."""
+    settings = Settings(enforce_handshake_compat=False)
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    tokens = 3 * TOKENS
+    source, ticket = producer.prefill(tokens)
+    assert ticket is not None
+    envelope = producer.workers[0].envelope
+    assert envelope is not None
+    squatter = squat(envelope, name="evil", is_ours=is_ours)
+    _, attackers = producer.prefill(tokens)
+    assert attackers is not None
+    lie = {**attackers, "remote_engine_id": "evil", "remote_port": squatter.port}
+    if not is_ours:
+        lie = {key: value for key, value in lie.items() if key not in {"kv_fence", "kv_generation"}}
+    reader.start_decode(lie, tokens)
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not reader.received:
+        reader.step()
+        time.sleep(0.005)
+    honest = reader.start_decode(ticket, tokens)
+    began = time.monotonic()
+    is_good = reader.wait_received(honest)
+    figure(f"the honest read took {1e3 * (time.monotonic() - began):.0f} ms beside the squatter")
+    assert is_good
+    reader.assert_has(honest, source, tokens)
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_stranger_neither_ends_nor_renews_a_lease(
+    make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
+) -> None:
+    """It knows the request's id, which is no secret, and the producer's agent."""
+    settings = Settings(kv_lease_duration=3.0, **(secrets if is_locked else {}))
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    source, ticket = producer.prefill(3 * TOKENS)
+    assert ticket is not None
+    registration: Any = producer.workers[0]._registration
+    payload = Codec().read_complete(str(ticket["remote_request_id"]), 1)
+    for _ in range(3):
+        registration.agent.call_soon(lambda: registration.leases.notified("nobody", payload))
+    for _ in range(20):
+        producer.step()
+        time.sleep(0.02)
+    is_freed = source not in producer.held
+    figure(
+        f"{'sealed' if is_locked else 'unsealed'}: the stranger {'freed' if is_freed else 'did not free'} the blocks"
+    )
+    assert is_freed is not is_locked
+    if is_locked:
+        request_id = reader.start_decode(ticket, 3 * TOKENS)
+        assert reader.wait_received(request_id)
+        reader.assert_has(request_id, source, 3 * TOKENS)
+        producer.wait_idle()
+
+
+def test_the_prompt_of_these_attacks_is_the_simulations() -> None:
+    assert Prompt(3).digest(3) == prompt_digest(range(3)) != Other().digest(3)

@@ -1,0 +1,123 @@
+"""Forged tickets: every key of a sealed ticket changed, one at a time, and the tricks that need no secret."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["forged_tickets", "tampered_tickets"]
+
+Params = dict[str, Any]
+
+_Drawn = TypeVar("_Drawn")
+
+
+class Chance(Protocol):
+    """Part of `random.Random` that forging takes."""
+
+    def choice(self, values: Sequence[_Drawn], /) -> _Drawn:
+        """Return one of the values."""
+        ...
+
+    def sample(self, values: Sequence[_Drawn], count: int, /) -> list[_Drawn]:
+        """Return so many of them, each once."""
+        ...
+
+    def randrange(self, stop: int, /) -> int:
+        """Return an integer from 0, below `stop`."""
+        ...
+
+
+_HARMLESS = frozenset(("remote_registration_generation",))
+"""Keys that a reader ignores beside `kv_generation`; all others are acted upon."""
+
+
+def _other_blocks(lists: list[list[int]]) -> Iterator[list[list[int]]]:
+    for group, ids in enumerate(lists):
+        for index in {0, len(ids) - 1} if ids else ():
+            changed = copy.deepcopy(lists)
+            changed[group][index] += 1
+            yield changed
+        if len(ids) > 1:
+            for kept in (ids[:-1], ids[1:], ids[::-1]):
+                changed = copy.deepcopy(lists)
+                changed[group] = list(kept)
+                yield changed
+        yield [[*each, 9] if number == group else list(each) for number, each in enumerate(lists)]
+
+
+def _changes(key: str, value: object) -> Iterator[object]:
+    """Yield other values of a key that a reader would take, or could be made to take."""
+    if key == "remote_block_ids":
+        yield from _other_blocks(cast("list[list[int]]", value))
+    elif isinstance(value, bool):
+        return
+    elif isinstance(value, int):
+        yield from (value + 1, value - 1 if value > 1 else value + 2, None)
+    elif isinstance(value, float):
+        yield from (value + 0.5, value * 2, None)
+    elif isinstance(value, str):
+        flipped = ("0" if value[:1] != "0" else "1") + value[1:]
+        yield from (flipped, value[:-1], value + "0", None)
+    elif isinstance(value, list):
+        numbers = cast("list[int]", value)
+        for index, each in enumerate(numbers):
+            yield [*numbers[:index], each + 1, *numbers[index + 1 :]]
+        yield None
+    else:
+        yield 7.0 if key == "remote_blocks_expiry_time" else 1
+
+
+def tampered_tickets(params: Params) -> Iterator[tuple[str, Params]]:
+    """Yield (what was done, ticket) for each key of a ticket that a consumer acts on, changed by one who has no secret."""
+    for key, value in params.items():
+        if key in _HARMLESS or key in {"do_remote_prefill", "do_remote_decode"}:
+            continue
+        for number, other in enumerate(_changes(key, value)):
+            yield f"{key} #{number}", {**copy.deepcopy(params), key: other}
+        yield f"{key} cut", {name: each for name, each in copy.deepcopy(params).items() if name != key}
+    flipped = copy.deepcopy(params)
+    flipped["do_remote_prefill"], flipped["do_remote_decode"] = (
+        params["do_remote_decode"],
+        params["do_remote_prefill"],
+    )
+    yield "direction", flipped
+
+
+def forged_tickets(
+    tickets: list[Params], count: int, draw: Chance, reseal: Callable[[Params], Params]
+) -> Iterator[tuple[str, Params]]:
+    """Yield `count` forged tickets, drawn from honest ones.
+
+    Args:
+        tickets: At least two honest, sealed tickets.
+        count: How many.
+        draw: Where chance comes from.
+        reseal: Seals a ticket under a secret that is not the fleet's.
+    """
+    for index in range(count):
+        mine, other = (copy.deepcopy(each) for each in draw.sample(tickets, 2))
+        kind = ("changed", "foreign blocks", "foreign request", "foreign seal", "cut", "re-signed", "unsealed")[
+            index % 7
+        ]
+        if kind == "changed":
+            what, mine = draw.choice(list(tampered_tickets(mine)))
+            kind = f"changed {what}"
+        elif kind == "foreign blocks":
+            ids = [[block + 1 + draw.randrange(5) for block in group] for group in mine["remote_block_ids"]]
+            mine["remote_block_ids"] = ids
+        elif kind == "foreign request":
+            mine["remote_request_id"], mine["kv_nonce"] = other["remote_request_id"], other["kv_nonce"]
+        elif kind == "foreign seal":
+            mine["kv_seal"] = other["kv_seal"]
+        elif kind == "cut":
+            mine["kv_seal"] = mine["kv_seal"][: draw.randrange(64)]
+        elif kind == "re-signed":
+            mine = reseal(mine)
+        else:
+            del mine["kv_seal"]
+        yield kind, json.loads(json.dumps(mine))

@@ -1,0 +1,117 @@
+"""The fleet's secrets, from files that are read again when they change, and from the environment.
+
+A mounted Kubernetes Secret changes under a running engine: its files are looked at once a second while requests come. Files that
+cannot be read, or hold nothing usable, leave the secrets as they were, with one line in the log. No text of this module, and no
+error, holds a secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, final
+
+from vllm_adapter.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["FleetSecrets"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+_LOOK_EVERY_S = 1.0
+_LEAST_BYTES = 16
+_TOO_OPEN = 0o037
+
+_Marks = tuple[tuple[int, int, int], ...]
+
+
+@final
+class FleetSecrets:
+    """Secrets in order: those of the files, line by line, then those of the environment.
+
+    Args:
+        files: Files with a secret per line; white space at both ends of a line does not count.
+        words: Secrets separated by white space, as an environment variable holds them.
+
+    Raises:
+        ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read, or its group can write.
+    """
+
+    __slots__ = ("_files", "_look_s", "_marks", "_words", "current")
+
+    def __init__(self, files: Sequence[str], words: str = "") -> None:
+        self._files = tuple(map(Path, files))
+        self._words = tuple(word.encode() for word in words.split())
+        self._look_s = 0.0
+        self._marks = self._look()
+        self.current = self._read()
+
+    def __repr__(self) -> str:
+        return f"FleetSecrets({len(self.current)} secrets of {len(self._files)} files)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("FleetSecrets are not pickled")
+
+    def changed(self, now_s: float) -> bool:
+        """Return whether the secrets are others than at the last call; looks at the files at most once a second."""
+        if now_s < self._look_s or not self._files:
+            return False
+        self._look_s = now_s + _LOOK_EVERY_S
+        marks = self._look()
+        if marks == self._marks:
+            return False
+        self._marks = marks
+        try:
+            secrets = self._read()
+        except ConfigurationError as error:
+            _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
+            return False
+        is_new, self.current = secrets != self.current, secrets
+        if is_new:
+            _logger.info("the fleet's secrets have changed: %d now", len(secrets))
+        return is_new
+
+    def _look(self) -> _Marks:
+        """Return what tells one content of the files from another; a file that is missing has no time."""
+        marks: list[tuple[int, int, int]] = []
+        for file in self._files:
+            try:
+                found = file.stat()
+                marks.append((found.st_ino, found.st_size, found.st_mtime_ns))
+            except OSError:
+                marks.append((0, 0, 0))
+        return tuple(marks)
+
+    def _read(self) -> tuple[bytes, ...]:
+        found = [secret for file in self._files for secret in _secrets_in(file)] + list(self._words)
+        if not found:
+            raise ConfigurationError(
+                "no fleet secret: the files are empty, and so is the environment variable", code="invalid-secret"
+            )
+        for number, secret in enumerate(found, 1):
+            if len(secret) < _LEAST_BYTES:
+                raise ConfigurationError(
+                    f"fleet secret {number} of {len(found)} has {len(secret)} bytes, {_LEAST_BYTES} are the least; make one "
+                    "with: openssl rand -hex 32",
+                    code="invalid-secret",
+                )
+        return tuple(dict.fromkeys(found))
+
+
+def _secrets_in(file: Path) -> list[bytes]:
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"secret file {file} cannot be read: {error.strerror}", code="invalid-secret", context={"path": str(file)}
+        ) from None
+    if mode & _TOO_OPEN:
+        raise ConfigurationError(
+            f"secret file {file} has mode {mode:04o}; make it 0400 or 0440, so that only its owner and group can read it",
+            code="insecure-secret-file",
+            context={"path": str(file), "mode": mode},
+        )
+    return [line.strip() for line in content.splitlines() if line.strip()]

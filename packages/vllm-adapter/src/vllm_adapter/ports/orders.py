@@ -1,0 +1,205 @@
+"""Orders of a step: plain values that go from the request machine to the workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_adapter.ports.values import BlockIds
+
+__all__ = ["BlockList", "FenceOrder", "GrantOrder", "HeartbeatOrder", "PeerAddress", "ReadOrder", "StepPlan"]
+
+
+class BlockList(Protocol):
+    """Blocks of one KV-cache group, in token order.
+
+    A block covers `block_tokens * dcp` tokens. Example: 4 tokens per block, a prefix hit of 8 tokens, `ids=(5, 6)`,
+    `first_token=8`: block 5 holds tokens 8 to 11 and block 6 holds tokens 12 to 15.
+    """
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def first_token(self) -> int:
+        """Index in the prompt of the first token that `ids[0]` stands for; 0 for a state, where it means nothing."""
+        ...
+
+    @property
+    def null(self) -> int | None:
+        """The id that stands for "no block here"; None if every id is a block."""
+        ...
+
+
+class PeerAddress(Protocol):
+    """The peer engine that an order is about, as its ticket names it."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dcp(self) -> int: ...
+    @property
+    def generation(self) -> int | None:
+        """Generation of the peer's memory registration that the ticket was written under, or None."""
+        ...
+
+    @property
+    def dialect(self) -> int | None:
+        """Connector version that the peer's ticket announced, or None."""
+        ...
+
+
+class ReadOrder(Protocol):
+    """A request's read, or the notification that stands in for it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def peer(self) -> PeerAddress: ...
+    @property
+    def peer_request_id(self) -> str: ...
+    @property
+    def peer_blocks(self) -> Sequence[BlockList]: ...
+    @property
+    def local_blocks(self) -> Sequence[BlockList]:
+        """Blocks to fill; all without ids for a notify-only order (full prefix hit, or aborted before allocation)."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that the local KV holds after the read: the end (exclusive) of what is ordered."""
+        ...
+
+    @property
+    def fence(self) -> tuple[int, int] | None:
+        """(slot, generation) to verify after the read."""
+        ...
+
+    @property
+    def nonce(self) -> str:
+        """Nonce of the grant, to send back in every notification; empty for a peer that gave none."""
+        ...
+
+    @property
+    def lease_s(self) -> float | None: ...
+    @property
+    def is_reported(self) -> bool:
+        """Whether the scheduler waits for the end of this order."""
+        ...
+
+    @property
+    def prompt(self) -> str:
+        """Digest of the prompt in the ticket, already verified; empty if the ticket has none."""
+        ...
+
+    @property
+    def is_notify_only(self) -> bool: ...
+
+
+class HeartbeatOrder(Protocol):
+    """Leases of one peer engine that are to be renewed now."""
+
+    @property
+    def peer(self) -> PeerAddress: ...
+    @property
+    def readers(self) -> Sequence[tuple[str, str]]:
+        """(peer request id, nonce) pairs."""
+        ...
+
+
+class FenceOrder(Protocol):
+    """A fence word to write before the request's blocks can be read."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class GrantOrder(Protocol):
+    """A lease that starts now, on the worker's clock."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def lease_s(self) -> float: ...
+    @property
+    def fence(self) -> tuple[int, int] | None: ...
+    @property
+    def nonce(self) -> str: ...
+
+
+class StepPlan(Protocol):
+    """All orders of one scheduler step."""
+
+    @property
+    def reads(self) -> Sequence[ReadOrder]: ...
+    @property
+    def expects(self) -> Sequence[str]:
+        """Producer requests whose readers may report before the grant."""
+        ...
+
+    @property
+    def fences(self) -> Sequence[FenceOrder]: ...
+    @property
+    def grants(self) -> Sequence[GrantOrder]: ...
+    @property
+    def releases(self) -> Sequence[str]:
+        """Producer requests that will not be handed over after all."""
+        ...
+
+    @property
+    def revokes(self) -> Sequence[str]:
+        """Producer requests whose lease ends now; the scheduler waits for them to be reported as sent."""
+        ...
+
+    @property
+    def restarts(self) -> Sequence[str]:
+        """Producer requests whose prompt is computed from the beginning again; each has a new word in `fences`."""
+        ...
+
+    @property
+    def saves(self) -> Sequence[tuple[str, BlockIds]]:
+        """(request id, blocks per group) to copy to the host buffer in this step."""
+        ...
+
+    @property
+    def completes(self) -> Sequence[str]:
+        """Requests whose prompt is complete with this step's saves (host-buffer mode)."""
+        ...
+
+    @property
+    def heartbeats(self) -> Sequence[HeartbeatOrder]: ...
+    @property
+    def cancels(self) -> Sequence[str]:
+        """Requests whose running read is no longer wanted; the scheduler still waits for its end."""
+        ...
+
+    @property
+    def passes(self) -> Sequence[str]:
+        """The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done."""
+        ...
+
+    @property
+    def voids(self) -> Sequence[str]:
+        """Requests whose read, ordered by now, must end badly: the cache was reset."""
+        ...
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """Requests that the host parked for a read that nobody will make; report them as received and failed."""
+        ...
+
+    @property
+    def is_empty(self) -> bool: ...

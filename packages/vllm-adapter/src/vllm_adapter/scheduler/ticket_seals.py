@@ -1,0 +1,54 @@
+"""Seals of tickets, as the scheduler's process looks after them: secrets that change, and peers that write no seals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast, final
+
+if TYPE_CHECKING:
+    from vllm_adapter.fleet_secrets import FleetSecrets
+    from vllm_adapter.ports import SchedulerState
+
+__all__ = ["TicketSeals"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+_MOST_PEERS = 256
+
+
+@final
+class TicketSeals:
+    """Gives the request machines the fleet's secrets, and says once per peer that its tickets are not sealed.
+
+    Args:
+        secrets: The fleet's secrets, None if tickets are not sealed.
+        state: The request machines.
+    """
+
+    def __init__(self, secrets: FleetSecrets | None, state: SchedulerState) -> None:
+        self._secrets = secrets
+        self._state = state
+        self._unsealed: set[tuple[str, str]] = set()
+        if secrets is not None:
+            state.set_secrets(secrets.current)
+
+    def look(self, now_s: float) -> None:
+        """Take over secrets that have changed."""
+        if self._secrets is not None and self._secrets.changed(now_s):
+            self._state.set_secrets(self._secrets.current)
+
+    def accepted(self, params: object) -> None:
+        """Note a ticket that was admitted."""
+        if self._secrets is None or not isinstance(params, Mapping):
+            return
+        ticket = cast("Mapping[str, object]", params)
+        if ticket.get("kv_seal") is not None:
+            return
+        peer = str(ticket.get("remote_engine_id"))[:80], str(ticket.get("remote_host"))[:80]
+        if peer in self._unsealed or len(self._unsealed) >= _MOST_PEERS:
+            return
+        self._unsealed.add(peer)
+        _logger.warning(
+            "engine %r at %s hands over without seals, as unsigned_hosts allows: a client can make up tickets for it",
+            *peer,
+        )

@@ -1,0 +1,95 @@
+"""Fleet secrets: read from files and the environment, read again when they change, shown nowhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from vllm_adapter.errors import ConfigurationError
+from vllm_adapter.fleet_secrets import FleetSecrets
+
+OLD, NEW = b"0123456789abcdef-old", b"0123456789abcdef-new"
+
+
+def write(file: Path, content: bytes, mode: int = 0o440) -> str:
+    """Replace a file, as a mounted secret is replaced."""
+    fresh = file.with_suffix(".fresh")
+    fresh.unlink(missing_ok=True)
+    fresh.write_bytes(content)
+    fresh.chmod(mode)
+    fresh.replace(file)
+    return str(file)
+
+
+def test_the_order_is_files_line_by_line_then_the_environment(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", b" " + NEW + b" \n\n" + OLD + b"\r\n")
+    second = write(tmp_path / "b", b"another secret of a file")
+    secrets = FleetSecrets([first, second], f"{OLD.decode()} the-last-of-them-all")
+    assert secrets.current == (NEW, OLD, b"another secret of a file", b"the-last-of-them-all")
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+def test_modes_of_mounted_secrets_are_accepted(tmp_path: Path, mode: int) -> None:
+    assert FleetSecrets([write(tmp_path / "a", OLD, mode)]).current == (OLD,)
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o404, 0o460, 0o644, 0o666])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FleetSecrets([write(tmp_path / "a", OLD, mode)])
+    assert caught.value.code == "insecure-secret-file"
+    assert f"{mode:04o}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"short", OLD + b"\nshort"])
+def test_a_file_without_a_usable_secret_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FleetSecrets([write(tmp_path / "a", content)])
+    assert caught.value.code == "invalid-secret"
+    assert OLD.decode() not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        FleetSecrets([str(tmp_path / "none")])
+
+
+def test_a_change_is_seen_within_a_second_and_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", OLD)
+    secrets = FleetSecrets([file])
+    assert not secrets.changed(1.0)
+    write(tmp_path / "a", NEW + b"\n" + OLD)
+    assert not secrets.changed(1.5), "looked at a moment ago"
+    assert secrets.changed(2.0)
+    assert secrets.current == (NEW, OLD)
+    assert not secrets.changed(3.0)
+    os.utime(file, ns=(5, 5))
+    assert not secrets.changed(4.0), "touched, but the same"
+
+
+@pytest.mark.parametrize("content", [b"", b"short", None])
+def test_a_change_for_the_worse_changes_nothing_and_is_said_once(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = FleetSecrets([write(tmp_path / "a", OLD)])
+    if content is None:
+        (tmp_path / "a").unlink()
+    else:
+        write(tmp_path / "a", content)
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_adapter"):
+        assert not any(secrets.changed(float(n)) for n in range(1, 9))
+    assert secrets.current == (OLD,)
+    assert len(caplog.records) == 1
+    write(tmp_path / "a", NEW)
+    assert secrets.changed(10.0)
+
+
+def test_no_secret_is_shown_or_pickled(tmp_path: Path) -> None:
+    secrets = FleetSecrets([write(tmp_path / "a", OLD)])
+    assert OLD.decode() not in repr(secrets)
+    with pytest.raises(TypeError):
+        pickle.dumps(secrets)

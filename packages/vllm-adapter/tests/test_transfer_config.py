@@ -1,0 +1,208 @@
+"""`vllm-adapter config --check`: a whole `--kv-transfer-config`, every problem named with what is right."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_adapter.cli import main
+from vllm_adapter.config import Settings
+from vllm_adapter.host.transfer_config import HOST_KEYS, ROLES, check_transfer_config
+
+GOOD: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "vllm_adapter",
+    "kv_role": "kv_both",
+}
+OWN = {"kv_connector": "KVTransferConnector", "kv_role": "kv_consumer"}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu": 1}}
+
+
+def several(*children: object, **more: object) -> dict[str, Any]:
+    extra = {"connectors": list(children)}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}
+
+
+def extra(**keys: object) -> dict[str, Any]:
+    return {**GOOD, "kv_connector_extra_config": keys}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GOOD,
+        OWN,
+        {**GOOD, "engine_id": None, "kv_port": 14579, "kv_buffer_device": "cpu", "enable_permute_local_kv": True},
+        {**GOOD, "kv_connector_module_path": "vllm_adapter.host.connector", "kv_load_failure_policy": "recompute"},
+        extra(kv_lease_duration=60, backends=["UCX"], bidirectional_kv_xfer=True),
+        several(GOOD, OFFLOADING),
+    ],
+)
+def test_good_configurations(config: dict[str, Any]) -> None:
+    assert check_transfer_config(config).problems == ()
+
+
+BAD: list[tuple[object, str, str, str]] = [
+    ({**GOOD, "kv_rol": "kv_both"}, "unknown-key", "kv_rol", "did you mean 'kv_role'?"),
+    (
+        {**GOOD, "kv_connector_extra": {}},
+        "unknown-key",
+        "kv_connector_extra",
+        "did you mean 'kv_connector_extra_config'?",
+    ),
+    ({**GOOD, "kv_lease_duration": 3}, "unknown-key", "kv_lease_duration", "belongs into 'kv_connector_extra_config'"),
+    (
+        {**GOOD, "kv_lease_durations": 3},
+        "unknown-key",
+        "kv_lease_durations",
+        "'kv_lease_duration' in 'kv_connector_extra",
+    ),
+    ({**GOOD, "kv_role": "kv_boths"}, "unknown-role", "kv_role", "did you mean 'kv_both'?"),
+    ({**GOOD, "kv_role": "prefill"}, "unknown-role", "kv_role", "kv_producer, kv_consumer, kv_both"),
+    ({"kv_connector": "KVTransferConnector"}, "missing-key", "kv_role", "is missing"),
+    ({"kv_role": "kv_both"}, "missing-key", "kv_connector", "is missing"),
+    (
+        {**GOOD, "kv_connector_module_path": "vllm_adaptor"},
+        "wrong-module-path",
+        "kv_connector_module_path",
+        "'vllm_adapter'",
+    ),
+    ({**GOOD, "kv_connector_module_path": ""}, "wrong-module-path", "kv_connector_module_path", "'vllm_adapter'"),
+    (
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        "hosts-own-connector",
+        "kv_connector_module_path",
+        "vLLM's own connector",
+    ),
+    ({**OWN, "kv_connector": "KVTransferConector"}, "unknown-connector", "kv_connector", "mean 'KVTransferConnector'?"),
+    (
+        {**GOOD, "kv_load_failure_policy": "recomput"},
+        "out-of-range",
+        "kv_load_failure_policy",
+        "did you mean 'recompute'?",
+    ),
+    ({**GOOD, "kv_port": "14579"}, "wrong-type", "kv_port", "must be a number"),
+    ({**GOOD, "kv_port": True}, "wrong-type", "kv_port", "must be a number"),
+    ({**GOOD, "kv_connector_extra_config": []}, "wrong-type", "kv_connector_extra_config", "must be an object"),
+    ({**GOOD, "engine_id": ""}, "out-of-range", "engine_id", "must not be empty"),
+    (extra(num_thread=2), "unknown-key", "kv_connector_extra_config.num_thread", "did you mean 'num_threads'"),
+    (extra(num_threads=65), "out-of-range", "kv_connector_extra_config.num_threads", "between 0 and 64, got 65"),
+    (
+        {**extra(bidirectional_kv_xfer=True), "kv_role": "kv_producer"},
+        "readback-needs-kv-both",
+        "kv_role",
+        "needs kv_role 'kv_both'",
+    ),
+    (several(), "missing-key", "kv_connector_extra_config.connectors", "list of connectors"),
+    (
+        several(OFFLOADING, {**GOOD, "kv_role": "both"}),
+        "unknown-role",
+        "kv_connector_extra_config.connectors[1].kv_role",
+        "kv_both",
+    ),
+    (
+        several({**GOOD, "kv_connector": "NixlConector"}),
+        "unknown-connector",
+        "kv_connector_extra_config.connectors[0].kv_connector",
+        "did you mean 'NixlConnector'?",
+    ),
+    (several(7), "not-an-object", "kv_connector_extra_config.connectors[0]", "got 7"),
+    ([1], "not-an-object", "", "JSON object"),
+    ("text", "not-an-object", "", "JSON object"),
+]
+
+
+@pytest.mark.parametrize(("config", "code", "key", "words"), BAD)
+def test_a_problem_is_named_with_what_is_right(config: object, code: str, key: str, words: str) -> None:
+    (problem,) = check_transfer_config(config).problems
+    assert (problem.code, problem.key) == (code, key)
+    assert words in problem.message
+
+
+def test_all_problems_are_told_at_once() -> None:
+    config = {**extra(num_thread=2, kv_lease_duration=0), "kv_role": "x", "kv_rank": 1}
+    assert [problem.key for problem in check_transfer_config(config).problems] == [
+        "kv_rank",
+        "kv_role",
+        "kv_connector_extra_config.num_thread",
+        "kv_connector_extra_config.kv_lease_duration",
+    ]
+
+
+def test_a_childs_failure_policy_that_vllm_does_not_obey_is_noted() -> None:
+    (note,) = check_transfer_config(several(GOOD, kv_load_failure_policy="recompute")).notes
+    assert "vLLM obeys" in note
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([*HOST_KEYS, "connectors", "num_threads"]) | st.text(max_size=6)
+VALUES = JSON | st.sampled_from([*ROLES, "NixlConnector", "MultiConnector", "vllm_adapter"])
+CONFIGS = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), max_size=6)
+
+
+@given(JSON | CONFIGS | CONFIGS.map(lambda config: several(config, GOOD)))
+def test_any_json_is_judged_and_nothing_raises(config: object) -> None:
+    verdict = check_transfer_config(config)
+    for problem in verdict.problems:
+        assert problem.code
+        assert problem.message
+
+
+@given(st.sampled_from(sorted(HOST_KEYS)), st.data())
+def test_a_key_with_one_letter_wrong_finds_its_right_name(key: str, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(key) - 1))
+    wrong = key[:place] + key[place + 1 :]
+    problems = check_transfer_config({**GOOD, wrong: GOOD.get(key)}).problems
+    assert [(problem.code, f"did you mean '{key}'?" in problem.message) for problem in problems] == [
+        ("unknown-key", True)
+    ]
+
+
+def test_text_file_and_standard_input_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, bad = tmp_path / "config.json", {**GOOD, "kv_role": "x"}
+    for config, code in ((GOOD, 0), (bad, 1)):
+        text = json.dumps(config)
+        file.write_text(text)
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert [main(["config", "--check", source]) for source in (text, str(file), "-", f"  {text}")][:3] == [code] * 3
+    assert "did you mean" not in capsys.readouterr().out
+
+
+def test_the_result_as_json_is_json_whatever_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = {
+        "{": "not-json",
+        str(tmp_path / "no.json"): "unreadable",
+        json.dumps({**GOOD, "kv_role": "x"}): "unknown-role",
+    }
+    for source, code in sources.items():
+        assert main(["config", "--json", "--check", source]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert told["is_good"] is False
+        assert [problem["code"] for problem in told["problems"]] == [code]
+    assert main(["config", "--check", json.dumps(GOOD), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"is_good": True, "problems": [], "notes": []}
+
+
+def test_bad_usage_has_an_exit_code_of_its_own() -> None:
+    for words in (["config"], ["config", "--check"], ["config", "--explain", "--check", "{}"], ["conf"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+
+
+def test_defaults_are_good() -> None:
+    fields = {name: getattr(Settings(), name) for name in Settings.__slots__}
+    keys = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    assert check_transfer_config(extra(**keys)).problems == ()
