@@ -24,15 +24,13 @@ class Refusal(Exception):  # noqa: N818  (an engine's answer, not a fault of the
     """An engine did not answer a request of which nothing has gone to the client.
 
     Attributes:
-        has_seen_ticket: Whether it may have read by the ticket. An engine that cannot be reached, or that drains, has not, so
-            the ticket is good for another one.
-        is_engine_down: Whether to leave the engine alone for a while.
+        has_seen_ticket: Whether it has probably read by the ticket, as an engine that died in its answer has. One that cannot be
+            reached, or that drains, has not: the ticket is good for another one, and must be, lest its lease stays open.
     """
 
-    def __init__(self, reason: str, *, has_seen_ticket: bool = True, is_engine_down: bool = True) -> None:
+    def __init__(self, reason: str, *, has_seen_ticket: bool = True) -> None:
         super().__init__(reason)
         self.has_seen_ticket = has_seen_ticket
-        self.is_engine_down = is_engine_down
 
 
 @final
@@ -102,7 +100,7 @@ def check_first_event(line: bytes) -> None:
     if is_aborted(answer):
         raise Refusal("it drains", has_seen_ticket=False)
     if isinstance(answer, dict) and "error" in answer:
-        raise Refusal(str(answer["error"])[:200], is_engine_down=False)
+        raise Refusal(str(answer["error"])[:200], has_seen_ticket=False)
 
 
 def _payload(line: bytes) -> object:

@@ -148,9 +148,9 @@ class _Router:
             except Refusal as refusal:
                 reason = f"{url}: {refusal}"
                 self.counts["decode_errors"] += 1
-                if refusal.is_engine_down:
-                    self.decode.refused(url, refusal)
-                if refusal.has_seen_ticket:
+                self.decode.refused(url, refusal)
+                # A ticket that two engines refuse is perhaps spent, or its lease is over.
+                if refusal.has_seen_ticket or attempt % 2:
                     await self._fetch_ticket(job)
                 if job.passed_on is not None:
                     return job.passed_on
@@ -167,10 +167,7 @@ class _Router:
                 url + job.request.path, json=body, headers=job.headers, timeout=_DECODE_TIMEOUT
             ) as reply:
                 if reply.status >= 500:
-                    # The engine's own word on a request is JSON; anything else comes from a server that is ending or broken.
-                    is_own_word = reply.status == 500 and reply.content_type == "application/json"
-                    said = f"HTTP {reply.status}: {(await reply.text())[:200]}"
-                    raise Refusal(said, has_seen_ticket=is_own_word, is_engine_down=not is_own_word)
+                    raise Refusal(f"HTTP {reply.status}: {(await reply.text())[:200]}", has_seen_ticket=False)
                 if reply.content_type == "text/event-stream":
                     return await self._relay_stream(job, reply)
                 return await _relay_whole(job, reply)

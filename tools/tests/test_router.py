@@ -271,7 +271,8 @@ async def fails_in_a_stream(request: web.Request) -> web.StreamResponse:
 
 async def is_ending(_: web.Request) -> web.StreamResponse:
     """Answer as vLLM's server does once it has shut its tokenizer's threads down, which is right after SIGTERM."""
-    return web.Response(status=500, text="Internal Server Error")
+    error = {"message": "cannot schedule new futures after shutdown", "type": "InternalServerError", "code": 500}
+    return web.json_response({"error": error}, status=500)
 
 
 async def fails(_: web.Request) -> web.StreamResponse:
@@ -314,7 +315,7 @@ def test_a_prefill_engine_that_refuses_is_replaced_by_the_other(gone: Handler | 
     assert fleet.tickets == [TICKET] * 4
 
 
-@pytest.mark.parametrize(("gone", "prefills"), [(None, 1), (drains, 1), (is_ending, 1), (fails, 2), (dies_at_once, 2)])
+@pytest.mark.parametrize(("gone", "prefills"), [(None, 1), (drains, 1), (is_ending, 1), (dies_at_once, 2)])
 def test_a_decode_engine_that_refuses_is_replaced_by_the_other(gone: Handler | None, prefills: int) -> None:
     """A ticket that the engine cannot have used goes to the next one; else the prompt is handed over anew."""
     fleet = Fleet([gives_ticket, gives_ticket], [gone, gives_text])
@@ -322,6 +323,19 @@ def test_a_decode_engine_that_refuses_is_replaced_by_the_other(gone: Handler | N
     assert (status, json.loads(text)) == (200, {"choices": [{"text": "hello"}]})
     assert sum(len(engine.asked) for engine in fleet.prefill) == prefills
     assert set(map(str, fleet.tickets)) == {str(TICKET)}
+
+
+def test_a_ticket_that_two_engines_refuse_is_replaced() -> None:
+    refusals = iter([fails, fails])
+
+    async def refuses_twice(request: web.Request) -> web.StreamResponse:
+        return await next(refusals, gives_text)(request)
+
+    fleet = Fleet([gives_ticket, gives_ticket], [refuses_twice, refuses_twice])
+    ((status, _),) = several(fleet, {"prompt": "p"}, times=1)
+    assert status == 200
+    assert sum(len(engine.asked) for engine in fleet.prefill) == 2
+    assert fleet.tickets == [TICKET] * 3
 
 
 @pytest.mark.parametrize("gone", [drains_in_a_stream, fails_in_a_stream, dies_at_once])

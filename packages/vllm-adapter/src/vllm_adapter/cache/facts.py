@@ -36,7 +36,7 @@ class CacheGroup:
     scratch_blocks: int
     layers: tuple[str, ...]
     is_dealt: bool = True
-    block_bytes: int = 0
+    block_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
