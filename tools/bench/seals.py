@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hmac
+import importlib
 import logging
 import statistics
 import sys
@@ -138,13 +139,13 @@ def _certificates(folder: Path) -> dict[str, Any]:
 
 
 def _contact_s(settings: Any) -> float:
-    from engines import TOKENS, Engine
-
-    producer, reader = Engine("P", settings=settings), Engine("D", settings=settings)
+    engines: Any = importlib.import_module("engines")  # the simulation's, whose folder `_contact_rows` adds
+    tokens = engines.TOKENS
+    producer, reader = engines.Engine("P", settings=settings), engines.Engine("D", settings=settings)
     try:
-        _, ticket = producer.prefill(2 * TOKENS)
+        _, ticket = producer.prefill(2 * tokens)
         begin = time.perf_counter()
-        request_id = reader.start_decode(ticket, 2 * TOKENS)
+        request_id = reader.start_decode(ticket, 2 * tokens)
         if not reader.wait_received(request_id):
             raise RuntimeError("the first read failed")
         return time.perf_counter() - begin

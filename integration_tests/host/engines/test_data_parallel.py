@@ -17,7 +17,7 @@ from fleets import COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, ours
 from kvdev.engines import metric_sum
 
 RANKS = 2
-PATIENCE = {"handshake_timeout_s": 30.0, "read_timeout_s": 120.0}
+PATIENCE: dict[str, Any] = {"handshake_timeout_s": 30.0, "read_timeout_s": 120.0}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 async def ask(fleet: Fleet, engine: str, body: dict[str, Any], rank: int | None) -> dict[str, Any]:
-    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    headers: dict[str, Any] = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     async with client(**headers) as session:
         return await fleet.post(session, engine, body)
 

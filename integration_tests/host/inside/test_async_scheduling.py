@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_a_hand_over_has_its_blocks_and_both_sides_give_them_back(make: Make) ->
     producer.end()
 
 
+def has_ended(engine: Any, request_id: str) -> bool:
+    outputs = engine.outputs.get(request_id)
+    return bool(outputs) and outputs[-1].finish_reason is not None
+
+
 def test_a_ticket_for_the_next_turn_counts_no_token_of_a_step_in_flight(make: Make) -> None:
     """Such a token may be one that was sampled after the answer had ended: its KV belongs to no conversation."""
     options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
@@ -111,9 +117,7 @@ def test_a_ticket_for_the_next_turn_counts_no_token_of_a_step_in_flight(make: Ma
         producer, decode = make(f"P{seed}", **options), make(f"D{seed}", seed=seed, **options)
         text = prompt(40, seed)
         decode.add("d", text, params=ticket_of(producer, "p", text), max_tokens=60)
-        decode.until(
-            lambda decode=decode: "d" in decode.outputs and decode.outputs["d"][-1].finish_reason is not None, 200
-        )
+        decode.until(partial(has_ended, decode, "d"), 200)
         answer = [token for output in decode.outputs["d"] for token in output.new_token_ids]
         back = decode.ticket("d")
         # The last token of an answer was sampled, but never computed.

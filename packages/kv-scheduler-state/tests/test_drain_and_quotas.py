@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from scheduler_helpers import FULL, WINDOW, prefill_request_params, scheduler, with_ticket
 
@@ -9,7 +11,9 @@ from kv_scheduler_state import FinishDecision, SchedulerState
 from kv_scheduler_state._errors import InvalidConfig
 
 
-def end(state: SchedulerState, request_id: str, blocks: list[list[int]], *, reason: str = "length") -> FinishDecision:
+def end(
+    state: SchedulerState, request_id: str, blocks: list[list[int]], *, reason: Literal["length", "abort"] = "length"
+) -> FinishDecision:
     """Let a prompt arrive, be computed and end."""
     state.arrive(request_id, prefill_request_params(), prompt_tokens=16, now_s=0.0)
     state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)

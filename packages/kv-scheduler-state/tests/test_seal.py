@@ -49,6 +49,7 @@ def ticket_of(state, blocks, request_id="p1", tokens=47, prompt=None):
     decision = state.finish(
         request_id, reason="length", block_ids=blocks, computed_tokens=tokens, identity=prompt or Prompt(), now_s=0.1
     )
+    assert decision.params is not None
     return decision.params
 
 
@@ -192,6 +193,7 @@ def test_a_readback_ticket_is_sealed_and_verified():
         "d1", reason="stop", block_ids=blocks, computed_tokens=60, identity=Prompt("cd" * 32), now_s=0.1
     )
     back = decision.params
+    assert back is not None
     assert back["do_remote_decode"] is True
     for given, code in ((back, ""), ({**back, "remote_num_tokens": 61}, "ticket-seal")):
         reader = prefill(bidirectional=True)

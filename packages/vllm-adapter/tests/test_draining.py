@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from factories import facts
-from test_scheduler_side import BLOCK, PREFILL, TEXT, Parts, Prompt
+from scheduler_engine import BLOCK, PREFILL, TEXT, Parts, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain

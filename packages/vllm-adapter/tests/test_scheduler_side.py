@@ -2,145 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
-from factories import facts
+from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 
-from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
-from vllm_adapter.cache.facts import CacheGroup, EngineFacts
-from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.scheduler.side import Arrival
 from vllm_adapter.steps import RankRegistration
 
-BLOCK = 16
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))
-
-
-class Listener:
-    """A side channel that only remembers."""
-
-    port = 1
-
-    def __init__(self) -> None:
-        self.served: list[dict[Any, bytes]] = []
-        self.is_closed = False
-
-    def replace(self, envelopes: Any) -> None:
-        self.served.append(dict(envelopes))
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@dataclass
-class Parts:
-    """The concrete parts of a scheduler side, as `wiring.SchedulerParts` makes them."""
-
-    facts: EngineFacts
-    uses_host_buffer: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    listener: Listener = field(default_factory=Listener)
-    secrets: FleetSecrets | None = None
-
-    def make_state(self) -> SchedulerState:
-        kinds = {"state": GroupConfig("state", BLOCK), "attention": GroupConfig("full", BLOCK)}
-        values: dict[str, Any] = {
-            "groups": tuple(kinds[group.kind] for group in self.facts.groups),
-            "fence_slots": 4,
-            "fence_seed": 100,
-            "null_block": 0,
-            "uses_host_buffer": self.uses_host_buffer,
-            "reserved_id_prefixes": ("HB:", "PUSH_REG:"),
-            **self.changes,
-        }
-        return SchedulerState(SchedulerConfig(self.facts.engine_id, "10.0.0.1", 5600, **values))
-
-    def make_fleet_secrets(self) -> FleetSecrets | None:
-        return self.secrets
-
-    def make_listener(self) -> Listener:
-        return self.listener
-
-
-@dataclass
-class Prompt:
-    """A prompt of which two different ones have different digests."""
-
-    text: str
-    refusal: str = ""
-
-    def digest(self, tokens: int) -> str | None:
-        if self.refusal or tokens > len(self.text):
-            return None
-        return hashlib.sha256(self.text[:tokens].encode()).hexdigest()
-
-
-class Engine:
-    """A scheduler side, its clock, and the plan of its latest step."""
-
-    def __init__(self, name: str = "engine", *, groups: tuple[CacheGroup, ...] = (), **changes: Any) -> None:
-        layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",))
-        groups = groups or (layers,)
-        uses_host_buffer = changes.pop("uses_host_buffer", False)
-        self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))))
-        self.parts = Parts(self.facts, uses_host_buffer, changes)
-        self.now_s = 0.0
-        self.side = SchedulerSide(self.facts, self.parts, lambda: self.now_s)  # type: ignore[arg-type]
-        self.side.serve({(0, 0): b"envelope"})
-
-    @property
-    def state(self) -> Any:
-        return self.side._state
-
-    def step(self, preempted: tuple[str, ...] = (), scheduled: tuple[ScheduledTokens, ...] = ()) -> Any:
-        return self.side.build_step(preempted, scheduled).plan
-
-    def allocate(
-        self, request_id: str, blocks: list[int], *, external: int = 0, hits: int = 0, preemptions: int = 0
-    ) -> None:
-        groups = [blocks for _ in self.facts.groups]
-        new = [blocks[hits:] for _ in self.facts.groups]
-        self.side.allocated(request_id, groups, new, external_tokens=external, preemptions=preemptions)
-
-    def prefill(self, request_id: str, text: str, **ending: Any) -> dict[str, Any] | None:
-        """Compute a prompt and finish it; return its ticket."""
-        blocks = list(range(1, 2 + (len(text) - 1) // BLOCK))
-        self.side.arrived(Arrival(request_id, PREFILL, len(text), Prompt(text)))
-        self.allocate(request_id, blocks)
-        self.step()
-        return self.end(request_id, text, blocks, **ending)
-
-    def end(self, request_id: str, text: str, blocks: list[int], **ending: Any) -> dict[str, Any] | None:
-        ending = {"reason": "length", "computed_tokens": len(text), "identity": Prompt(text), **ending}
-        keeps, ticket = self.side.finished(Ending(request_id, **ending), [blocks for _ in self.facts.groups])
-        assert keeps is (ticket is not None)
-        return ticket
-
-    def admit(self, request_id: str, ticket: Any, text: str) -> None:
-        self.side.arrived(Arrival(request_id, ticket, len(text), Prompt(text)))
-
-    def report(
-        self, *, sent: tuple[str, ...] = (), received: tuple[str, ...] = (), failed: tuple[str, ...] = ()
-    ) -> None:
-        self.side.update_output(sent=sent, received=received, failed=failed)
-
-    def refusals(self) -> list[str]:
-        return (self.side.take_stats() or {}).get("ticket_refusal_codes", [])
-
-
-TEXT = "a prompt of forty characters, no more..."
 
 
 def test_the_module_loads_without_the_host_and_without_torch() -> None:
@@ -405,71 +278,6 @@ def test_a_request_without_a_ticket_costs_the_machines_nothing() -> None:
     assert not engine.state.live_count
     engine.side.close()
     assert engine.parts.listener.is_closed
-
-
-def write_secret(file: Path, *secrets: str) -> FleetSecrets:
-    file.unlink(missing_ok=True)
-    file.write_text("\n".join(secrets))
-    file.chmod(0o440)
-    return FleetSecrets([str(file)])
-
-
-def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **changes: Any) -> SchedulerSide:
-    parts: Any = Parts(facts(), secrets=secrets, changes=changes)
-    return SchedulerSide(facts(), parts, now)
-
-
-def finished_ticket(side: SchedulerSide, request_id: str) -> dict[str, Any]:
-    side.arrived(Arrival(request_id, PREFILL, 32))
-    side.allocated(request_id, [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
-    _, ticket = side.finished(Ending(request_id, "length", 32), [[1, 2]])
-    assert ticket is not None
-    return ticket
-
-
-@pytest.mark.never_wrong("A7")
-def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = sealing_side(write_secret(tmp_path / "p", "a" * 16))
-    reader = sealing_side(write_secret(tmp_path / "d", "a" * 16))
-    ticket = finished_ticket(writer, "p1")
-    reader.arrived(Arrival("good", ticket, 32))
-    reader.arrived(Arrival("bad", {**ticket, "remote_block_ids": [[3, 4]]}, 32))
-    assert reader.external_tokens("good", 0) == (32, True)
-    assert reader.external_tokens("bad", 0) == (0, False)
-    assert "ticket-seal" in caplog.text
-    assert "a" * 16 not in caplog.text
-    stats = reader.take_stats()
-    assert stats is not None
-    assert "ticket-seal" in str(stats["ticket_refusal_codes"])
-
-
-def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
-    now = [0.0]
-    old, new = "a" * 16, "b" * 16
-    writer = sealing_side(write_secret(tmp_path / "p", old), lambda: now[0])
-    reader = sealing_side(write_secret(tmp_path / "d", old), lambda: now[0])
-    steps = [("d", (old, new)), ("p", (old, new)), ("p", (new, old)), ("d", (new, old)), ("p", (new,)), ("d", (new,))]
-    for number, (name, secrets) in enumerate(steps):
-        write_secret(tmp_path / name, *secrets)
-        now[0] += 2.0
-        reader.arrived(Arrival(f"d{number}", finished_ticket(writer, f"p{number}"), 32))
-        assert reader.external_tokens(f"d{number}", 0) == (32, True), f"refused after {name} had {secrets}"
-        writer.update_output(sent=[f"p{number}"], received=[], failed=[])
-
-
-def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    side = sealing_side(write_secret(tmp_path / "d", "a" * 16), unsealed_networks=("10.0.0.0/24",))
-    plain = finished_ticket(sealing_side(None), "p1")
-    for number in range(3):
-        side.arrived(Arrival(f"d{number}", plain, 32))
-        assert side.external_tokens(f"d{number}", 0)[0] == 32 or number
-    assert caplog.text.count("hands over without seals") == 1
-    side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32))
-    assert side.external_tokens("far", 0) == (0, False)
 
 
 def test_reports_of_other_connectors_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import order
-from test_scheduler_side import Engine as SchedulerEngine
+from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
 from vllm_adapter.config import Settings

@@ -111,7 +111,7 @@ def draw_configuration(below: Callable[[int], int]) -> Configuration:
 
 @final
 class Results:
-    """What one engine learns of its steps: at once or, with a lag, when the next step has been ordered."""
+    """Tells an engine the results of its steps: at once or, with a lag, when the next step has been ordered."""
 
     def __init__(self, *, has_lag: bool) -> None:
         self._has_lag = has_lag

@@ -1,0 +1,79 @@
+"""Sealed tickets at the scheduler side: changed ones are computed here, secrets rotate, unsealed peers are known."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import facts
+from scheduler_engine import PREFILL, Parts
+
+from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+
+
+def write_secret(file: Path, *secrets: str) -> FleetSecrets:
+    file.unlink(missing_ok=True)
+    file.write_text("\n".join(secrets))
+    file.chmod(0o440)
+    return FleetSecrets([str(file)])
+
+
+def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **changes: Any) -> SchedulerSide:
+    parts: Any = Parts(facts(), secrets=secrets, changes=changes)
+    return SchedulerSide(facts(), parts, now)
+
+
+def finished_ticket(side: SchedulerSide, request_id: str) -> dict[str, Any]:
+    side.arrived(Arrival(request_id, PREFILL, 32))
+    side.allocated(request_id, [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
+    _, ticket = side.finished(Ending(request_id, "length", 32), [[1, 2]])
+    assert ticket is not None
+    return ticket
+
+
+@pytest.mark.never_wrong("A7")
+def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = sealing_side(write_secret(tmp_path / "p", "a" * 16))
+    reader = sealing_side(write_secret(tmp_path / "d", "a" * 16))
+    ticket = finished_ticket(writer, "p1")
+    reader.arrived(Arrival("good", ticket, 32))
+    reader.arrived(Arrival("bad", {**ticket, "remote_block_ids": [[3, 4]]}, 32))
+    assert reader.external_tokens("good", 0) == (32, True)
+    assert reader.external_tokens("bad", 0) == (0, False)
+    assert "ticket-seal" in caplog.text
+    assert "a" * 16 not in caplog.text
+    stats = reader.take_stats()
+    assert stats is not None
+    assert "ticket-seal" in str(stats["ticket_refusal_codes"])
+
+
+def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
+    now = [0.0]
+    old, new = "a" * 16, "b" * 16
+    writer = sealing_side(write_secret(tmp_path / "p", old), lambda: now[0])
+    reader = sealing_side(write_secret(tmp_path / "d", old), lambda: now[0])
+    steps = [("d", (old, new)), ("p", (old, new)), ("p", (new, old)), ("d", (new, old)), ("p", (new,)), ("d", (new,))]
+    for number, (name, secrets) in enumerate(steps):
+        write_secret(tmp_path / name, *secrets)
+        now[0] += 2.0
+        reader.arrived(Arrival(f"d{number}", finished_ticket(writer, f"p{number}"), 32))
+        assert reader.external_tokens(f"d{number}", 0) == (32, True), f"refused after {name} had {secrets}"
+        writer.update_output(sent=[f"p{number}"], received=[], failed=[])
+
+
+def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = sealing_side(write_secret(tmp_path / "d", "a" * 16), unsealed_networks=("10.0.0.0/24",))
+    plain = finished_ticket(sealing_side(None), "p1")
+    for number in range(3):
+        side.arrived(Arrival(f"d{number}", plain, 32))
+        assert side.external_tokens(f"d{number}", 0)[0] == 32 or number
+    assert caplog.text.count("hands over without seals") == 1
+    side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32))
+    assert side.external_tokens("far", 0) == (0, False)
