@@ -56,5 +56,43 @@ def make_evidence(facts, implementation, results, bandwidth):
     }
 
 
+def render_page(evidence):
+    """Return the evidence as the page that `dev.py test gpu --record` writes."""
+    device = evidence["device"]
+    lines = [
+        "# Evidence of the GPU stage",
+        "",
+        "Written by `python3 tools/dev.py test gpu --record`; not to be edited by hand.",
+        "",
+    ]
+    if "reason" in device:
+        return "\n".join([*lines, f"**Not run**: {device['reason']}. Nothing is shown.", ""])
+    verdict = "passed" if evidence["is_green"] else "FAILED"
+    lines += [
+        f"**{verdict.capitalize() if verdict == 'passed' else verdict}** at {evidence['taken_at']}, commit {evidence['commit']}.",
+        "",
+        "| what | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in sorted(device.items())),
+        f"| nixl | {evidence['nixl']} |",
+        f"| python | {evidence['python']} |",
+        "",
+        "| check | outcome |",
+        "|---|---|",
+        *(f"| {name} | {_cell(outcome)} |" for name, outcome in sorted(evidence["results"].items())),
+        "",
+        "| direction | GB/s, best of ten |",
+        "|---|---|",
+        *(f"| {place} | {figure} |" for place, figure in sorted(evidence["bandwidth_gb_s"].items())),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text):
+    """Return a text that stays in its cell of a table."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
 def write_evidence(path, evidence):
     Path(path).write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")

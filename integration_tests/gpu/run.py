@@ -11,9 +11,10 @@ import argparse
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import numpy as np
-from evidence import device_facts, make_evidence, write_evidence
+from evidence import device_facts, make_evidence, render_page, write_evidence
 from stages import PAGE_BYTES, PAGES, PLACES, make_stage
 
 from kv_nixl_agent.testing import CHECKS
@@ -56,6 +57,7 @@ def run_place(torch, place, results, bandwidth):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="gpu-evidence.json", help="file for the evidence (default: %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="PAGE", help="also write the evidence as this Markdown page")
     parser.add_argument("--control", action="store_true", help="run the DRAM control alone, GPU or not; never green")
     options = parser.parse_args(arguments)
     results: dict[str, str] = {}
@@ -75,6 +77,8 @@ def main(arguments=None):
             run_place(torch, place, results, bandwidth)
     evidence = make_evidence(facts, implementation, results, bandwidth)
     write_evidence(options.output, evidence)
+    if options.record is not None:
+        options.record.write_text(render_page(evidence))
     if "reason" in facts:
         print(f"NOT RUN, NOT GREEN: {facts['reason']}", file=sys.stderr)
         return NO_GPU

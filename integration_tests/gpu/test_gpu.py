@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from evidence import device_facts, make_evidence, write_evidence  # noqa: E402 - beside this file
+from evidence import device_facts, make_evidence, render_page, write_evidence  # noqa: E402 - beside this file
 
 FACTS = {"name": "Fake GPU", "count": 1, "driver": "1.2", "torch": "2", "cuda": "12"}
 
@@ -52,3 +52,25 @@ def test_evidence_names_commit_device_versions_results_and_bandwidth(tmp_path):
 )
 def test_evidence_is_green_only_for_a_full_pass_on_a_gpu(facts, results):
     assert make_evidence(facts, "nixl 9", results, {})["is_green"] is False
+
+
+def test_the_page_names_machine_versions_outcomes_and_figures():
+    results = {"vram-to-vram:read": "passed", "vram-to-dram:read": "failed: E: a | b\nsecond line"}
+    page = render_page(make_evidence(FACTS, "nixl 9", results, {"vram-to-vram": 99.0}))
+    assert "**FAILED** at" in page
+    for row in ("| name | Fake GPU |", "| driver | 1.2 |", "| nixl | nixl 9 |", "| vram-to-vram | 99.0 |"):
+        assert row in page.splitlines()
+    assert "| vram-to-dram:read | failed: E: a \\| b second line |" in page.splitlines()
+    assert "**Passed** at" in render_page(make_evidence(FACTS, "nixl 9", {"a": "passed"}, {}))
+
+
+def test_the_page_of_a_machine_without_a_gpu_says_not_run_and_nothing_else():
+    page = render_page(make_evidence({"reason": "torch sees no CUDA device"}, "not started", {"a": "passed"}, {}))
+    assert "**Not run**: torch sees no CUDA device." in page
+    assert "assed" not in page
+
+
+def test_the_page_in_the_documents_is_one_that_the_stage_wrote():
+    page = (HERE.parents[1] / "docs" / "gpu-evidence.md").read_text()
+    assert page.startswith(render_page({"device": {"reason": ""}}).partition("**Not run**")[0])
+    assert ("**Not run**" in page) is not ("| check | outcome |" in page)

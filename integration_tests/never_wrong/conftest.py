@@ -1,4 +1,4 @@
-"""Makes the modules of this folder importable, also in the processes that pytest starts."""
+"""Makes the modules of this folder and `kvdev` importable, also in the processes that pytest starts."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["PeakMeter", "Victim", "main"]
 
@@ -72,7 +72,7 @@ class PeakMeter:
         self.before_mb = self.peak_mb = victim.resident_mb()
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> PeakMeter:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -119,7 +119,7 @@ def _serve(options: dict[str, Any]) -> None:
         from kv_handshake._zmq import _router
         from kv_handshake._zmq._watch import ConnectionLimits
 
-        _router.ConnectionLimits = lambda: ConnectionLimits(idle_s=idle_s)  # type: ignore[misc, assignment]
+        vars(_router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
     listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
     listener.start()

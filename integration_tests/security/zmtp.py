@@ -56,7 +56,11 @@ def _open(sock: socket.socket, kind: bytes, identity: bytes) -> None:
 def connected(port: int, *, identity: bytes = b"") -> socket.socket:
     """Return a connection to a listener after the opening, as a DEALER."""
     sock = socket.create_connection(("127.0.0.1", port), timeout=30)
-    _open(sock, b"DEALER", identity)
+    try:
+        _open(sock, b"DEALER", identity)
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 

@@ -1,4 +1,4 @@
-"""Engines for every test here, each on the fake fabric and on real NIXL; makes `engines` importable."""
+"""Engines for every test here: on the fake fabric, with and without a step of lag, and on real NIXL."""
 
 from __future__ import annotations
 
@@ -16,17 +16,31 @@ from engines import Engine
 from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import FakeFabric
 
+FIGURES: list[str] = []
 
-@pytest.fixture(params=["fake", "nixl"])
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Return a function that notes a figure of this test for the end of the run."""
+    return lambda text: FIGURES.append(f"{request.node.name}: {text}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures."""
+    for line in FIGURES:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(params=["fake", "fake-lag", "nixl"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """A maker of engines that are closed at the end; `wrap` puts something in front of an engine's NIXL ports."""
-    fabric = FakeFabric() if request.param == "fake" else None
+    fabric = None if request.param == "nixl" else FakeFabric()
     made: list[Engine] = []
 
     def build(name: str, wrap: Callable[[Any], Any] | None = None, **options: Any) -> Engine:
         factory: Any = fabric.port if fabric else open_nixl
         plain = factory if wrap is None else lambda *given, **more: wrap(factory(*given, **more))
-        made.append(Engine(name, port_factory=plain, **options))
+        made.append(Engine(name, port_factory=plain, has_lag=request.param == "fake-lag", **options))
         return made[-1]
 
     yield build

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Engine:
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
     (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
+    With `has_lag` each step is ordered before the results of the step before are known, as vLLM's `AsyncScheduler` does.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         tokens: int = TOKENS,
         order: str = "HND",
         has_mirror: bool = False,
+        has_lag: bool = False,
         port_factory: Callable[..., Any] | None = None,
         settings: Settings | None = None,
         factors: Mapping[str, object] | None = None,
@@ -87,6 +90,8 @@ class Engine:
         )
         self.side = SchedulerSide(parts.facts, parts)
         self.side.serve(payloads)
+        self.has_lag = has_lag
+        self._late: Callable[[], None] | None = None
         self._preempted: list[str] = []
         self._free = list(range(1, blocks))
         self.held: dict[str, list[int]] = {}
@@ -136,10 +141,14 @@ class Engine:
         """
         preempted, self._preempted = self._preempted, []
         orders = self.side.build_step(preempted, scheduled)
+        late, self._late = self._late, None
+        if late is not None:
+            late()
         sent: list[str] = []
         received: list[str] = []
         failed: set[str] = set()
         registrations: dict[tuple[int, int], RankRegistration] = {}
+        reasons: dict[str, dict[tuple[int, int], str]] = {}
         if forward is not None:
             forward()
         for worker in self.workers:
@@ -148,6 +157,8 @@ class Engine:
         for worker in self.workers:
             report = worker.take_report()
             failed |= report.failed
+            for request_id, reason in report.reasons.items():
+                reasons.setdefault(request_id, {})[worker.rank] = reason
             if report.registration is not None:
                 registrations[worker.rank] = report.registration
             for request_id in (*report.sent, *report.received):
@@ -155,7 +166,23 @@ class Engine:
                 if self._reports[request_id] == self.tp:
                     del self._reports[request_id]
                     (sent if request_id in report.sent else received).append(request_id)
-        self.side.update_output(sent=sent, received=received, failed=failed, registrations=registrations or None)
+        results = partial(self._take_results, sent, received, failed, registrations, reasons)
+        if self.has_lag:
+            self._late = results
+        else:
+            results()
+
+    def _take_results(
+        self,
+        sent: Sequence[str],
+        received: Sequence[str],
+        failed: set[str],
+        registrations: Mapping[tuple[int, int], RankRegistration],
+        reasons: Mapping[str, Mapping[tuple[int, int], str]],
+    ) -> None:
+        self.side.update_output(
+            sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None
+        )
         for request_id in received:
             assert request_id not in self.received, "a read was reported twice"
             self.received[request_id] = request_id not in failed
@@ -173,6 +200,8 @@ class Engine:
         self.side.allocated(request_id, [blocks], [blocks], external_tokens=0, preemptions=0)
         for start in range(0, tokens, chunk_tokens or tokens):
             self._prefill_chunk(request_id, blocks, start, min(start + (chunk_tokens or tokens), tokens), tokens)
+        if self.has_lag:
+            self.step()  # ordered before the last token of the prompt's own step is known
         keeps_blocks, ticket = self.side.finished(Ending(request_id, reason, tokens, identity=prompt), [blocks])
         self.step()
         if not keeps_blocks:

@@ -19,7 +19,7 @@ from kv_scheduler_state import prompt_digest
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
-BLOCKS = 60
+Figure = Callable[[str], None]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def refusal(engine: Engine, request_id: str) -> str:
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
-def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_locked: bool) -> None:
+def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure) -> None:
     """An attacker's own live fence beside a victim's block ids: the whole of the victim's prompt, page by page."""
     settings = Settings(**secrets) if is_locked else Settings()
     producer, reader = make("P", settings=settings), make("D", settings=settings)
@@ -82,7 +82,7 @@ def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_loc
     assert victims_ticket is not None
     request_id = attempt(reader, {**ticket, "remote_block_ids": victims_ticket["remote_block_ids"]}, tokens)
     found = stolen(reader, request_id, victim, 20)
-    print(f"\n  {'sealed' if is_locked else 'unsealed'}: {found} of {20 * LAYERS} foreign pages read")
+    figure(f"{'sealed' if is_locked else 'unsealed'}: {found} of {20 * LAYERS} foreign pages read")
     assert found == (0 if is_locked else 20 * LAYERS)
     if is_locked:
         assert refusal(reader, request_id) == "ticket-seal"
@@ -101,7 +101,7 @@ class Other:
 
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
-    make: Make, secrets: dict[str, Any], is_locked: bool
+    make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
 ) -> None:
     """The digest alone is no lock: whoever knows the other prompt can write its digest into the ticket."""
     settings = Settings(**secrets) if is_locked else Settings()
@@ -112,13 +112,15 @@ def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     prompt: Any = Other()
     request_id = attempt(reader, {**ticket, "kv_prompt": prompt.digest(tokens)}, tokens, prompt)
     found = stolen(reader, request_id, source, 4)
-    print(f"\n  {'sealed' if is_locked else 'unsealed'}: {found} pages of a prompt under another one's tokens")
+    figure(f"{'sealed' if is_locked else 'unsealed'}: {found} pages of a prompt under another one's tokens")
     assert found == (0 if is_locked else 4 * LAYERS)
     assert not is_locked or refusal(reader, request_id) == "ticket-seal"
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
-def test_a_stranger_gets_no_agent_metadata(make: Make, channel: dict[str, Any], is_locked: bool) -> None:
+def test_a_stranger_gets_no_agent_metadata(
+    make: Make, channel: dict[str, Any], is_locked: bool, figure: Figure
+) -> None:
     """The metadata are the keys to read and write all of the cache."""
     settings = Settings(**channel) if is_locked else Settings()
     producer, reader = make("P", settings=settings), make("D", settings=settings)
@@ -128,7 +130,7 @@ def test_a_stranger_gets_no_agent_metadata(make: Make, channel: dict[str, Any], 
     finally:
         client.close()
     got = sum(len(peer.agent_metadata) for peer in outcome.peers.values())
-    print(f"\n  {'keyed' if is_locked else 'open'}: {got} bytes of agent metadata ({outcome.code or 'served'})")
+    figure(f"{'keyed' if is_locked else 'open'}: {got} bytes of agent metadata ({outcome.code or 'served'})")
     assert bool(got) is not is_locked
     source, ticket = producer.prefill(3 * TOKENS)
     request_id = reader.start_decode(ticket, 3 * TOKENS)
@@ -173,7 +175,7 @@ def squat() -> Iterator[Callable[..., Squatter]]:
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
-    make: Make, squat: Callable[..., Squatter], is_ours: bool
+    make: Make, squat: Callable[..., Squatter], is_ours: bool, figure: Figure
 ) -> None:
     """Without secrets anybody can send a ticket that names such an engine; honest tickets go on to be read."""
     settings = Settings(enforce_handshake_compat=False)
@@ -197,13 +199,15 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     honest = reader.start_decode(ticket, tokens)
     began = time.monotonic()
     is_good = reader.wait_received(honest)
-    print(f"\n  the honest read took {1e3 * (time.monotonic() - began):.0f} ms beside the squatter")
+    figure(f"the honest read took {1e3 * (time.monotonic() - began):.0f} ms beside the squatter")
     assert is_good
     reader.assert_has(honest, source, tokens)
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
-def test_a_stranger_neither_ends_nor_renews_a_lease(make: Make, secrets: dict[str, Any], is_locked: bool) -> None:
+def test_a_stranger_neither_ends_nor_renews_a_lease(
+    make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
+) -> None:
     """It knows the request's id, which is no secret, and the producer's agent."""
     settings = Settings(kv_lease_duration=3.0, **(secrets if is_locked else {}))
     producer, reader = make("P", settings=settings), make("D", settings=settings)
@@ -217,8 +221,8 @@ def test_a_stranger_neither_ends_nor_renews_a_lease(make: Make, secrets: dict[st
         producer.step()
         time.sleep(0.02)
     is_freed = source not in producer.held
-    print(
-        f"\n  {'sealed' if is_locked else 'unsealed'}: the stranger {'freed' if is_freed else 'did not free'} the blocks"
+    figure(
+        f"{'sealed' if is_locked else 'unsealed'}: the stranger {'freed' if is_freed else 'did not free'} the blocks"
     )
     assert is_freed is not is_locked
     if is_locked:

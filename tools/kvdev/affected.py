@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["affected_by", "run_affected", "siblings_of"]
 
-_SHARED = ("pyproject.toml", "uv.lock", "tools/", ".github/workflows/package.yml", ".github/workflows/packages.yml")
+_SHARED = (
+    "pyproject.toml",
+    "uv.toml",
+    "uv.lock",
+    "tools/",
+    ".github/workflows/package.yml",
+    ".github/workflows/packages.yml",
+)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 

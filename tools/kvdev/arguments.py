@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the verb it finds is `options.verb`."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _dist, _affected, _metrics):
+    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _dist, _affected, _metrics, _newest):
         add(verbs)
     return parser
 
@@ -48,6 +48,7 @@ def _test(verbs: Verbs) -> None:
     )
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
     parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
+    parser.add_argument("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
 
@@ -90,6 +91,14 @@ def _metrics(verbs: Verbs) -> None:
     parser = verbs.add_parser("metrics", help="structure of the packages in numbers")
     parser.add_argument("checkout", nargs="?", type=Path, help="another checkout (default: this one)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of the table")
+
+
+def _newest(verbs: Verbs) -> None:
+    parser = verbs.add_parser("newest", help="name what the newest vLLM changed of what the adapter stands on")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--vllm", default="", metavar="VERSION", help="read this version (default: the newest there is)")
+    what.add_argument("--source", type=Path, help="read the vLLM below this folder; nothing is fetched")
+    parser.add_argument("--record", action="store_true", help="write what was read as the new record")
 
 
 def _lock(verbs: Verbs) -> None:

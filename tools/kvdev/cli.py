@@ -52,7 +52,9 @@ def _demo(uv: Path, options: Namespace) -> int:
 def _test(uv: Path, options: Namespace) -> int:
     from kvdev.testing import RunOptions, run_tests
 
-    chosen = RunOptions(options.vllm, options.select, is_long=options.long, is_lowest=options.lowest)
+    chosen = RunOptions(
+        options.vllm, options.select, is_long=options.long, is_lowest=options.lowest, is_recorded=options.record
+    )
     return run_tests(uv, options.scope, chosen)
 
 
@@ -116,6 +118,12 @@ def _router(_uv: Path, options: Namespace) -> int:
     return serve_forever(options.prefill, options.decode, host=options.host, port=options.port)
 
 
+def _newest(uv: Path, options: Namespace) -> int:
+    from kvdev.newest import run_newest
+
+    return run_newest(uv, version=options.vllm, source=options.source, record=options.record)
+
+
 _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "demo": _demo,
     "test": _test,
@@ -127,4 +135,5 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "release": _release,
     "dist": _dist,
     "metrics": _metrics,
+    "newest": _newest,
 }

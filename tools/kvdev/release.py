@@ -84,7 +84,8 @@ def version_faults(root: Path, package: str) -> list[str]:
     faults: list[str] = []
     if f'__version__ = "{version}"' not in module.read_text():
         faults.append(f"{module.relative_to(root)} does not say __version__ = {version!r}")
-    for text in project["dependencies"]:
+    extras: dict[str, list[str]] = project.get("optional-dependencies", {})
+    for text in [*project["dependencies"], *(need for needs in extras.values() for need in needs)]:
         need = Requirement(text)
         if need.name in PACKAGES:
             sibling = project_of(root / "packages" / need.name)["version"]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
 SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "host", "fleet", "gpu")
+GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _NO_TESTS_COLLECTED = 5
 
 
@@ -47,6 +48,8 @@ class RunOptions:
     select: str = ""
     is_long: bool = False
     is_lowest: bool = False
+    is_recorded: bool = False
+    """Whether the GPU stage writes its page in the documents."""
 
     @property
     def words(self) -> list[str]:
@@ -62,6 +65,8 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
     if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
+    if options.is_recorded and list(scopes) != ["gpu"]:
+        fail("--record is for the scope gpu alone: dev.py test gpu --record")
     if options.is_long:
         os.environ["KVDEV_LONG"] = "1"
     started = time.monotonic()
@@ -95,17 +100,37 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
         _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
     elif scope in {"sim", "real-io", "security"}:
         _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
+        if scope == "security":  # attacks on tickets and agents need the simulation's engines
+            _pytest(
+                "security-tickets",
+                _here(),
+                ROOT / "integration_tests" / "sim" / "test_attacks.py",
+                tally,
+                *options.words,
+            )
     elif scope in {"host", "fleet"}:
         (_host if scope == "host" else _fleet)(uv, tally, options)
-    elif not _has_gpu():
-        tally.not_run.append(
-            "not run: gpu (this machine has no NVIDIA GPU; the GPU stage is not green, it did not happen)"
-        )
-        if is_asked_for:
-            tally.failed += 1
-            tally.failures.append(scope)
     else:
-        _pytest(scope, _here(), ROOT / "integration_tests" / "gpu", tally, *options.words)
+        _gpu(tally, options, is_asked_for=is_asked_for)
+
+
+def _gpu(tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
+    if _has_gpu():
+        _pytest("gpu", _here(), ROOT / "integration_tests" / "gpu", tally, *options.words)
+        if options.is_recorded:
+            _record_gpu(_here())
+        return
+    tally.not_run.append("not run: gpu (this machine has no NVIDIA GPU; the GPU stage is not green, it did not happen)")
+    if is_asked_for:
+        tally.failed += 1
+        tally.failures.append("gpu")
+
+
+def _record_gpu(python: Path) -> None:
+    """Run the GPU stage once more by itself and write its page, also where it fails."""
+    run = ROOT / "integration_tests" / "gpu" / "run.py"
+    command: list[str | Path] = [python, run, "--output", STATE / "reports" / "gpu.json", "--record", GPU_PAGE]
+    run_step("record the GPU stage", command, timeout_s=1200)
 
 
 def _check(tally: _Tally) -> None:

@@ -25,6 +25,7 @@ def test_versions_fit(package: str) -> None:
     ("file", "old", "new", "words"),
     [
         ("vllm-adapter/pyproject.toml", "kv-topology>=0.2,<0.3", "kv-topology>=0.1,<0.2", "kv-topology is 0.2"),
+        ("vllm-adapter/pyproject.toml", "[cu13]>=0.2,<0.3", "[cu13]>=0.1,<0.2", "kv-nixl-agent is 0.2"),
         ("vllm-adapter/pyproject.toml", '">=3.11"', '">=3.9"', "promises Python >=3.9"),
         (
             "vllm-adapter/src/vllm_adapter/__init__.py",

@@ -42,6 +42,7 @@ def test_a_person_can_choose_every_package() -> None:
             ["kv-handshake", "kv-nixl-agent", "vllm-adapter"],
         ),
         (["uv.lock"], list(PACKAGES)),
+        (["uv.toml"], list(PACKAGES)),
         (["tools/kvdev/testing.py"], list(PACKAGES)),
         ([".github/workflows/package.yml"], list(PACKAGES)),
         (["docs/architecture.md", "README.md", "integration_tests/sim/engines.py"], []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from fleets import COMPUTED, FAILED, REFUSED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
-from kv_scheduler_state import SchedulerConfig, TicketReader
+from kv_scheduler_state import SchedulerConfig, TicketError, TicketReader
 from kv_scheduler_state._seal import TicketSeal
 from kv_scheduler_state.testing import forged_tickets
 
@@ -133,7 +134,20 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
                 (await fleet.post(session, "prefill", {"prompt": text, "max_tokens": 6}))["choices"][0]["text"]
                 for text in fresh
             ]
-            drawn = list(forged_tickets(tickets, FORGERIES, 14, reseal))
+            values = [reader.read(each, "handoff") for each in tickets]
+
+            def is_changed(params: dict[str, Any]) -> bool:
+                """Tell a forgery from a ticket that leaves out what it need not say, such as dcp_size 1."""
+                try:
+                    return reader.classify(params) == "handoff" and reader.read(params, "handoff") not in values
+                except TicketError:
+                    return True
+
+            drawn = [
+                (kind, params)
+                for kind, params in forged_tickets(tickets, 2 * FORGERIES, draw, reseal)
+                if not kind.startswith("changed") or is_changed(params)
+            ][:FORGERIES]
             jobs = []
             for number, (kind, params) in enumerate(drawn):
                 which = draw.randrange(len(fresh))
@@ -145,11 +159,12 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
     asyncio.run(run())
     print(f"\n  {sum(answered.values())} forged tickets of {dict(answered)} in {time.monotonic() - started:.1f} s")
     assert not wrong
-    transfers = fleet.count("decode", TRANSFERS) - before
-    harmless = FORGERIES - (fleet.count("decode", REFUSED) - refused)
-    sealed = fleet.log("decode").count("(ticket-seal:")
-    print(f"  refused {FORGERIES - harmless:.0f}, of them {sealed} as ticket-seal; transfers {transfers:.0f}")
+    transfers, refused = fleet.count("decode", TRANSFERS) - before, fleet.count("decode", REFUSED) - refused
+    codes = Counter(re.findall(r"computed here \((ticket-[a-z-]+):", fleet.log("decode")))
+    print(f"  refused {refused:.0f} as {dict(codes)}; {transfers:.0f} transfers for {len(honest)} honest requests")
+    assert refused == FORGERIES
     assert transfers == len(honest), "only the honest ones were read"
+    assert codes["ticket-seal"] >= 0.9 * FORGERIES, "the others were malformed, too"
     assert fleet.count("decode", FAILED) == failed, "nothing of a forged ticket reached a worker"
     assert all(secret not in fleet.log(name) for name in fleet.engines for secret in (OLD, NEW))
 
@@ -199,7 +214,5 @@ def test_an_engine_without_a_listed_key_is_refused_by_code(keys: Keys, fleet: Fl
             (answer,) = other.answers([text], prefill="prefill", decode=name)
             assert answer == expected, "computed locally"
             assert other.count(name, TRANSFERS) == 0
-            codes = [line for line in other.log(name).splitlines() if "timed-out" in line or "access-denied" in line]
-            print(f"\n  {name}: {codes[-1][-200:] if codes else 'no line'}")
-            assert codes
+            assert "(authentication-refused)" in other.log(name)
         del other.engines["prefill"]

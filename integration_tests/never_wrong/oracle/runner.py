@@ -69,6 +69,7 @@ class Play:
         self.is_hostile = is_hostile  # whether the router changes tickets, which may then be refused
         self.rng = random.Random(case.seed)
         self.router = router or str
+        self.ask: dict[str, object] = {"do_remote_decode": True}  # a router's request for a ticket
         self.is_threaded = is_threaded
         self.clock = Clock(is_real=is_threaded)
         self.clock.install()
@@ -115,7 +116,7 @@ class Play:
         case, engine, source = self.case, self.producer, f"p{number}"
         prompt = [self.rng.randrange(1000) for _ in range(request.prompt)]
         asked = list(prompt)
-        refused, dropped = engine.arrive(source, {"do_remote_decode": True}, asked)
+        refused, dropped = engine.arrive(source, self.ask, asked)
         assert not refused
         computed = request.prompt - dropped + request.further
         theirs = producer_lists(case, request, engine.pool, computed + request.in_flight, self.rng)

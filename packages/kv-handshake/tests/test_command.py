@@ -180,6 +180,16 @@ def test_refusals_and_bad_supposition(served, capsys):
     assert "unknown-rank" in capsys.readouterr().err
 
 
+def test_questions_that_would_end_a_listener_of_vllm_are_announced(served, capsys):
+    peer = served(Recording(14, sample_envelopes([(0, 0), (0, 1)])))
+    assert main(["probe", peer]) == 0
+    assert "--vllm or --dialect" in capsys.readouterr().err
+    assert main(["probe", peer, "--vllm", "0.32"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["probe", peer, "--dialect", "14", "--rank", "0-1"]) == 0
+    assert "a rank that it does not serve; 2 ranks" in capsys.readouterr().err
+
+
 def test_probe_with_keys(capsys, tmp_path):
     for name in ("server", "own"):
         assert main(["keygen", str(tmp_path), name]) == 0

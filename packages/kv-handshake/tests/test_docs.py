@@ -73,3 +73,10 @@ def test_wire_pages_name_every_field_and_factor():
     for name in (*dialect_of(15).hash_factors, *dialect_of(2).hash_factors):
         assert f"`{name}`" in compatibility
         assert name in FACTOR_GROUPS
+
+
+@needs_docs
+def test_compatibility_page_lists_the_factors_of_the_id():
+    section = (WIRE / "compatibility.md").read_text().split("## Compatibility id")[1]
+    listed = re.findall(r"`(\w+)`", section.split("Two engines share")[0].split("`model` is left out")[0])
+    assert listed == [name for name, group in FACTOR_GROUPS.items() if group == "must-match"]

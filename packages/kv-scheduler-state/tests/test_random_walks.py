@@ -38,7 +38,7 @@ def found(tables: Tables | None = None, *, seeds: int = 400) -> str:
 @pytest.mark.timeout(600)
 def test_no_fleet_of_any_configuration_breaks_a_promise():
     configurations = {random_walk(random.Random(seed).randrange, rounds=ROUNDS) for seed in range(SEEDS)}
-    for name in ("groups", "workers", "readers", "consumers", "siblings", "fence_slots", "ids", "lease_s"):
+    for name in ("groups", "workers", "readers", "consumers", "siblings", "fence_slots", "ids", "lease_s", "has_lag"):
         assert len({getattr(configuration, name) for configuration in configurations}) > 1, name
 
 

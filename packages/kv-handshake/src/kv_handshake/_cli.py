@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_handshake._compare import Snapshot, compare
-from kv_handshake._dialect import NEWEST_DIALECT, dialect_of, dialect_of_vllm
+from kv_handshake._dialect import dialect_of, dialect_of_vllm
 from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import ConfigurationError, HandshakeError
 from kv_handshake._listener import Listener
@@ -41,6 +41,7 @@ _EPILOG = """exit codes:
   3  the peer cannot be reached or does not answer
   4  the peer refused, or its reply breaks the protocol
 """
+_DEFAULT_DIALECT = 5
 _EXIT_BY_FAULT = {"local": EXIT_USAGE, "environment": EXIT_UNREACHABLE, "peer": EXIT_REFUSED}
 
 
@@ -90,10 +91,9 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     version.add_argument(
         "--dialect",
         type=int,
-        default=NEWEST_DIALECT,
         metavar="N",
-        help=f"the peer's connector version (default {NEWEST_DIALECT}). A wrong one ends a listener of vLLM itself: "
-        "before vLLM 0.26 it must be 4 or less, from then on 5 or more",
+        help=f"the peer's connector version (default {_DEFAULT_DIALECT}, the oldest on which no vLLM since 0.26 ends). A wrong "
+        "one ends a listener of vLLM itself: before vLLM 0.26 it must be 4 or less, from then on 5 or more",
     )
     version.add_argument("--vllm", metavar="RELEASE", help="take the connector version from the peer's vLLM release")
     parser.add_argument("--against", metavar="FILE|HOST:PORT", help="compare with a recording or another live engine")
@@ -132,9 +132,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _run_probe(options: argparse.Namespace) -> int:
     endpoint = parse_endpoint(options.peer)
     host, port = endpoint.host, endpoint.port
-    version = dialect_of_vllm(options.vllm) if options.vllm else dialect_of(options.dialect)
+    asked = _DEFAULT_DIALECT if options.dialect is None else options.dialect
+    version = dialect_of_vllm(options.vllm) if options.vllm else dialect_of(asked)
     security = _security(options)
     ranks = _ranks(options.rank)
+    _warn(options, ranks)
     advertisement = b""
     if options.advertisement:
         _, advertisement = probe_advertisement(host, port, timeout_s=options.timeout, security=security)
@@ -157,6 +159,22 @@ def _run_probe(options: argparse.Namespace) -> int:
         code = EXIT_OK if comparison.is_compatible else EXIT_DIFFERENT
     print(json.dumps(document, default=str) if options.json else text)
     return code
+
+
+def _warn(options: argparse.Namespace, ranks: Sequence[Rank]) -> None:
+    """Say, before anything is sent, which question would end a listener of vLLM itself."""
+    if not options.vllm and options.dialect is None:
+        print(
+            "kv-handshake: the query has the shape of vLLM 0.26 and later; a listener of an older vLLM would end on it "
+            "(give --vllm or --dialect)",
+            file=sys.stderr,
+        )
+    if any(rank != (0, 0) for rank in ranks):
+        print(
+            f"kv-handshake: a listener of vLLM itself ends if it is asked for a rank that it does not serve; {len(ranks)} ranks "
+            "are asked for",
+            file=sys.stderr,
+        )
 
 
 def _snapshot_against(

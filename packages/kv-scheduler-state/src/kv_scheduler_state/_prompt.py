@@ -51,24 +51,31 @@ def prompt_digest(
     """Return the digest of a prompt as 64 hexadecimal digits.
 
     Args:
-        token_ids: Exactly the tokens whose KV is handed over.
+        token_ids: Exactly the tokens whose KV is handed over; an `array("q")` is not copied.
         lora: Name of the adapter, not its path; empty for the base model.
         media: (content hash, first token, number of tokens) of each image, video or audio that begins among the tokens, in
             order of position.
         salt: The request's cache salt.
         embeds: Digest of prompt embeddings that stand in for tokens; empty for none.
     """
-    tokens = array("q", token_ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
+    tokens = _packed(token_ids)
     state = sha256(_TAG)
     state.update(_number(len(tokens)))
-    state.update(tokens.tobytes())
+    state.update(tokens)
     state.update(_number(len(media)))
     for content, first, count in media:
         state.update(_text(content) + _number(first) + _number(count))
     state.update(_text(lora) + _text(salt) + _text(embeds))
     return state.hexdigest()
+
+
+def _packed(token_ids: Iterable[int]) -> array[int]:
+    if isinstance(token_ids, array) and token_ids.typecode == "q" and sys.byteorder == "little":
+        return token_ids
+    tokens = array("q", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
 
 
 def _number(value: int) -> bytes:

@@ -24,6 +24,8 @@ _COUNT = struct.Struct("=Q")
 """``tcpi_bytes_received`` of Linux's ``struct tcp_info``: 8 bytes of flags, 24 numbers of 32 bits, then 64 bits each of two
 paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
 
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+
 CAN_LOOK = hasattr(socket, "TCP_INFO")
 """Whether this system counts a connection's bytes."""
 
@@ -64,6 +66,8 @@ class Grip:
         try:
             if not self._pin(descriptor) or self._pinned_ends() != ends:
                 return False
+            # libzmq's close then resets the connection: a peer that sends without end learns of it, and no buffer stays.
+            self._pinned.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
             self._pinned.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False

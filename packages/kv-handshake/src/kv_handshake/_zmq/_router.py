@@ -30,10 +30,9 @@ __all__ = ["Incoming", "RouterSocket", "TooManyFrames"]
 _MAX_INCOMING_BYTES = 128 * 1024
 """A longer frame closes its connection before it is in memory; shorter ones are refused with a code."""
 
-_UNREAD_REPLIES = 256
-"""Replies queued per connection. They share their bytes, so that one takes some 300 bytes however long its envelope is."""
-
 _SHARED_FROM_BYTES = 1024
+"""Replies that wait for their readers share the bytes of frames from here on: one then takes some 300 bytes more."""
+
 _MOST_SHARED = 128
 _CHOSEN = slice(0, 1)
 """An identity that begins with a zero byte is libzmq's own and belongs to one connection for ever; a peer chooses others."""
@@ -113,7 +112,7 @@ class RouterSocket:
                 (zmq.LINGER, 0),
                 (zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES),
                 (zmq.RCVHWM, HIGH_WATER_MARK),
-                (zmq.SNDHWM, _UNREAD_REPLIES),
+                (zmq.SNDHWM, HIGH_WATER_MARK),
                 (zmq.RCVTIMEO, _RECEIVE_TIMEOUT_MS),
                 (zmq.ROUTER_MANDATORY, 1),
                 (zmq.TCP_KEEPALIVE, 1),

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Shared
+from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from kv_scheduler_state.testing._model import demand
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class FleetRead:
     hit: int = 0
     order: ReadOrder | None = None
     ranks: list[str] = field(default_factory=list[str])
+    is_told: bool = False
     memory: dict[int, object] = field(default_factory=dict[int, object])
 
 
@@ -50,6 +52,7 @@ class FleetConsumer:
         self.reads: dict[str, FleetRead] = {}
         self.requests = 0
         self.blocks = 0
+        self.results = Results(has_lag=config.has_lag)
 
     def round(self) -> None:
         """Let requests arrive, load, read and end, and order the step."""
@@ -64,6 +67,7 @@ class FleetConsumer:
             elif read.status == "local":
                 self._end(request_id, read)
         self.order_reads()
+        self.results.step_ordered()
 
     def _admit(self, prompt: FleetPrompt) -> None:
         extra = 1 if any(group.kind == "state" for group in self.shared.config.groups) else 0
@@ -153,8 +157,9 @@ class FleetConsumer:
                 read.ranks[rank] = "copied"
             elif doing == "copied":
                 self._verify(order, read, rank)
-        if set(read.ranks) <= {"ok", "bad"}:
-            self._report(request_id, read)
+        if set(read.ranks) <= {"ok", "bad"} and not read.is_told:
+            read.is_told = True
+            self.results.tell(partial(self._report, request_id, read, list(read.ranks)))
 
     def _copy(self, order: ReadOrder, read: FleetRead) -> None:
         """Copy the content of the peer's blocks as it is now, token by token, by the lists' own first tokens."""
@@ -180,8 +185,8 @@ class FleetConsumer:
         if is_intact:
             self.shared.tell("done", order.peer_request_id, order.nonce, self.name, rank)
 
-    def _report(self, request_id: str, read: FleetRead) -> None:
-        failed = [request_id] if "bad" in read.ranks else []
+    def _report(self, request_id: str, read: FleetRead, ranks: list[str]) -> None:
+        failed = [request_id] if "bad" in ranks else []
         self.state.report(sent=[], received=[request_id], failed=failed)
         order = read.order
         if failed and order is not None and read.status == "reading":
@@ -206,7 +211,14 @@ class FleetConsumer:
     def _end(self, request_id: str, read: FleetRead) -> None:
         if read.status == "local" and not self.shared.is_healing and self.shared.below(3):
             return
-        reason: FinishReason = "abort" if read.status == "waiting" else "stop"
+        is_abort, read.status = read.status == "waiting", "ending"
+        end = partial(self._finish, request_id, "abort" if is_abort else "stop")
+        if is_abort:
+            end()  # comes from the client, not from a step
+        else:
+            self.results.tell(end)
+
+    def _finish(self, request_id: str, reason: FinishReason) -> None:
         self.state.finish(request_id, reason=reason, block_ids=[[1]], computed_tokens=0, now_s=self.shared.now_s)
         del self.reads[request_id]
 

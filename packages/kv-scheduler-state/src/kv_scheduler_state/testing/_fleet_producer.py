@@ -4,6 +4,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from kv_scheduler_state._announced import AnnouncedFences
@@ -12,7 +13,7 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._ticket import prefill_request_params
-from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Shared
+from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from kv_scheduler_state.testing._model import demand
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST_SKIPPED: Final = 2
 _SAFE_PART: Final = 0.35
 """Part of a lease that is left, at a worker's last look, of every lease that is renewed in time."""
 _REVOCATION_ROUNDS: Final = _MOST_SKIPPED + 3
-"""Rounds after which a revoked lease must have ended on every worker."""
+"""Rounds after which a revoked lease must have ended on every worker; one more with a lag."""
 
 
 @final
@@ -57,6 +58,7 @@ class FleetProducer:
         self.free: list[int] = list(range(1, 400))
         self.prompts: dict[str, FleetPrompt] = {}
         self.texts = 0
+        self.results = Results(has_lag=config.has_lag)
 
     def round(self) -> None:
         """Let prompts arrive, start, go on and end, and order the step."""
@@ -72,6 +74,7 @@ class FleetProducer:
         if not self.shared.is_healing and not self.shared.below(12):
             self._revoke()
         self._step()
+        self.results.step_ordered()
         self.check()
 
     def _arrive(self, request_id: str) -> None:
@@ -126,7 +129,13 @@ class FleetProducer:
                 self._start(request_id, prompt)
                 self.state.preempt(request_id, now_s=self.shared.now_s)
         elif choice < 3 and prompt.is_stepped:
-            self._finish(request_id, prompt)
+            prompt.status = "ending"
+            if self.shared.config.has_lag and not self.shared.below(6):
+                # Preempted by the step that is ordered before the last token is known.
+                self._give_back(prompt)
+                prompt.preemptions += 1
+                self.state.preempt(request_id, now_s=self.shared.now_s)
+            self.results.tell(partial(self._finish, request_id, prompt))
         elif choice == 3:
             self.state.finish(
                 request_id, reason="abort", block_ids=prompt.blocks, computed_tokens=0, now_s=self.shared.now_s
@@ -135,6 +144,10 @@ class FleetProducer:
             del self.prompts[request_id]
 
     def _finish(self, request_id: str, prompt: FleetPrompt) -> None:
+        if self.prompts.get(request_id) is not prompt:
+            return  # a reset has ended it meanwhile
+        is_preempted = not prompt.blocks
+        prompt.blocks = prompt.blocks or [[] for _ in self.shared.config.groups]
         groups = zip(self.shared.config.groups, prompt.blocks, strict=True)
         blocks = [_at_the_end(group, ids, prompt.tokens) for group, ids in groups]
         is_state = any(group.kind == "state" for group in self.shared.config.groups)
@@ -148,9 +161,8 @@ class FleetProducer:
             now_s=self.shared.now_s,
         )
         if not decision.keep_blocks:
-            demand(
-                decision.withheld_code == "no-fence-slot", f"{request_id}: not handed over ({decision.withheld_code})"
-            )
+            expected = "no-blocks" if is_preempted else "no-fence-slot"
+            demand(decision.withheld_code == expected, f"{request_id}: not handed over ({decision.withheld_code})")
             self._give_back(prompt)
             del self.prompts[request_id]
             return
@@ -180,7 +192,7 @@ class FleetProducer:
         elif self.shared.below(4) == 0:
             self.state.reset(now_s=self.shared.now_s)
             for prompt in self.prompts.values():
-                if prompt.status == "running":
+                if prompt.status in {"running", "ending"}:
                     prompt.status = "void"
             for request_id, prompt in list(self.prompts.items()):
                 if prompt.status == "void":
@@ -270,9 +282,12 @@ class FleetProducer:
             )
         prompt.ended.add(worker)
         if len(prompt.ended) == len(self.leases):
-            self.state.report(sent=[end.request_id], received=[], failed=[])
-            self._give_back(prompt)
-            del self.prompts[end.request_id]
+            self.results.tell(partial(self._report, end.request_id, prompt))
+
+    def _report(self, request_id: str, prompt: FleetPrompt) -> None:
+        self.state.report(sent=[request_id], received=[], failed=[])
+        self._give_back(prompt)
+        del self.prompts[request_id]
 
     def check(self) -> None:
         """Demand that every internal promise is kept, and that revoked leases end."""
@@ -282,7 +297,10 @@ class FleetProducer:
         ]
         demand(not problems, "; ".join(problems))
         for request_id, prompt in self.prompts.items():
-            demand(prompt.revoked_rounds < _REVOCATION_ROUNDS, f"{request_id}: its lease was revoked, and lives on")
+            demand(
+                prompt.revoked_rounds < _REVOCATION_ROUNDS + self.shared.config.has_lag,
+                f"{request_id}: its lease was revoked, and lives on",
+            )
 
     def is_settled(self) -> bool:
         """Whether nothing is left of any prompt: no record, no order, no lease, no fence slot."""

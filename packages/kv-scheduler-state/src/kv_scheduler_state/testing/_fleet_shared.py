@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.testing._prompt import Tables
 
-__all__ = ["Configuration", "FleetIdentity", "FleetPrompt", "Note", "Shared", "draw_configuration"]
+__all__ = ["Configuration", "FleetIdentity", "FleetPrompt", "Note", "Results", "Shared", "draw_configuration"]
 
 Note = tuple[str, str, str, str, int]
 """A notification: kind, request id at the producer, nonce, consumer, rank."""
@@ -45,6 +45,7 @@ class Configuration:
         fence_slots: Words of each worker's fence array.
         ids: Request ids that the producer uses again and again.
         lease_s: Length of leases.
+        has_lag: Whether each engine orders a step before it knows what the one before gave (vLLM's `AsyncScheduler`).
     """
 
     groups: tuple[GroupConfig, ...]
@@ -55,6 +56,7 @@ class Configuration:
     fence_slots: int
     ids: int
     lease_s: float
+    has_lag: bool
 
 
 @final
@@ -103,7 +105,30 @@ def draw_configuration(below: Callable[[int], int]) -> Configuration:
         fence_slots=1 + below(3),
         ids=2 + below(3),
         lease_s=_LEASES_S[below(len(_LEASES_S))],
+        has_lag=below(2) == 1,
     )
+
+
+@final
+class Results:
+    """What one engine learns of its steps: at once or, with a lag, when the next step has been ordered."""
+
+    def __init__(self, *, has_lag: bool) -> None:
+        self._has_lag = has_lag
+        self._waiting: list[Callable[[], None]] = []
+
+    def tell(self, result: Callable[[], None]) -> None:
+        """Let the engine act on a result."""
+        if self._has_lag:
+            self._waiting.append(result)
+        else:
+            result()
+
+    def step_ordered(self) -> None:
+        """Note that the next step has been ordered."""
+        waiting, self._waiting = self._waiting, []
+        for result in waiting:
+            result()
 
 
 @final

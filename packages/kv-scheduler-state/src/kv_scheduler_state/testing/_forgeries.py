@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import copy
 import json
-import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["forged_tickets", "tampered_tickets"]
 
 Params = dict[str, Any]
+
+_Drawn = TypeVar("_Drawn")
+
+
+class Chance(Protocol):
+    """Part of `random.Random` that forging takes."""
+
+    def choice(self, values: Sequence[_Drawn], /) -> _Drawn:
+        """Return one of the values."""
+        ...
+
+    def sample(self, values: Sequence[_Drawn], count: int, /) -> list[_Drawn]:
+        """Return so many of them, each once."""
+        ...
+
+    def randrange(self, stop: int, /) -> int:
+        """Return an integer from 0, below `stop`."""
+        ...
+
 
 _HARMLESS = frozenset(("remote_registration_generation",))
 """Keys that a reader ignores beside `kv_generation`; all others are acted upon."""
@@ -32,10 +50,10 @@ def _other_blocks(lists: list[list[int]]) -> Iterator[list[list[int]]]:
         yield [[*each, 9] if number == group else list(each) for number, each in enumerate(lists)]
 
 
-def _changes(key: str, value: Any) -> Iterator[Any]:
+def _changes(key: str, value: object) -> Iterator[object]:
     """Yield other values of a key that a reader would take, or could be made to take."""
     if key == "remote_block_ids":
-        yield from _other_blocks(value)
+        yield from _other_blocks(cast("list[list[int]]", value))
     elif isinstance(value, bool):
         return
     elif isinstance(value, int):
@@ -46,8 +64,9 @@ def _changes(key: str, value: Any) -> Iterator[Any]:
         flipped = ("0" if value[:1] != "0" else "1") + value[1:]
         yield from (flipped, value[:-1], value + "0", None)
     elif isinstance(value, list):
-        for index, each in enumerate(value):
-            yield [*value[:index], each + 1, *value[index + 1 :]]
+        numbers = cast("list[int]", value)
+        for index, each in enumerate(numbers):
+            yield [*numbers[:index], each + 1, *numbers[index + 1 :]]
         yield None
     else:
         yield 7.0 if key == "remote_blocks_expiry_time" else 1
@@ -70,17 +89,16 @@ def tampered_tickets(params: Params) -> Iterator[tuple[str, Params]]:
 
 
 def forged_tickets(
-    tickets: list[Params], count: int, seed: int, reseal: Callable[[Params], Params]
+    tickets: list[Params], count: int, draw: Chance, reseal: Callable[[Params], Params]
 ) -> Iterator[tuple[str, Params]]:
     """Yield `count` forged tickets, drawn from honest ones.
 
     Args:
         tickets: At least two honest, sealed tickets.
         count: How many.
-        seed: Seed of the drawing.
+        draw: Where chance comes from.
         reseal: Seals a ticket under a secret that is not the fleet's.
     """
-    draw = random.Random(seed)
     for index in range(count):
         mine, other = (copy.deepcopy(each) for each in draw.sample(tickets, 2))
         kind = ("changed", "foreign blocks", "foreign request", "foreign seal", "cut", "re-signed", "unsealed")[

@@ -26,6 +26,7 @@ from vllm_adapter.ports.handshake import (
     PeerMetadata,
     WireCodec,
 )
+from vllm_adapter.ports.leases import AnnouncedFences, LeaseEnd, LeaseTable, Refusal
 from vllm_adapter.ports.orders import (
     BlockList,
     FenceOrder,
@@ -37,12 +38,8 @@ from vllm_adapter.ports.orders import (
 )
 from vllm_adapter.ports.requests import (
     Admission,
-    AnnouncedFences,
     FinishDecision,
-    LeaseEnd,
-    LeaseTable,
     PromptIdentity,
-    Refusal,
     SchedulerState,
 )
 from vllm_adapter.ports.topology import (

