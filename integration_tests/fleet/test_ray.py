@@ -35,7 +35,7 @@ _PREFILL = "ServeReplica:default:Prefill"
 """In the command line of a prefill replica's process."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def app(alone: Alone) -> Iterator[RayCluster]:
     assert alone  # made first: the plain engine has ended before the fleet starts
     with started_app("pair") as cluster:
