@@ -8,6 +8,7 @@ import socket
 import statistics
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -116,6 +117,7 @@ def test_a_client_survives_random_replies(victim: Start, figure: Figure) -> None
     asker.call("fetch", port=server.port, times=50)
     before_mb = asker.resident_mb()
     codes: set[str] = set()
+    found: dict[str, Any] = {}
     rounds = 0
     while sent[0] < FRAMES // 20 and rounds < 400:
         found = asker.call("fetch", port=server.port, times=100, engine=f"round-{rounds}-", ranks=8)

@@ -9,6 +9,7 @@ import logging
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
@@ -80,7 +81,7 @@ def test_without_a_secret_nothing_is_sealed_and_nothing_required():
     assert code_of(ticket_of(prefill(), [[7, 8, 9]]), secrets=()) == "", "an engine without a secret ignores seals"
 
 
-def as_doubles(value):
+def as_doubles(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_doubles(each) for key, each in value.items()}
     if isinstance(value, list):
