@@ -60,6 +60,9 @@ class HandSchedulerParts:
         self._parts, self._channel = parts, channel
         self.withheld_code = ""
 
+    def make_fleet_secrets(self) -> Any:
+        return self._parts.make_fleet_secrets()
+
     def make_state(self) -> HandSchedulerParts:
         self._state: Any = self._parts.make_state()
         return self
