@@ -1,11 +1,12 @@
 """Conversion and restores on a device with streams: queued in an order that is right however late the device is; no waits.
 
-The device is a fake that does its work in any order that streams and events allow. The same calls run on CUDA's streams in
-`integration_tests/gpu`, where there is a GPU.
+The device is a fake that does its work in any order that streams and events allow. No test runs these calls on CUDA yet;
+`integration_tests/gpu` covers NIXL and the agent alone.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ DEVICES = pytest.mark.parametrize(("seed", "eager"), [(seed, seed % 5 / 4) for s
 
 def mirrored(streams: Any, pages_at_once: int = 3) -> tuple[torch.Tensor, torch.Tensor, TorchMirror, PageRange]:
     device = torch.zeros(PAGES, PAGE_BYTES, dtype=torch.uint8)
-    mirror = TorchMirror({"layer": device}, scratch_bytes=pages_at_once * PAGE_BYTES, streams=streams)
+    mirror = TorchMirror({"layer": device}, scratch_bytes=pages_at_once * (PAGE_BYTES + 8), streams=streams)
     twin = mirror.tensors["layer"]
     twin[:] = torch.from_numpy(np.random.default_rng(1).integers(1, 256, (PAGES, PAGE_BYTES), np.uint8))
     return device, twin, mirror, PageRange(twin.data_ptr(), PAGE_BYTES, PAGES)
@@ -54,6 +55,31 @@ def test_a_restore_follows_the_blocks_former_owner_and_comes_before_the_next_for
     others = [page for page in range(PAGES) if page not in chosen]
     assert (device[others] == 7).all()
     assert streams.synchronized == []
+
+
+@DEVICES
+def test_what_a_failed_restore_has_queued_comes_before_the_next_forward(seed: int, eager: float) -> None:
+    streams = FakeStreams(seed, eager)
+    device, _, mirror, pages = mirrored(streams)
+    pinned, made = streams.pinned, []
+
+    def fails_at_the_second(size_bytes: int) -> torch.Tensor:
+        made.append(size_bytes)
+        if len(made) == 2:
+            raise RuntimeError("out of memory")
+        return pinned(size_bytes)
+
+    streams.pinned = fails_at_the_second  # type: ignore[method-assign]
+    failures = 0
+    for _ in range(8):  # a piece that is free again is taken instead of a new one
+        with suppress(RuntimeError):
+            mirror.restore([PageCopy((pages,), PAGE_BYTES, np.arange(8))], mirror.mark())
+            continue
+        failures += 1
+    streams.queue(streams.engine, lambda: written(device, 7))  # the blocks' next owner
+    streams.finish()
+    assert failures <= 1
+    assert (device == 7).all()
 
 
 def test_a_restore_does_not_wait_for_the_forward_that_runs() -> None:

@@ -15,7 +15,7 @@ import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
-from kv_scheduler_state._seal import TicketSeal, canonical_ticket
+from kv_scheduler_state._seal import TicketSeal, _without_doubles, canonical_ticket
 from kv_scheduler_state._ticket import KNOWN_KEYS
 from kv_scheduler_state.testing import forged_tickets, tampered_tickets
 
@@ -108,6 +108,14 @@ def test_a_router_does_not_break_a_seal(groups, blocks, router):
     assert code_of(json.loads(json.dumps(given)), groups=groups) == ""
     assert code_of(given, groups=groups) == ""
     assert given == before
+
+
+@pytest.mark.parametrize("key", ["x", "remote_block_ids"])
+def test_doubles_cost_nothing_beyond_what_a_ticket_may_hold(key):
+    big = [list(range(10**6))] * 3
+    whole = _without_doubles({"remote_port": 5600.0, key: big}, 1 << 20)
+    assert whole["remote_port"] == 5600
+    assert whole[key] is big
 
 
 def test_doubles_are_only_taken_where_a_seal_holds():

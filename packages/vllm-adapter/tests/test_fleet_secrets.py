@@ -93,3 +93,16 @@ def test_no_secret_is_shown_or_pickled(tmp_path: Path) -> None:
     assert OLD.decode() not in repr(secrets)
     with pytest.raises(TypeError):
         pickle.dumps(secrets)
+
+
+def test_a_file_that_was_mended_is_read(tmp_path: Path) -> None:
+    secrets = FleetSecrets([write(tmp_path / "a", OLD)])
+    write(tmp_path / "a", NEW + b"\n" + OLD, 0o644)
+    assert not secrets.changed(1.0)
+    (tmp_path / "a").chmod(0o400)
+    assert secrets.changed(3.0)
+    assert secrets.current == (NEW, OLD)
+
+
+def test_a_secret_of_the_environment_may_be_any_bytes() -> None:
+    assert FleetSecrets((), os.fsdecode(b"\xff" * 20)).current == (b"\xff" * 20,)

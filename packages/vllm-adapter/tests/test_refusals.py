@@ -28,6 +28,8 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
 }
 WARNED: dict[str, tuple[dict[str, Any], ...]] = {
     "side-channel-localhost": ({"host": "localhost"},),
+    "side-channel-link-local": ({"host": "fe80::1"}, {"host": "fe80::1%eth0"}, {"host": "169.254.3.4"}),
+    "side-channel-port-low": ({"port": 600},),
     "ucx-without-host-memory": ({"ucx_tls": "cuda_ipc"}, {"ucx_tls": "cuda_copy,gdr_copy"}),
 }
 FINE: tuple[dict[str, Any], ...] = (

@@ -77,3 +77,30 @@ def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
     assert caplog.text.count("hands over without seals") == 1
     side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32))
     assert side.external_tokens("far", 0) == (0, False)
+
+
+def test_an_unsealed_readback_is_said_once_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secrets = write_secret(tmp_path / "p", "a" * 16)
+    side = sealing_side(secrets, unsealed_networks=("10.0.0.0/24",), bidirectional=True)
+    back = {**finished_ticket(sealing_side(None), "d1"), "do_remote_decode": True, "do_remote_prefill": False}
+    for number in range(2):
+        side.arrived(Arrival(f"p{number}", back, 64))
+        side.arrived(Arrival(f"plain{number}", PREFILL, 64))
+    assert caplog.text.count("hands over without seals") == 1
+
+
+class BrokenPrompt:
+    refusal = ""
+
+    def digest(self, tokens: int) -> str | None:
+        raise RuntimeError(f"no digest of {tokens} tokens")
+
+
+def test_a_prompt_whose_digest_fails_ends_without_a_lease() -> None:
+    side = sealing_side(None)
+    side.arrived(Arrival("p", PREFILL, 32))
+    side.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
+    state: Any = side._state
+    assert side.finished(Ending("p", "length", 32, identity=BrokenPrompt()), [[1, 2]]) == (False, None)
+    assert (state.lease_count, state.fence_slots_used, state.live_count) == (0, 0, 0)
+    assert not side.build_step((), ()).plan.grants

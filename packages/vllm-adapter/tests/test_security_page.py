@@ -12,6 +12,7 @@ import pytest
 
 from vllm_adapter.config import describe_keys, load_settings
 from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.host.transfer_config import check_transfer_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 TEXT = PAGE.read_text() if PAGE.exists() else ""
@@ -27,6 +28,8 @@ def test_the_configuration_is_good_and_whole() -> None:
     settings, notes = load_settings(json.loads(text))
     assert settings.requires_seals
     assert notes == ()
+    whole = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both"}
+    assert check_transfer_config({**whole, "kv_connector_extra_config": json.loads(text)}).problems == ()
 
 
 def test_every_key_that_is_named_exists() -> None:

@@ -41,6 +41,8 @@ def extra(**keys: object) -> dict[str, Any]:
         {**GOOD, "engine_id": None, "kv_port": 14579, "kv_buffer_device": "cpu", "enable_permute_local_kv": True},
         {**GOOD, "kv_connector_module_path": "vllm_adapter.host.connector", "kv_load_failure_policy": "recompute"},
         extra(kv_lease_duration=60, backends=["UCX"], bidirectional_kv_xfer=True),
+        extra(side_channel_key="/k", side_channel_server_key="/s", side_channel_clients="/c"),
+        extra(ticket_secret_files=["/f"], ticket_policy="accept-unsigned", unsigned_hosts=["10.1.0.0/16"]),
         several(GOOD, OFFLOADING),
     ],
 )
@@ -49,6 +51,19 @@ def test_good_configurations(config: dict[str, Any]) -> None:
 
 
 BAD: list[tuple[object, str, str, str]] = [
+    (
+        extra(side_channel_key="/k"),
+        "incomplete-keys",
+        "kv_connector_extra_config",
+        "there is no side_channel_server_key",
+    ),
+    (extra(ticket_policy="require"), "incomplete-keys", "kv_connector_extra_config", "needs ticket_secret_files"),
+    (
+        several({**GOOD, "engine_id": "p0"}),
+        "out-of-range",
+        "kv_connector_extra_config.connectors[0].engine_id",
+        "set it outside",
+    ),
     ({**GOOD, "kv_rol": "kv_both"}, "unknown-key", "kv_rol", "did you mean 'kv_role'?"),
     (
         {**GOOD, "kv_connector_extra": {}},

@@ -86,6 +86,7 @@ class Pacer:
     def wait_idle(self, until_s: float, has_work: Callable[[], bool]) -> None:
         """Wait for work, at most the idle polling period and not beyond `until_s`; at rest up to 50 ms beyond it."""
         now_s = self._clock()
+        may_poll_slowly = self._may_poll_slowly
         period_s, left_s = self._idle_period_s(now_s), until_s - now_s
         if self._is_at_rest(now_s):
             self._interval.restore()
@@ -93,8 +94,8 @@ class Pacer:
         elif not self._may_poll_slowly:
             self._interval.lower()
         self._is_idle = True
-        # Work that was put down before the flag was visible did not ring the bell: look once more.
-        if not has_work():
+        # Work, or an end to slow polling, that came before the flag was visible did not ring the bell: look once more.
+        if not has_work() and self._may_poll_slowly is may_poll_slowly:
             self._event.wait(max(0.0, min(period_s, left_s)))
         self._is_idle = False
         self._event.clear()

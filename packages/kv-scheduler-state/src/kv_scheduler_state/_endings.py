@@ -69,10 +69,12 @@ class Endings:
             row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
+        # May raise, for it asks the host for the prompt's digest; nothing has changed until then.
+        params = producers.ticket(request_id, producer, row, block_ids, computed_tokens, identity)
         if consumer is not None:
             self._consumers.finish(request_id, consumer, at_s)
         request.is_finished = True
-        params = producers.finish(request_id, producer, row, block_ids, computed_tokens, identity, at_s)
+        producers.finish(request_id, producer, row, block_ids, params, at_s)
         if params is not None and consumer is None:
             return new_tuple(FinishDecision, (True, params, ""))  # the lease keeps the request
         forget_if_ended(self._requests, request_id, request)

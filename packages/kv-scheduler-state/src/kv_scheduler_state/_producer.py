@@ -208,7 +208,7 @@ class Producers:
         prompt_tokens = record.prompt_tokens
         return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
-    def finish(
+    def ticket(
         self,
         request_id: str,
         record: ProducerRecord,
@@ -216,27 +216,19 @@ class Producers:
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
         identity: PromptIdentity | None,
-        now_s: float,
     ) -> dict[str, object] | None:
-        """End the request: grant the lease and return the ticket's params, or let the workers forget the request."""
-        advance(record, row, now_s)
+        """Return the params of the ticket, None for a row that grants none; `finish` makes it true."""
         if "grant" not in row.effects:
-            if "withdraw" in row.effects:
-                self._withdraw(request_id, record)
             return None
-        template, lease_s = self._readback if record.is_readback else self._handoff
-        nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
-        outbox, fence = self.outbox, record.fence
-        outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, fence, nonce)))
-        outbox.has_orders = True
-        self.leases.grant(request_id, record, block_ids)
+        template, _ = self._readback if record.is_readback else self._handoff
+        fence = record.fence
         tokens = self._tokens_of(record, computed_tokens)
         params = template.copy()
         params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
         params["remote_request_id"] = request_id
         params["remote_num_tokens"] = tokens
         params["kv_span_tokens"] = self._spans.copy()
-        params["kv_nonce"] = nonce
+        params["kv_nonce"] = self._nonces.pop() if self._nonces else self._draw_nonce()
         if fence is not None:
             params["kv_fence"] = list(fence)
         if identity is not None:
@@ -244,6 +236,27 @@ class Producers:
         if self.seal is not None:
             params["kv_seal"] = self.seal.of_params(params, self._address)
         return params
+
+    def finish(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        params: dict[str, object] | None,
+        now_s: float,
+    ) -> None:
+        """End the request: grant the lease of its ticket, or let the workers forget the request."""
+        advance(record, row, now_s)
+        if params is None:
+            if "withdraw" in row.effects:
+                self._withdraw(request_id, record)
+            return
+        _, lease_s = self._readback if record.is_readback else self._handoff
+        outbox = self.outbox
+        outbox.grants.append(new_tuple(GrantOrder, (request_id, lease_s, record.fence, params["kv_nonce"])))
+        outbox.has_orders = True
+        self.leases.grant(request_id, record, block_ids)
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""

@@ -55,6 +55,25 @@ _ABSENT: Final = _NUMBER.pack(-1)
 _BLOCK_BYTES: Final = 64
 """Block of SHA-256, to which HMAC pads its key."""
 _MAX_EXACT: Final = float(1 << 53)
+_NUMBERS: Final = frozenset(
+    (
+        "remote_block_ids",
+        "remote_port",
+        "tp_size",
+        "pp_size",
+        "dcp_size",
+        "remote_num_tokens",
+        "remote_registration_generation",
+        "kv_generation",
+        "kv_dialect",
+        "kv_fence",
+        "kv_first_tokens",
+        "kv_span_tokens",
+        "kv_null_block",
+    )
+)
+"""Keys that hold whole numbers, or lists of them."""
+_ONLY_INTEGERS: Final = frozenset((int,))
 _MAY_BE_DOUBLES: Final = frozenset(("ticket-type", "ticket-blocks", "ticket-range", "ticket-first-token"))
 
 
@@ -108,7 +127,7 @@ class TicketSeal:
         except TicketError as error:
             if error.code not in _MAY_BE_DOUBLES:
                 raise
-            ticket = reader.ticket_of(_without_doubles(fields), kind)
+            ticket = reader.ticket_of(_without_doubles(fields, reader.max_blocks), kind)
         if type(seal) is str and seal.isascii():
             message = canonical_ticket(ticket)
             for key in self._keys:
@@ -228,14 +247,31 @@ def _written(params: Mapping[str, object], peer: PeerAddress) -> HandoffTicket:
     )
 
 
-def _without_doubles(fields: Fields) -> Fields:
-    """Return the ticket with whole numbers for doubles that hold one, such as 5600 for 5600.0; the seal decides."""
-    return {key: _whole(value, 2) for key, value in fields.items()}
+def _without_doubles(fields: Fields, most: int) -> Fields:
+    """Return the ticket with whole numbers for doubles that hold one, such as 5600 for 5600.0; the seal decides.
+
+    A list of more than `most` numbers stays as it is, since no reader takes it.
+    """
+    whole = dict(fields)
+    for key in _NUMBERS.intersection(fields):
+        value = fields[key]
+        if type(value) is not list or _count(cast("list[object]", value), most) <= most:
+            whole[key] = _whole(value, 2)
+    return whole
+
+
+def _count(value: list[object], most: int) -> int:
+    """Return how many entries a list and the lists in it have together; of a list longer than `most` its own length."""
+    if len(value) > most:
+        return len(value)
+    return len(value) + sum([len(cast("list[object]", each)) for each in value if type(each) is list])
 
 
 def _whole(value: object, depth: int) -> object:
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) < _MAX_EXACT else value
     if depth and type(value) is list:
+        if _ONLY_INTEGERS.issuperset(map(type, cast("list[object]", value))):
+            return cast("object", value)
         return [_whole(each, depth - 1) for each in cast("list[object]", value)]
     return value

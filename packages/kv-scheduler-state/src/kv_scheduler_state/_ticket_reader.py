@@ -79,6 +79,11 @@ class TicketReader:
         self._reserved = config.reserved_id_prefixes
         self._peers: dict[tuple[object, ...], tuple[tuple[type, ...], PeerAddress]] = {}
 
+    @property
+    def max_blocks(self) -> int:
+        """Most block ids that a ticket may list."""
+        return self._limits.max_blocks
+
     def classify(self, params: object) -> ParamsKind:
         """Return what a request's params ask for.
 

@@ -17,7 +17,7 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["OBSOLETE_KEYS", "Settings", "describe_keys", "load_settings"]
+__all__ = ["OBSOLETE_KEYS", "Settings", "check_whole", "describe_keys", "load_keys", "load_settings"]
 
 OBSOLETE_KEYS: Mapping[str, str] = {
     "enable_cross_layers_blocks": "the layout is taken from the tensors that the engine allocates",
@@ -123,10 +123,10 @@ class Settings:
         "", "Environment variable with such secrets, separated by white space, after those of the files; read at start."
     )
     ticket_policy: str = _key(
-        "require",
-        "With a fleet secret, whether each ticket must be sealed. accept-unsigned: except for tickets that point into "
-        "unsigned_hosts, where engines of vLLM's own connector live, which cannot seal.",
-        choices=("require", "accept-unsigned"),
+        "",
+        "Whether each ticket must be sealed. require: yes, the default once there is a fleet secret. accept-unsigned: except "
+        "for tickets that point into unsigned_hosts, where engines of vLLM's own connector live, which cannot seal.",
+        choices=("", "require", "accept-unsigned"),
     )
     unsigned_hosts: tuple[str, ...] = _key(
         (), "Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned."
@@ -154,7 +154,7 @@ class Settings:
     @property
     def requires_seals(self) -> bool:
         """Whether every ticket must be sealed, so that every peer is of our own kind."""
-        return self.has_secrets and self.ticket_policy == "require"
+        return self.has_secrets and self.ticket_policy != "accept-unsigned"
 
     @property
     def staging(self) -> Literal["auto", "never", "always"]:
@@ -179,8 +179,16 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
     """Check the configuration and return (settings, notes to log).
 
     Raises:
-        ConfigurationError: `unknown-key`, `wrong-type` or `out-of-range`, naming the key, the value and what is right.
+        ConfigurationError: `unknown-key`, `wrong-type`, `out-of-range` or `incomplete-keys`, naming the key, the value and what
+            is right.
     """
+    settings, notes = load_keys(extra)
+    check_whole(settings)
+    return settings, notes
+
+
+def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
+    """Check each key for itself, not what the keys mean together; otherwise as `load_settings`."""
     known = {f.name: f for f in dataclasses.fields(Settings)}
     values: dict[str, Any] = {}
     notes: list[str] = []
@@ -198,7 +206,6 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
     settings = Settings(**values)
     _check_networks("remote_hosts", settings.remote_hosts)
     _check_networks("unsigned_hosts", settings.unsigned_hosts)
-    _check_whole(settings)
     return settings, tuple(notes)
 
 
@@ -290,8 +297,12 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
             ) from error
 
 
-def _check_whole(settings: Settings) -> None:
-    """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused."""
+def check_whole(settings: Settings) -> None:
+    """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused.
+
+    Raises:
+        ConfigurationError: `incomplete-keys`.
+    """
     channel = {name: getattr(settings, name) for name in _CHANNEL_KEYS}
     missing = [name for name, value in channel.items() if not value]
     if 0 < len(missing) < len(channel):
@@ -299,8 +310,11 @@ def _check_whole(settings: Settings) -> None:
             f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}"
         )
     accepts = settings.ticket_policy == "accept-unsigned"
-    if accepts and not settings.has_secrets:
-        raise _incomplete("ticket_policy 'accept-unsigned' needs ticket_secret_files or ticket_secret_variable")
+    if settings.ticket_policy and not settings.has_secrets:
+        raise _incomplete(
+            f"ticket_policy '{settings.ticket_policy}' needs ticket_secret_files or ticket_secret_variable: without a secret "
+            "nothing is verified"
+        )
     if accepts != bool(settings.unsigned_hosts):
         raise _incomplete(
             "ticket_policy 'accept-unsigned' and unsigned_hosts go together: the place of a peer decides whether it must seal, "

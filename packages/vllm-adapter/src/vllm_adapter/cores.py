@@ -3,7 +3,8 @@
 Theory of operation. On a CPU, vLLM binds a worker's main thread to the first core of its OpenMP threads, and a thread that is
 started from there inherits that one core: the transfer thread would run where the model computes. So it is moved back to the
 cores that the *process* was given, by `taskset`, a container's cpuset or a NUMA binding, and to no others. That set is noted
-when vLLM calls our plugin, which it does in every process before it binds anything.
+when vLLM calls our plugin, which it does in every process before it binds anything. Where `VLLM_PLUGINS` leaves our plugin
+out, the set is noted later and may be the one bound core.
 
 How many threads are worth starting is a question of time as well: a container may hold 64 cores and a quota of 4.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,9 +37,13 @@ def note_cores() -> None:
 
 
 def use_allowed_cores() -> None:
-    """Let the calling thread run on every core that the process was given, and on no other."""
+    """Let the calling thread run on every core that the process was given, and on no other.
+
+    Where that is forbidden, or the cores were taken away since, the thread stays where it is.
+    """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, _allowed())
+        with suppress(OSError):
+            os.sched_setaffinity(0, _allowed())
 
 
 def core_count() -> int:

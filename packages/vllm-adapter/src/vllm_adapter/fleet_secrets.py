@@ -8,6 +8,7 @@ error, holds a secret.
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, final
@@ -39,12 +40,13 @@ class FleetSecrets:
         ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read, or its group can write.
     """
 
-    __slots__ = ("_files", "_look_s", "_marks", "_words", "current")
+    __slots__ = ("_files", "_look_s", "_marks", "_trouble", "_words", "current")
 
     def __init__(self, files: Sequence[str], words: str = "") -> None:
         self._files = tuple(map(Path, files))
-        self._words = tuple(word.encode() for word in words.split())
+        self._words = tuple(map(os.fsencode, words.split()))
         self._look_s = 0.0
+        self._trouble = ""
         self._marks = self._look()
         self.current = self._read()
 
@@ -62,12 +64,15 @@ class FleetSecrets:
         marks = self._look()
         if marks == self._marks:
             return False
-        self._marks = marks
         try:
             secrets = self._read()
         except ConfigurationError as error:
-            _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
+            # The marks stay those of the last good content, so that the files are read until they are good again.
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
             return False
+        self._marks, self._trouble = marks, ""
         is_new, self.current = secrets != self.current, secrets
         if is_new:
             _logger.info("the fleet's secrets have changed: %d now", len(secrets))

@@ -28,6 +28,7 @@ from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 from vllm_adapter.cores import core_count, use_allowed_cores
+from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.fleet_secrets import FleetSecrets
 from vllm_adapter.observe.recorder import Recorder
 
@@ -107,7 +108,13 @@ class SchedulerParts:
         settings = self.settings
         if not settings.has_secrets:
             return None
-        return FleetSecrets(settings.ticket_secret_files, os.environ.get(settings.ticket_secret_variable, ""))
+        name = settings.ticket_secret_variable
+        words = os.environ.get(name, "") if name else ""
+        if name and not words.split():
+            raise ConfigurationError(
+                f"ticket_secret_variable: the environment has no {name}, or it is empty", code="invalid-secret"
+            )
+        return FleetSecrets(settings.ticket_secret_files, words)
 
 
 @final

@@ -20,6 +20,8 @@ __all__ = ["REFUSALS", "WARNINGS", "Row", "Situation", "check_start"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _MOST_PORTS = 65535
+_LEAST_PORT = 1024
+"""The lowest port that readers of tickets take."""
 _HOST_TRANSPORTS = frozenset(
     {"all", "tcp", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self", "srd"}
     | {"ib", *(f"{kind}{end}" for kind in ("rc", "ud", "dc") for end in ("", "_v", "_x", "_verbs", "_mlx5"))}
@@ -122,6 +124,17 @@ WARNINGS: tuple[Row, ...] = (
         "to an address of this host that peers can reach",
     ),
     Row(
+        "side-channel-link-local",
+        lambda it: _is_link_local(it.host),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is '{it.host}', an address of one link or with a zone, and peers of this kind refuse "
+        "tickets that point there: set it to an address that all peers can reach",
+    ),
+    Row(
+        "side-channel-port-low",
+        lambda it: it.port < _LEAST_PORT,
+        "the side channel's port is {it.port}, and peers of this kind refuse tickets that point below 1024: take a higher one",
+    ),
+    Row(
         "ucx-without-host-memory",
         lambda it: it.uses_ucx and not _reaches_host_memory(it.ucx_tls),
         "UCX_TLS is '{it.ucx_tls}', without a transport for host memory: fence words cannot be read, so every read will fail; "
@@ -162,6 +175,14 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return host.strip() in {"", "*"}
+
+
+def _is_link_local(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return address.is_link_local or getattr(address, "scope_id", None) is not None
 
 
 def _reaches_host_memory(ucx_tls: str) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["labels_of", "memory_of", "situation_of", "start_line", "tag_lines"]
 
 _TAG = "kv-transfer: "
+_MOST_CHARACTERS = 2000
 
 
 def situation_of(config: VllmConfig, settings: Settings) -> Situation:
@@ -82,12 +83,22 @@ def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
 
 @final
 class _Tag(logging.Filter):
-    """Puts the connector's tag in front of each of its lines."""
+    """Puts the connector's tag in front of each of its lines, and keeps a line one line, whatever a client wrote into it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(_TAG):
-            record.msg = f"{_TAG}{record.msg}"
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  (arguments that do not fit: logging itself reports that)
+            return True
+        record.msg, record.args = _plain(text if text.startswith(_TAG) else _TAG + text), None
         return True
+
+
+def _plain(text: str) -> str:
+    """Return a text that begins no other line of the log and does not fill it: escaped, and cut."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
 
 
 def tag_lines() -> None:

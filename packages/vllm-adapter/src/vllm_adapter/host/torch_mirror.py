@@ -35,6 +35,8 @@ __all__ = ["TorchMirror"]
 
 _SCRATCH_BYTES = 16 << 20
 _WIDEST_WORD_BYTES = 8
+_NUMBER_BYTES = 8
+"""A page's number, which travels with the page."""
 
 
 @final
@@ -116,16 +118,20 @@ class TorchMirror:
 
     def _queue_restore(self, queue: _RestoreQueue, copies: Sequence[PageCopy], after: object) -> None:
         queue.begin(after)
-        for copy in copies:
-            for family in self._finder.families(copy.ranges):
-                word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
-                span = copy.page_bytes // word_bytes
-                here, there = (f.words(0, word_bytes, span) for f in (family, self._on_device(family)))
-                fitting = self._scratch_bytes // copy.page_bytes
-                for some_regions, some_pages in rounds(family.size, len(copy.pages), fitting):
-                    chosen = torch.from_numpy(copy.pages[some_pages])
-                    queue.copy(here[some_regions], there[some_regions], chosen)
-        queue.end()
+        try:
+            for copy in copies:
+                for family in self._finder.families(copy.ranges):
+                    word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
+                    span = copy.page_bytes // word_bytes
+                    here, there = (f.words(0, word_bytes, span) for f in (family, self._on_device(family)))
+                    # A page brings its number with it, so that a full round fills one piece and not a little more.
+                    fitting = max(1, self._scratch_bytes // (copy.page_bytes + _NUMBER_BYTES))
+                    for some_regions, some_pages in rounds(family.size, len(copy.pages), fitting):
+                        chosen = torch.from_numpy(copy.pages[some_pages])
+                        queue.copy(here[some_regions], there[some_regions], chosen)
+        finally:
+            # Also after a failure: these blocks get a new owner, and what was queued for them comes before it.
+            queue.end()
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -196,7 +202,7 @@ class _RestoreQueue:
         """Gather pages (region, page, word) now, and queue their way to the same pages of the device."""
         regions, _, span = here.shape
         page_bytes = len(chosen) * regions * span * here.element_size()
-        number_bytes = 8 * len(chosen)
+        number_bytes = _NUMBER_BYTES * len(chosen)
         piece = self._pieces.take(number_bytes + page_bytes)
         numbers = piece[:number_bytes].view(torch.int64)
         numbers.copy_(chosen)

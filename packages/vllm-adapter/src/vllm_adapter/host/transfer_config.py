@@ -9,7 +9,7 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
-from vllm_adapter.config import Settings, describe_keys, load_settings
+from vllm_adapter.config import check_whole, describe_keys, load_keys
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -141,17 +141,23 @@ class _Check:
             self._add("wrong-module-path", "kv_connector_module_path", message)
 
     def _check_extra(self, config: Mapping[str, object]) -> None:
-        """Check our own keys one by one, so that each wrong one is told."""
+        """Check our own keys one by one, so that each wrong one is told, then what they mean together."""
         good: dict[str, object] = {}
-        for key, value in cast("dict[str, object]", config.get("kv_connector_extra_config", {})).items():
+        extra = cast("dict[str, object]", config.get("kv_connector_extra_config", {}))
+        for key, value in extra.items():
             try:
-                _, notes = load_settings({key: value})
+                _, notes = load_keys({key: value})
             except ConfigurationError as error:
                 self._add(error.code, f"kv_connector_extra_config.{key}", str(error))
             else:
                 self._notes += notes
                 good[key] = value
-        settings = load_settings(good)[0] if good else Settings()
+        settings = load_keys(good)[0]
+        if len(good) == len(extra):  # else a key that is wrong by itself would be told as missing, too
+            try:
+                check_whole(settings)
+            except ConfigurationError as error:
+                self._add(error.code, "kv_connector_extra_config", str(error))
         role = config.get("kv_role")
         if settings.bidirectional_kv_xfer and role in ROLES and role != "kv_both":
             message = f"bidirectional_kv_xfer needs kv_role 'kv_both', not '{role}'"
@@ -174,6 +180,11 @@ class _Check:
                 verdict = _Check().run(child, at)
                 self._problems += verdict.problems
                 self._notes += verdict.notes
+                if "engine_id" in table:
+                    message = (
+                        "vLLM gives its children the outer engine_id and fails on one of their own: set it outside"
+                    )
+                    self._add("out-of-range", f"{at}.engine_id", message)
                 if table.get("kv_load_failure_policy", "fail") != policy:
                     self._notes.append(
                         f"{at}: kv_load_failure_policy differs from the outer one, '{policy}', which is the one that vLLM obeys"

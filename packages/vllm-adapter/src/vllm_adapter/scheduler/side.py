@@ -152,7 +152,7 @@ class SchedulerSide:
                 )
             if admission.role != "none":
                 self._followed.add(request_id)
-            if admission.role == "consumer":
+            if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
             if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
@@ -226,6 +226,9 @@ class SchedulerSide:
             self._chunks.forget(request_id)
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
+            # The host frees the blocks, so the request ends here, too.
+            with Refusals("end without a hand-over", request_id):
+                self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
             return False, None
         if decision.keep_blocks:
             self._awaited.leased(request_id)

@@ -38,11 +38,11 @@ class TicketSeals:
             self._state.set_secrets(self._secrets.current)
 
     def accepted(self, params: object) -> None:
-        """Note a ticket that was admitted."""
+        """Note the params of a request that was admitted: a ticket, or a plain request to prefill, which names no blocks."""
         if self._secrets is None or not isinstance(params, Mapping):
             return
         ticket = cast("Mapping[str, object]", params)
-        if ticket.get("kv_seal") is not None:
+        if ticket.get("kv_seal") is not None or not ticket.get("remote_block_ids"):
             return
         peer = str(ticket.get("remote_engine_id"))[:80], str(ticket.get("remote_host"))[:80]
         if peer in self._unsealed or len(self._unsealed) >= _MOST_PEERS:

@@ -121,6 +121,7 @@ class WorkerSide:
             self._is_registration_due = True
             if self._mirror is not None:
                 self._mirror.settle_all()
+                self._mirror.settle_device()
         if self._ending is None:
             return
         try:

@@ -116,6 +116,11 @@ class HostMirror:
             self._last.exception()
             self._last = None
 
+    def settle_device(self) -> None:
+        """Wait until the device has done all that this thread gave it, restores included: for the end, not for a step."""
+        if self._thread is not None:
+            self._thread.submit(self._memory.save, (), self._memory.mark()).result()
+
     def begin_reads(self) -> None:
         """Get ready for reads into blocks that others had until now: no copy is under way, and the device is marked."""
         self.settle_all()
