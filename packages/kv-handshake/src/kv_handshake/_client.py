@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
-_NOT_THE_PEERS = frozenset({"closed", "recently-failed", "transport-failed"})
+_NOT_THE_PEERS = frozenset({"closed", "recently-failed", "transport-failed", "invalid-key-file", "insecure-key-file"})
 """Failures that say nothing about the peer and are not remembered."""
 
 _BACKGROUND_SHARE = 8

@@ -255,8 +255,8 @@ class Listener:
         return self._buckets.wait_s(sender.address, now_s, 1.0 + incoming.surplus)
 
     def _hung_up(self, cause: str, address: str) -> None:
-        """Count a connection that was shut down, or log trouble with key files; on the thread of the connection limits."""
-        if cause == "keys":
+        """Count a connection that was shut down, or log trouble with key files or limits; on the thread of the limits."""
+        if cause in {"keys", "watch"}:
             self._log.warning(cause, address)
             return
         with self._watch_lock:
@@ -268,6 +268,7 @@ class Listener:
     def _drop_socket(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
+            self._security = sock.security  # as the files were last, also after a failure
             try:
                 sock.close()
             except HandshakeError as error:

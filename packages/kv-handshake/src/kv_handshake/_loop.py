@@ -71,6 +71,7 @@ class Loop:
         self._hub = Hub(security)
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
+        self._started_s = 0.0
         self._names = Names(self._hub.wake)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
@@ -159,6 +160,7 @@ class Loop:
 
     def _start_due(self, now_s: float) -> None:
         """Begin every attempt whose time has come, as far as there are places."""
+        self._started_s = now_s
         for task, lookup in list(self._lookups.items()):
             if lookup.done():
                 del self._lookups[task]
@@ -177,7 +179,20 @@ class Loop:
             if endpoint.address is not None:
                 self._begin(task, [endpoint.host])
             else:
-                self._lookups[task] = self._names.look_up(endpoint.host)
+                self._look_up(task)
+
+    def _look_up(self, task: Task[Any]) -> None:
+        try:
+            self._lookups[task] = self._names.look_up(task.request.endpoint.host)
+        except RuntimeError as error:  # no thread can be made
+            self._give_up(task, error)
+
+    def _give_up(self, task: Task[Any], error: Exception) -> None:
+        """End an attempt that cannot begin: its task is in no list, and every task gets its end."""
+        problem = f"no connection because of {error!r}"
+        self._log.warning("open", problem)
+        task.session.fail(task.transport_error("transport-failed", problem, time.monotonic()))
+        self._end_attempt(task)
 
     def _has_place(self, host: str, now_s: float) -> bool:
         """Return whether a host may have a place more; a host that has none may take that of a silent one.
@@ -225,6 +240,9 @@ class Loop:
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)
+            return
+        except Exception as error:  # noqa: BLE001 - one request must not take the others with it
+            self._give_up(task, error)
             return
         if not self._running:
             self._next_look_s = time.monotonic() + _LOOK_S
@@ -312,7 +330,11 @@ class Loop:
     def _next_deadline_s(self) -> float:
         times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
         if len(self._running) + len(self._lookups) < self._timing.connections:
-            times += [task.next_attempt_s for task in self._waiting]
+            # One that was due and got no place waits for the end of another, not for a time.
+            times += [
+                task.next_attempt_s if task.next_attempt_s > self._started_s else task.deadline_s
+                for task in self._waiting
+            ]
         else:
             times += [task.deadline_s for task in self._waiting]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)

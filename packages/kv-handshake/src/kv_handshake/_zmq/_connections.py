@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, final
 import zmq
 
 from kv_handshake._endpoint import endpoint_of
-from kv_handshake._errors import HandshakeError, TransportError
+from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
@@ -92,6 +92,7 @@ class Connection:
         self._fault = ""
         self._descriptor = -1
         self._sent = 0
+        self._port = 0
         self._connected_s = 0.0
         set_options(
             self.socket,
@@ -119,7 +120,7 @@ class Connection:
             ConfigurationError: ``invalid-endpoint``.
         """
         endpoint = endpoint_of(address, port)
-        self.address = address
+        self.address, self._port = address, endpoint.port
         try:
             self.socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
             self._connected_s = time.monotonic()
@@ -198,7 +199,10 @@ class Connection:
         """Return whether more has come in than all replies that were asked for may have."""
         if self._descriptor < 0:
             return False
-        return grip.received_bytes(self._descriptor) > _OPENING_BYTES + self._sent * MAX_REPLY_BYTES
+        if grip.received_bytes(self._descriptor) <= _OPENING_BYTES + self._sent * MAX_REPLY_BYTES:
+            return False
+        ends = grip.ends(self._descriptor)
+        return ends is not None and ends[1][1] == self._port  # else gone, and its number is another file's now
 
     def close(self) -> None:
         """Close the connection."""
@@ -277,7 +281,11 @@ class Hub:
         if self._security is None or time.monotonic() < self._next_refresh_s:
             return
         self._next_refresh_s = time.monotonic() + _REFRESH_S
-        former, self._security = self._security, self._security.refreshed()
+        former = self._security
+        try:
+            self._security = former.refreshed()
+        except ConfigurationError:
+            return  # half written: the former keys go on, and the files are read again in a second
         if self._security is not former and self._prepared is not None:
             self._prepared.close()
             self._prepared = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 from typing import final
 
 __all__ = ["CAN_LOOK", "Grip", "Ends"]
@@ -26,7 +27,7 @@ paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
 
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
-CAN_LOOK = hasattr(socket, "TCP_INFO")
+CAN_LOOK = sys.platform == "linux" and hasattr(socket, "TCP_INFO")
 """Whether this system counts a connection's bytes."""
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
@@ -39,7 +40,8 @@ class Grip:
 
     def __init__(self) -> None:
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._pinned = socket.socket()
+        # Only a holder. Of its family CPython takes the room for an address: an IPv4 one would cut IPv6 addresses off.
+        self._pinned = socket.socket(socket.AF_UNIX)
 
     def received_bytes(self, descriptor: int) -> int:
         """Return the bytes that have come in on a connection, or 0 if it is gone."""
@@ -82,6 +84,8 @@ class Grip:
 
     def _pinned_ends(self) -> Ends:
         own, peer = self._pinned.getsockname(), self._pinned.getpeername()
+        if not (isinstance(own, tuple) and isinstance(peer, tuple)):
+            raise OSError("the descriptor is no TCP connection any more")
         return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
     def _pin(self, descriptor: int) -> bool:

@@ -35,7 +35,11 @@ def signature_of(*paths: Path | None) -> Signature:
     for path in paths:
         if path is None:
             continue
-        for each in sorted(path.glob("*.key")) if path.is_dir() else [path]:
+        try:
+            files = sorted(path.glob("*.key")) if path.is_dir() else [path]
+        except OSError:
+            continue  # another signature than before: the reading that follows says why
+        for each in files:
             try:
                 status = each.stat()
             except OSError:
@@ -88,7 +92,10 @@ def read_authorized_keys(directory: str | Path) -> dict[str, str]:
         ConfigurationError: ``invalid-key-file`` if there is none, or one that holds no key.
     """
     folder = Path(directory)
-    files = sorted(folder.glob("*.key"))
+    try:
+        files = sorted(folder.glob("*.key"))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
     if not files:
         raise ConfigurationError("invalid-key-file", f"{folder} holds no *.key file", path=str(folder))
     return {_read(file)[0]: file.stem for file in files}
@@ -100,7 +107,11 @@ def read_server_keys(path: Path) -> tuple[str, ...]:
     Raises:
         ConfigurationError: ``invalid-key-file``.
     """
-    return tuple(read_authorized_keys(path)) if path.is_dir() else (read_public_key(path),)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return tuple(read_authorized_keys(path)) if is_folder else (read_public_key(path),)
 
 
 def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
@@ -124,14 +135,24 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
         file = folder / f"{name}{suffix}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as target:  # noqa: PTH123 - by descriptor
-                target.write(head + lines)
+            _write_whole(file, mode, head + lines)
         except OSError as error:
             raise ConfigurationError(
                 "invalid-key-file", f"key file {file} cannot be written: {error.strerror}", path=str(file)
             ) from error
         written.append(file)
     return written[1], written[0]
+
+
+def _write_whole(file: Path, mode: int, text: str) -> None:
+    """Write a new file that is never seen half written; an existing one is an error."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as target:  # noqa: PTH123 - by descriptor
+            target.write(text)
+        os.link(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def check_key(key: str, where: str) -> None:
@@ -143,7 +164,7 @@ def check_key(key: str, where: str) -> None:
 def _read(file: Path) -> tuple[str, str | None]:
     try:
         public, secret = read_certificate(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # IndexError: a line without "=", half written
         raise _unreadable(file, error) from error
     for key in (public, *([secret] if secret is not None else [])):
         check_key(key, f"in {file}")

@@ -120,20 +120,21 @@ class RouterSocket:
             )
             if security is not None:
                 self._encrypt(security)
+                self._refresh_keys()  # the files may have changed since they were read
             self._watch = ConnectionWatch(
-                self._socket, limits or ConnectionLimits(), report=report, upkeep=self._refresh_keys
+                self._socket, endpoint.port, limits or ConnectionLimits(), report=report, upkeep=self._refresh_keys
             )
             self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)
             self._socket.bind(self._wakeup_url)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError, RuntimeError) as error:  # also: no descriptor or thread left
             self.close()
             raise TransportError(
                 "bind-failed",
-                f"cannot listen on {endpoint.host} port {endpoint.port}: {error.strerror}",
+                f"cannot listen on {endpoint.host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}",
                 host=endpoint.host,
                 port=endpoint.port,
-                errno=error.errno,
+                errno=getattr(error, "errno", None),
             ) from error
 
     def receive(self) -> Incoming | None:

@@ -13,11 +13,13 @@ Example: 10 MB of empty frames at 40 MB/s are stopped after 20 to 40 ms: about 1
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import struct
 import threading
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -38,7 +40,10 @@ _ROUND_S = 1.0
 """Time between two looks at connections on which nothing comes in."""
 
 _EVENT = struct.Struct("=HI")  # kind, descriptor
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+"""Not `EVENT_MONITOR_STOPPED`, which libzmq sends even if that means to wait for a reader."""
+_OPENING_BYTES = 2048
+"""Bytes that an honest connection may be ahead while the listener is busy: an encrypted opening and its first queries."""
 _JOIN_S = 2.0
 _DESCRIPTOR_SHARE = 4
 """Connections take at most one descriptor in this many that the process may open."""
@@ -99,6 +104,53 @@ class _Open:
         """The peer's IP address."""
         return self.ends[1][0]
 
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes that it is ahead beyond those of an honest opening."""
+        return max(0, self.ahead_bytes - _OPENING_BYTES)
+
+
+@final
+class _Means:
+    """The descriptors of a watch: libzmq's news of connections, the kernel's, a look at both ends, and a bell.
+
+    The monitor's queue has no limit: at one, libzmq's own thread would wait, holding a lock that `close` needs.
+    """
+
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        with contextlib.ExitStack() as undo:
+            self.grip = Grip()
+            undo.callback(self.grip.close)
+            self.arrivals = select.epoll()
+            undo.callback(self.arrivals.close)
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._bell)
+            url = f"inproc://watch-{uuid.uuid4().hex}"
+            sock.monitor(url, _EVENTS)
+            undo.callback(sock.disable_monitor)
+            self.monitor = sock.context.socket(zmq.PAIR)
+            self.monitor.setsockopt(zmq.RCVHWM, 0)
+            self.monitor.connect(url)
+            undo.pop_all()
+
+    def poller(self) -> zmq.Poller:
+        """Return a poller of all three."""
+        poller = zmq.Poller()
+        for each in (self.monitor, self.arrivals.fileno(), self._bell):
+            poller.register(each, zmq.POLLIN)
+        return poller
+
+    def wake(self) -> None:
+        """Make the poller return."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        self.monitor.close(0)
+        self.arrivals.close()
+        self.grip.close()
+        os.close(self._bell)
+
 
 @final
 class ConnectionWatch:
@@ -106,6 +158,7 @@ class ConnectionWatch:
 
     Args:
         sock: The listening socket; its monitor belongs to the watch from now on.
+        port: Its port, by which its connections are told from other files of the process.
         limits: The limits.
         report: Called on the watch's thread with the cause and the address of each connection that was shut down.
         upkeep: Called about once a second on the watch's thread; returns whether all connections must be shut down.
@@ -114,6 +167,7 @@ class ConnectionWatch:
     def __init__(
         self,
         sock: zmq.Socket[bytes],
+        port: int,
         limits: ConnectionLimits,
         *,
         report: Callable[[str, str], None],
@@ -124,16 +178,20 @@ class ConnectionWatch:
         self._upkeep = upkeep
         self._most = _most_connections(limits.connections)
         self._socket = sock
+        self._port = port
         self._open: dict[int, _Open] = {}
         self._senders: dict[int, Sender] = {}
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._means: _Means | None = None
+        work = self._run_upkeep
         if CAN_LOOK and hasattr(select, "epoll"):
-            self._monitor = sock.get_monitor_socket(_EVENTS)
-            self._grip = Grip()
-            self._arrivals = select.epoll()
-            self._thread = threading.Thread(target=self._run, name="kv-handshake-watch", daemon=True)
+            self._means, work = _Means(sock), self._run
+        self._thread = threading.Thread(target=work, name="kv-handshake-watch", daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError:
+            self.close()
+            raise
 
     def note(self, sender: Sender) -> None:
         """Take in the first query of a connection; called by the listener's thread."""
@@ -142,71 +200,84 @@ class ConnectionWatch:
     def close(self) -> None:
         """Stop the thread."""
         self._ended.set()
-        if self._thread is not None:
-            self._socket.disable_monitor()  # wakes the thread
+        if self._means is not None:
+            self._means.wake()
+        if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
+        if self._means is not None:
+            # libzmq's own thread waits for ever for a monitor without a reader: switch it off first, close it last.
+            self._socket.disable_monitor()
+            if not self._thread.is_alive():
+                self._means.close()
 
     # Everything below runs on the watch's thread.
 
+    def _run_upkeep(self) -> None:
+        """Look after the keys alone, where the system counts no bytes of connections."""
+        while not self._ended.wait(_ROUND_S):
+            try:
+                self._upkeep()
+            except Exception as error:  # noqa: BLE001 - revocations must outlive any failure
+                self._report("watch", repr(error))
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._monitor, zmq.POLLIN)
-        poller.register(self._arrivals.fileno(), zmq.POLLIN)
+        means = self._means
+        if means is None:  # pragma: no cover - `_run_upkeep` is the work then
+            return
+        poller = means.poller()
         next_round_s = time.monotonic() + _ROUND_S
-        try:
-            while not self._ended.is_set():
-                poller.poll(int(_ROUND_S * 1000))
-                if self._ended.wait(_GRAIN_S):
-                    break
+        while not self._ended.is_set():
+            poller.poll(int(_ROUND_S * 1000))
+            if self._ended.wait(_GRAIN_S):
+                break
+            try:
                 now_s = time.monotonic()
-                self._take_events(now_s)
-                touched = [self._open[fd] for fd, _ in self._arrivals.poll(0) if fd in self._open]
-                self._look_at(touched, now_s)
+                self._take_events(means, now_s)
+                touched = [self._open[fd] for fd, _ in means.arrivals.poll(0) if fd in self._open]
+                self._look_at(means.grip, touched, now_s)
                 if now_s >= next_round_s:
                     next_round_s = now_s + _ROUND_S
-                    self._make_round(now_s)
-        finally:
-            self._monitor.close(0)
-            self._arrivals.close()
-            self._grip.close()
+                    self._make_round(means.grip, now_s)
+            except Exception as error:  # noqa: BLE001 - the limits and the monitor's reader must outlive any failure
+                self._report("watch", repr(error))
 
-    def _take_events(self, now_s: float) -> None:
+    def _take_events(self, means: _Means, now_s: float) -> None:
         with contextlib.suppress(zmq.ZMQError):
             while True:
-                kind, descriptor = _EVENT.unpack(self._monitor.recv(zmq.NOBLOCK))
-                self._monitor.recv()
+                kind, descriptor = _EVENT.unpack(means.monitor.recv(zmq.NOBLOCK))
+                means.monitor.recv()
                 if kind == zmq.EVENT_ACCEPTED:
-                    self._add(descriptor, now_s)
+                    self._add(means, descriptor, now_s)
                 elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
                     self._open.pop(descriptor, None)
         if len(self._open) > self._most:
-            self._make_room()
+            self._make_room(means.grip)
 
-    def _add(self, descriptor: int, now_s: float) -> None:
-        ends = self._grip.ends(descriptor)
-        if ends is None:
+    def _add(self, means: _Means, descriptor: int, now_s: float) -> None:
+        ends = means.grip.ends(descriptor)
+        if ends is None or ends[0][1] != self._port:  # gone, and its number is another file's now
             return
         self._open[descriptor] = _Open(descriptor, ends, self._queries(descriptor), now_s)
         with contextlib.suppress(OSError):
-            self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
+            means.arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
-    def _look_at(self, connections: list[_Open], now_s: float) -> None:
+    def _look_at(self, grip: Grip, connections: list[_Open], now_s: float) -> None:
         for each in connections:
-            self._measure(each, now_s)
+            self._measure(grip, each, now_s)
             if each.ahead_bytes > self._limits.ahead_bytes:
-                self._hang_up(each, "message-too-long")
+                self._hang_up(grip, each, "message-too-long")
         if not connections:
             return
-        excess = sum(each.ahead_bytes for each in self._open.values()) - self._limits.ahead_bytes_in_all
+        excess = sum(each.surplus_bytes for each in self._open.values()) - self._limits.ahead_bytes_in_all
         if excess > 0:
             for each in sorted(self._open.values(), key=lambda each: -each.ahead_bytes):
-                self._hang_up(each, "messages-too-long")
-                excess -= each.ahead_bytes
+                self._hang_up(grip, each, "messages-too-long")
+                excess -= each.surplus_bytes
                 if excess <= 0:
                     break
 
-    def _measure(self, connection: _Open, now_s: float) -> None:
-        received = self._grip.received_bytes(connection.descriptor)
+    def _measure(self, grip: Grip, connection: _Open, now_s: float) -> None:
+        received = grip.received_bytes(connection.descriptor)
         queries = self._queries(connection.descriptor)
         if queries != connection.queries:
             connection.queries, connection.begin_bytes, connection.since_s = queries, received, now_s
@@ -216,16 +287,16 @@ class ConnectionWatch:
         sender = self._senders.get(descriptor)
         return sender.queries if sender is not None else 0
 
-    def _make_round(self, now_s: float) -> None:
+    def _make_round(self, grip: Grip, now_s: float) -> None:
         for each in list(self._open.values()):
-            self._measure(each, now_s)
+            self._measure(grip, each, now_s)
             if now_s - each.since_s > self._limits.idle_s:
-                self._hang_up(each, "idle")
+                self._hang_up(grip, each, "idle")
         if self._upkeep():
             for each in list(self._open.values()):
-                self._hang_up(each, "keys-changed")
+                self._hang_up(grip, each, "keys-changed")
 
-    def _make_room(self) -> None:
+    def _make_room(self, grip: Grip) -> None:
         """Shut down as many connections as are too many: of the address with most, the one longest without a query."""
         held = Counter(each.address for each in self._open.values())
         waiting = sorted(self._open.values(), key=lambda each: each.since_s, reverse=True)
@@ -233,12 +304,12 @@ class ConnectionWatch:
             address, _ = held.most_common(1)[0]
             at = next(at for at in range(len(waiting) - 1, -1, -1) if waiting[at].address == address)
             held[address] -= 1
-            self._hang_up(waiting.pop(at), "too-many-connections")
+            self._hang_up(grip, waiting.pop(at), "too-many-connections")
 
-    def _hang_up(self, connection: _Open, cause: str) -> None:
+    def _hang_up(self, grip: Grip, connection: _Open, cause: str) -> None:
         if self._open.pop(connection.descriptor, None) is None:
             return
-        if self._grip.hang_up(connection.descriptor, connection.ends):
+        if grip.hang_up(connection.descriptor, connection.ends):
             self._report(cause, connection.address)
 
 
