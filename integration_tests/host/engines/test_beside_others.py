@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,5 +72,9 @@ def test_hand_overs_and_loads_of_the_other_connector_are_right_and_no_error_is_l
 
 def test_figures_in_the_log_are_those_of_our_class(fleet: Fleet) -> None:
     """Under the name `NixlConnector` vLLM rebuilt them as its own connector's, without fence rejections."""
-    lines = [line for line in fleet.log("first").splitlines() if "KV Transfer metrics: " in line]
-    assert any("KVTransferConnector={'Num successful transfers'" in line for line in lines), lines[-3:]
+    end_s = time.monotonic() + 40  # vLLM writes the line every ten seconds
+    lines: list[str] = []
+    while not any("KVTransferConnector={'Num successful transfers'" in line for line in lines):
+        assert time.monotonic() < end_s, lines[-3:]
+        time.sleep(0.5)
+        lines = [line for line in fleet.log("first").splitlines() if "KV Transfer metrics: " in line]
