@@ -69,7 +69,7 @@ def test_what_a_failed_restore_has_queued_comes_before_the_next_forward(seed: in
             raise RuntimeError("out of memory")
         return pinned(size_bytes)
 
-    streams.pinned = fails_at_the_second  # type: ignore[method-assign]
+    streams.pinned = fails_at_the_second
     failures = 0
     for _ in range(8):  # a piece that is free again is taken instead of a new one
         with suppress(RuntimeError):

@@ -36,9 +36,10 @@ def test_both_ends_of_every_kind_of_connection_are_read_right(family, host, call
             client = stack.enter_context(socket.create_connection((target, port), source_address=(plain, 0)))
             accepted, peer = server.accept()
             stack.enter_context(accepted)
+            ends = grip.ends(accepted.fileno())
+            assert ends is not None
             for _ in range(3):
-                ends = grip.ends(accepted.fileno())
-                assert ends is not None
+                assert grip.ends(accepted.fileno()) == ends
                 assert ends[0][1] == port
                 assert ends[1] == (peer[0], client.getsockname()[1])
                 assert ends[1][0] == caller
@@ -107,7 +108,7 @@ def test_requests_that_get_no_place_cost_nothing_while_they_wait():
         client.close()
 
 
-def test_a_request_whose_connection_cannot_be_made_ends_alone(listener):
+def test_a_request_whose_connection_cannot_be_made_ends_alone(listener, monkeypatch):
     client = Client(LocalOffer(policy="off"))
     ends = []
     done = threading.Event()
@@ -122,7 +123,7 @@ def test_a_request_whose_connection_cannot_be_made_ends_alone(listener):
             raise error
         return opened(*arguments)
 
-    client._loop._hub.open = failing
+    monkeypatch.setattr(client._loop._hub, "open", failing)
 
     def note(outcome):
         ends.append(outcome.code)

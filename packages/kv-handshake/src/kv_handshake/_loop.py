@@ -330,7 +330,7 @@ class Loop:
     def _next_deadline_s(self) -> float:
         times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
         if len(self._running) + len(self._lookups) < self._timing.connections:
-            # One that was due and got no place waits for the end of another, not for a time.
+            # A task that was due and got no place waits for the end of another, not for a time.
             times += [
                 task.next_attempt_s if task.next_attempt_s > self._started_s else task.deadline_s
                 for task in self._waiting

@@ -254,9 +254,9 @@ def _without_doubles(fields: Fields, most: int) -> Fields:
     """
     whole = dict(fields)
     for key in _NUMBERS.intersection(fields):
-        value = fields[key]
+        value: object = fields[key]
         if type(value) is not list or _count(cast("list[object]", value), most) <= most:
-            whole[key] = _whole(value, 2)
+            whole[key] = _whole(fields[key], 2)
     return whole
 
 

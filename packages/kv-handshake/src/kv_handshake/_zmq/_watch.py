@@ -22,7 +22,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import zmq
 
@@ -128,7 +128,8 @@ class _Means:
             url = f"inproc://watch-{uuid.uuid4().hex}"
             sock.monitor(url, _EVENTS)
             undo.callback(sock.disable_monitor)
-            self.monitor = sock.context.socket(zmq.PAIR)
+            context = cast("zmq.Context[zmq.Socket[bytes]]", sock.context)  # pyright: ignore[reportUnknownMemberType]
+            self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
             self.monitor.setsockopt(zmq.RCVHWM, 0)
             self.monitor.connect(url)
             undo.pop_all()
