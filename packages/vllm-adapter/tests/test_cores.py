@@ -60,6 +60,15 @@ def test_the_transfer_thread_leaves_the_core_that_the_host_bound_its_main_thread
     assert _cores_of_the_thread("", f"os.sched_setaffinity(0, {{{ALLOWED[0]}}})") == f"[{ALLOWED}]"
 
 
+@needs_two_cores
+@pytest.mark.parametrize("variable", ["KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"])
+def test_a_worker_that_openmp_bound_before_any_of_our_code_uses_the_cores_of_its_engine(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, str(ALLOWED[0]))
+    assert _cores_of_the_thread(f"os.sched_setaffinity(0, {{{ALLOWED[0]}}})", "") == f"[{ALLOWED}]"
+
+
 def _cgroup(root: Path, name: str, **files: str) -> None:
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)

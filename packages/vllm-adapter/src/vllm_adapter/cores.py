@@ -3,8 +3,8 @@
 Theory of operation. On a CPU, vLLM binds a worker's main thread to the first core of its OpenMP threads, and a thread that is
 started from there inherits that one core: the transfer thread would run where the model computes. So it is moved back to the
 cores that the *process* was given, by `taskset`, a container's cpuset or a NUMA binding, and to no others. That set is noted
-when vLLM calls our plugin, which it does in every process before it binds anything. Where `VLLM_PLUGINS` leaves our plugin
-out, the set is noted later and may be the one bound core.
+when vLLM calls our plugin. In a worker that is too late to see it: vLLM starts workers with OpenMP's variables, and OpenMP binds
+the first thread as soon as it is loaded. There the parent tells: the engine core runs on what the operator gave it.
 
 How many threads are worth starting is a question of time as well: a container may hold 64 cores and a quota of 4.
 """
@@ -20,15 +20,25 @@ from pathlib import Path
 __all__ = ["core_count", "note_cores", "use_allowed_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OPENMP_BINDINGS = frozenset({"KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
+"""Variables by which vLLM lets OpenMP bind a worker's threads. Source: `vllm.utils.ompmultiprocessing`, 0.32."""
 _V1_FOLDERS = ("cpu", "cpu,cpuacct")
 
 
 @cache
 def _allowed() -> frozenset[int]:
-    """Return the cores that the first thread to call this may run on; all there are on systems without affinities."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    """Return the cores that the first thread to call this may run on, and its parent where OpenMP binds threads.
+
+    All there are on systems without affinities.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    own = frozenset(os.sched_getaffinity(0))
+    if _OPENMP_BINDINGS.isdisjoint(os.environ):
+        return own
+    with suppress(OSError):  # the parent may have ended
+        return own | os.sched_getaffinity(os.getppid())
+    return own
 
 
 def note_cores() -> None:

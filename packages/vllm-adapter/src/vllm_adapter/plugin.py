@@ -12,7 +12,7 @@ CONNECTOR_NAME = "KVTransferConnector"
 def register() -> None:
     """Register `KVTransferConnector` with vLLM's connector factory; safe to call more than once (vLLM does).
 
-    vLLM calls this in every process before it binds threads to cores, so the cores of the process are noted here, too.
+    vLLM calls this early in every process, so the cores of the process are noted here, too.
     """
     from vllm_adapter.host.factory import register_connector
 
