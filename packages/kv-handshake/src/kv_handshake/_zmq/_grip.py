@@ -83,7 +83,8 @@ class Grip:
         os.close(self._nothing)
 
     def _pinned_ends(self) -> Ends:
-        own, peer = self._pinned.getsockname(), self._pinned.getpeername()
+        own: tuple[str, int] | str = self._pinned.getsockname()
+        peer: tuple[str, int] | str = self._pinned.getpeername()
         if not (isinstance(own, tuple) and isinstance(peer, tuple)):
             raise OSError("the descriptor is no TCP connection any more")
         return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
