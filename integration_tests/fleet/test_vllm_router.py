@@ -28,6 +28,7 @@ from judging import (
 from two_by_two import TwoByTwo
 
 from kvdev.engines import free_port, metric_sum
+from kvdev.steps import end_process
 
 PROMPTS_EACH = 8
 _ROUTES_WITHIN_S = 60
@@ -52,12 +53,7 @@ def vllm_router(fleet: TwoByTwo, policy: str, log: Path) -> Iterator[str]:
         _wait_until_it_routes(process, url, log)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, 20)
 
 
 def _wait_until_it_routes(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, start_all
 from kvdev.paths import ROOT
-from kvdev.steps import fail, note
+from kvdev.steps import end_process, fail, note
 
 if TYPE_CHECKING:
     import argparse
@@ -112,12 +112,7 @@ def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[st
             fail(f"the router did not start: {line.strip() or 'no output'}")
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process)
         if process.stdout:
             process.stdout.close()
 

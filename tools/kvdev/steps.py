@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdev.paths import ROOT, STATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["CRASH_SIGNS", "DevError", "fail", "note", "run_step"]
+__all__ = ["CRASH_SIGNS", "DevError", "end_process", "fail", "note", "run_step"]
 
 _PROGRESS_EVERY_S = 15.0
 _TAIL_LINES = 30
@@ -116,6 +116,16 @@ def _wait(name: str, process: subprocess.Popen[bytes], log: Path, started: float
             next_line = now + _PROGRESS_EVERY_S
             last = _tail(log, 1).strip()[:100]
             note(f"  ... {name}, {now - started:.0f} s: {last}")
+
+
+def end_process(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
+    """End a child with SIGTERM, or with SIGKILL once it has taken longer than `patience_s`."""
+    process.terminate()
+    try:
+        process.wait(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

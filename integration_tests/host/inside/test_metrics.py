@@ -72,30 +72,38 @@ def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
     assert sample("vllm:kv_transfer_num_unsent_heartbeats_total") == 1
 
 
-def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_only_be_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`Gauge.inc` raised AttributeError there, which ended the host's output loop and failed all requests."""
-    values: dict[tuple[str, ...], float] = {}
+def gauge_into(values: dict[tuple[str, ...], float]) -> type[Any]:
+    """Return a gauge as Ray's wrapper has it, with `set` alone, that writes into `values` by (name, labels...)."""
 
     class OnlySet:
-        def __init__(self, name: str = "", labelnames: Any = (), **_options: Any) -> None:
+        def __init__(self, name: str = "", *_: Any, **_options: Any) -> None:
             self._key: tuple[str, ...] = (name,)
 
         def labels(self, *labels: str) -> OnlySet:
-            child = OnlySet()
+            child = type(self)()
             child._key = (*self._key, *map(str, labels))
             return child
 
         def set(self, value: float) -> None:
             values[self._key] = value
 
-    class Ignored(OnlySet):
+    return OnlySet
+
+
+def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_only_be_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`Gauge.inc` raised AttributeError there, which ended the host's output loop and failed all requests."""
+    values: dict[tuple[str, ...], float] = {}
+
+    only_set = gauge_into(values)
+
+    class Ignored(only_set):  # type: ignore[valid-type,misc]
         def inc(self, _value: float = 1) -> None: ...
         def observe(self, _value: float) -> None: ...
 
     classes = {
-        prometheus_client.Gauge: OnlySet,
+        prometheus_client.Gauge: only_set,
         prometheus_client.Counter: Ignored,
         prometheus_client.Histogram: Ignored,
     }
@@ -116,23 +124,14 @@ def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_onl
 def test_every_gauge_is_set_with_every_observation_because_ray_drops_those_that_were_not_for_20_s() -> None:
     values: dict[tuple[str, ...], float] = {}
 
-    class OnlySet:
-        def __init__(self, name: str = "", **_options: Any) -> None:
-            self._key: tuple[str, ...] = (name,)
+    only_set = gauge_into(values)
 
-        def labels(self, *labels: str) -> OnlySet:
-            child = OnlySet()
-            child._key = (*self._key, *map(str, labels))
-            return child
-
-        def set(self, value: float) -> None:
-            values[self._key] = value
-
+    class Metric(only_set):  # type: ignore[valid-type,misc]
         def inc(self, _value: float = 1) -> None: ...
         def observe(self, _value: float) -> None: ...
 
     kinds: Any = dict.fromkeys(
-        (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram), OnlySet
+        (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram), Metric
     )
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = PromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]}, info={"version": "1"})
