@@ -148,3 +148,26 @@ def test_new_keys_are_never_seen_half_written(tmp_path, monkeypatch):
     write_keypair(tmp_path, "fleet")
     assert seen == [[], ["fleet.key_secret"]]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["fleet.key", "fleet.key_secret"]
+
+
+def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, monkeypatch):
+    """The listener has the new key alone; the client tries the old one, and the old one goes before it tries the next."""
+    public, secret = write_keypair(keys / "server", "server-2")
+    (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
+    security = ServerSecurity.read(secret, keys / "known-clients")
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
+    listener.start()
+    client = client_of(keys)
+    hub = client._loop._hub
+    opened = hub.open
+
+    def open_after_a_rotation(address, port, key_number=0):
+        if key_number:
+            (keys / "known-servers" / "server-1.key").unlink()
+            hub._next_refresh_s = 0.0
+        return opened(address, port, key_number)
+
+    monkeypatch.setattr(hub, "open", open_after_a_rotation)
+    assert code(client, listener) == ""
+    client.close()
+    listener.close()

@@ -1,16 +1,21 @@
 """Streams, advertisements, pacing, endpoints, keys and states."""
 
 import json
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq.auth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Advertisement, ConfigurationError, Timing, WireError
+from kv_handshake import Advertisement, ConfigurationError, Timing, WireError, _names
 from kv_handshake._endpoint import endpoint_of, parse_endpoint
+from kv_handshake._limits import MAX_DEPTH, MAX_LIST_BYTES, MAX_RANKS, MAX_REGIONS
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake._queries import check_rank_count
+from kv_handshake._reading import Repeated, _decode_factors
 from kv_handshake._states import state_diagram
 from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._text import printable, shortened
@@ -342,3 +347,56 @@ def test_a_held_failure_blocks_until_it_is_released():
     memory.release("p")
     assert memory.blocking("p", 1000.0 + 2.0) is None
     assert memory.blocking("p", 1000.0).wanted_s == 1000.0
+
+
+def test_one_handshake_asks_for_a_bounded_number_of_ranks():
+    check_rank_count([(0, 0)] * MAX_RANKS)
+    with pytest.raises(ConfigurationError) as caught:
+        check_rank_count([(0, 0)] * (MAX_RANKS + 1))
+    assert caught.value.code == "invalid-argument"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("block_lens", list(range(MAX_REGIONS + 1)), "malformed-metadata"),
+        ("block_lens", [0] * (1 << 16), "malformed-metadata"),
+        ("factors", {str(number): 0 for number in range(MAX_REGIONS + 1)}, "malformed-envelope"),
+        ("factors", {"a": "x" * MAX_LIST_BYTES}, "malformed-envelope"),
+    ],
+)
+def test_lists_and_maps_beyond_their_budget_are_refused_before_they_are_decoded(name, value, code):
+    decoded = []
+    with pytest.raises(WireError) as caught:
+        Repeated().open(name, msgspec.Raw(msgspec.msgpack.encode(value)), decoded.append)
+    assert caught.value.code == code
+    assert decoded == []
+
+
+def test_lists_and_maps_within_their_budget_are_decoded_once():
+    decoded = []
+    repeated = Repeated()
+    for _ in range(2):
+        repeated.open("block_lens", msgspec.Raw(msgspec.msgpack.encode(list(range(MAX_REGIONS)))), decoded.append)
+    assert len(decoded) == 1
+
+
+def test_factors_that_nest_without_end_are_refused():
+    nested: object = 0
+    for _ in range(MAX_DEPTH + 1):
+        nested = [nested]
+    with pytest.raises(WireError) as caught:
+        _decode_factors(msgspec.Raw(msgspec.msgpack.encode({"model": nested})))
+    assert caught.value.code == "malformed-envelope"
+
+
+def test_names_that_were_looked_up_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(_names, "_addresses_of", lambda host: [host])
+    ended = threading.Semaphore(0)
+    names = _names.Names(ended.release)
+    for number in range(_names._MOST_KNOWN + 10):
+        names.look_up(f"host-{number}")
+        assert ended.acquire(timeout=10)
+    assert len(names._known) == _names._MOST_KNOWN
+    assert "host-0" not in names._known
+    names.close()

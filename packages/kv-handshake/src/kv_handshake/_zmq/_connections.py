@@ -241,13 +241,15 @@ class Hub:
         Args:
             address: A literal address.
             port: The port.
-            key_number: Index of the key that the listener must have.
+            key_number: Index of the key that the listener must have; the first one's if there are fewer by now.
 
         Raises:
             TransportError: ``transport-failed``.
             ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
         self._refresh_keys()
+        if key_number >= self.server_keys:  # a rotation took keys away between two attempts
+            key_number = 0
         try:
             if self._prepared is not None and not key_number:
                 connection, self._prepared = self._prepared, None
