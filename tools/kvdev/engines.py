@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdev.envs import host_environment
@@ -24,13 +25,14 @@ from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 __all__ = ["Engine", "EngineSpec", "die_with_parent", "free_port", "local_model", "metric_sum", "start_all"]
 
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
 _PR_SET_PDEATHSIG = 1
+_SITE = Path(__file__).parent / "engine_site"
+"""First on an engine's path: its `sitecustomize.py` lets processes that wait for one another sleep."""
 _PORTS = range(10_000, 32_768)
 _ports_given: set[int] = set()
 _ERRORS_SHOWN = 8
@@ -91,6 +93,7 @@ class Engine:
 
     def _environment(self) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        own_path = self.spec.environment.get("PYTHONPATH", inherited.get("PYTHONPATH", ""))
         return {
             **inherited,
             "HF_HUB_OFFLINE": "1",
@@ -99,6 +102,7 @@ class Engine:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             **self.spec.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_SITE), own_path])),
         }
 
     @property
