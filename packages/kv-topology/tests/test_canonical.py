@@ -14,7 +14,7 @@ from kv_topology import (
 )
 from kv_topology._reshard import reshard_layout
 from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology._tools._engine import KV_LAYOUTS
+from kv_topology._tools._engine_values import KV_LAYOUTS
 from kv_topology.layouts import AttentionShape, cells_layout, layer_regions, packed_layout, rank_geometry
 from kv_topology.testing import MemoryOfRank
 

@@ -31,7 +31,7 @@ from kv_topology import (
     to_document,
 )
 from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology._tools._engine import KV_LAYOUTS
+from kv_topology._tools._engine_values import KV_LAYOUTS
 from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
 
 STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_topology._errors import InvalidGeometry, TopologyError
-from kv_topology._tools._engine import KV_LAYOUTS
+from kv_topology._tools._engine_values import KV_LAYOUTS
 from kv_topology._tools._picture import draw
 from kv_topology._tools._report import report_json, report_text
 from kv_topology._tools._spec import load_spec
@@ -100,12 +100,16 @@ def _prove(options: argparse.Namespace) -> int:
         counts[name] = {"pairs": pairs, "plans": proof.plans, "copies": proof.copies, "bytes": proof.bytes_proved}
         if not options.json:
             print(f"{name:<14} {pairs:>6} pairs {proof.plans:>7} plans {proof.bytes_proved:>11} bytes", flush=True)
+    _print_total(counts, as_json=options.json)
+    return 0
+
+
+def _print_total(counts: dict[str, dict[str, int]], *, as_json: bool) -> None:
     total = {key: sum(count[key] for count in counts.values()) for key in ("pairs", "plans", "copies", "bytes")}
-    if options.json:
+    if as_json:
         print(json.dumps({**counts, "total": total}))
     else:
         print(f"proved {total['pairs']} pairs of engines, {total['plans']} plans, {total['bytes']} bytes: no mismatch")
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,13 +14,14 @@ import numpy as np
 
 from kv_topology._lists import BlockList
 from kv_topology._plan import plan_transfer
-from kv_topology._tools._engine import STATE_KINDS, EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology._tools._engine import build_engine
+from kv_topology._tools._engine_values import STATE_KINDS, EngineSpec, ModelSpec, StateSpec
 from kv_topology.testing import Proof, Request, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kv_topology._tools._engine import LayerKind
+    from kv_topology._tools._engine_values import LayerKind
 
 __all__ = ["FAMILIES", "ProofCase", "request_for", "run_proofs"]
 

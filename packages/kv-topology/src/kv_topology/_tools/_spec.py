@@ -24,14 +24,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
 
 from kv_topology._errors import InvalidGeometry
-from kv_topology._staged import CostModel
-from kv_topology._tools._engine import EngineSpec, ModelSpec, StateSpec
+from kv_topology._estimate import CostModel
+from kv_topology._tools._engine_values import EngineSpec, ModelSpec, StateSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from kv_topology._tools._engine import LayerKind
+    from kv_topology._tools._engine_values import LayerKind
 
 __all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 
@@ -68,19 +68,23 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
         if name not in known:
             also = ", layers" if kind is ModelSpec else ""
             raise _bad(f"{what} has no setting {name!r}; known: {', '.join(known)}{also}.")
-        wanted = str(known[name].type)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
-        if not is_ok:
-            raise _bad(f"{what}.{name} must be of type {wanted}, not {value!r}.")
-        if is_number and not math.isfinite(value):
-            raise _bad(f"{what}.{name} must be a finite number, not {value!r}.")
-        if is_number and value < 0:
-            raise _bad(f"{what}.{name} must not be negative, not {value!r}.")
+        _check_value(f"{what}.{name}", str(known[name].type), value)
     try:
         return kind(**values)
     except TypeError as error:
         raise _bad(f"{what} is incomplete: {error}.") from None
+
+
+def _check_value(setting: str, wanted: str, value: object) -> None:
+    """Raise unless a value has the type of its setting; numbers must be finite and not negative."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
+    if not is_ok:
+        raise _bad(f"{setting} must be of type {wanted}, not {value!r}.")
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise _bad(f"{setting} must be a finite number, not {value!r}.")
+    if isinstance(value, (int, float)) and value < 0:
+        raise _bad(f"{setting} must not be negative, not {value!r}.")
 
 
 def load_spec(path: Path) -> DryRun:
