@@ -16,6 +16,7 @@ from kv_topology._link import _indices
 from kv_topology._lists import Blocks
 from kv_topology._rows import build_rows
 from kv_topology._shards import common_unit_tokens
+from kv_topology._slices import SideColumns
 from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
@@ -421,7 +422,8 @@ def sliced_regions(draw):
 def test_every_page_and_unit_has_its_descriptor(drawn, before):
     units, regions, slices = drawn
     region, offset, step = (np.array(column) for column in zip(*slices, strict=True))
-    rows, rule, total = build_rows(regions, region, offset, step, np.full(len(slices), 4), units, before)
+    side = SideColumns(region, offset, step, np.full(len(slices), 4))
+    rows, rule, total = build_rows(regions, side, units, before)
     wide = expand_rows(rows).tolist()
     assert total == before + len(wide)
     assert len(rows) <= len(slices) * units

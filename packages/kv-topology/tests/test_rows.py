@@ -21,6 +21,7 @@ from kv_topology import (
 )
 from kv_topology._aliases import find_aliases
 from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
+from kv_topology._slices import SideColumns
 from kv_topology._tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
@@ -95,7 +96,7 @@ def test_dense_units_are_one_row():
 
 def rows_of(region, slices, units, before=0):
     zero = np.zeros(slices, dtype=np.int64)
-    return build_rows([region], zero, zero, zero + 8, zero + 8, units, before)
+    return build_rows([region], SideColumns(zero, zero, zero + 8, zero + 8), units, before)
 
 
 def test_indices_end_at_int32():

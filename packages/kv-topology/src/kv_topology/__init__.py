@@ -3,6 +3,7 @@
 from kv_topology._canonical import canonical_segments
 from kv_topology._document import from_document, to_document
 from kv_topology._errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
+from kv_topology._estimate import CostModel
 from kv_topology._lists import BlockList
 from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, StageLayer
 from kv_topology._plan import TransferPlan, plan_transfer
@@ -11,7 +12,6 @@ from kv_topology._readers import target_ranks
 from kv_topology._reshard import RankShape
 from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal
-from kv_topology._staged import CostModel
 
 __version__ = "0.2.0"
 

@@ -75,22 +75,29 @@ def check_disjoint_groups(aliases: Sequence[Sequence[SharedView]], local: Sequen
     """
     for cluster in aliases:
         used = [view for view in cluster if len(local[view.group].ids)]
-        if len({view.group for view in used}) < 2:
-            continue
-        parts = [_page_starts(view, local[view.group]) for view in used]
-        counts = [len(part) for part in parts]
-        starts = np.concatenate(parts)
-        stops = starts + np.repeat([view.page_bytes for view in used], counts)
-        order = np.argsort(starts)
-        touching = np.flatnonzero(starts[order][1:] < stops[order][:-1])
-        if len(touching):
-            owner = np.repeat([view.group for view in used], counts)[order]
-            groups = sorted({int(owner[touching[0]]), int(owner[touching[0] + 1])})
-            raise InvalidBlocks(
-                f"Groups {groups} share memory, and their local block lists share blocks.",
-                code="local-block-twice",
-                context={"groups": tuple(groups)},
-            )
+        if len({view.group for view in used}) >= 2:
+            _check_disjoint_pages(used, [_page_starts(view, local[view.group]) for view in used])
+
+
+def _check_disjoint_pages(views: Sequence[SharedView], page_starts: Sequence[np.ndarray]) -> None:
+    """Raise unless no page of a request begins within another one of the same cluster.
+
+    Example: the pages 384..447 and 448..511 of one group beside 384..511 of another: sorted by their starts, the first
+    stops at 448, beyond the start 384 of the second, so the two groups are refused.
+    """
+    counts = [len(starts) for starts in page_starts]
+    starts = np.concatenate(page_starts)
+    stops = starts + np.repeat([view.page_bytes for view in views], counts)
+    order = np.argsort(starts)
+    touching = np.flatnonzero(starts[order][1:] < stops[order][:-1])
+    if len(touching):
+        owner = np.repeat([view.group for view in views], counts)[order]
+        groups = sorted({int(owner[touching[0]]), int(owner[touching[0] + 1])})
+        raise InvalidBlocks(
+            f"Groups {groups} share memory, and their local block lists share blocks.",
+            code="local-block-twice",
+            context={"groups": tuple(groups)},
+        )
 
 
 def _page_starts(view: SharedView, blocks: Blocks) -> np.ndarray:

@@ -27,8 +27,9 @@ from kv_topology._select import choose_pieces
 from kv_topology._shards import common_unit_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
+    from kv_topology._compare import Placed
     from kv_topology._model import FieldLayout, Group, Layout, RankGeometry
     from kv_topology._runs import BoxAxis
 
@@ -163,6 +164,58 @@ def _layout_boxes(
     return tuple(found)
 
 
+@final
+class _Search:
+    """Overlaps of a local rank with one producer rank, found layer by layer."""
+
+    def __init__(self, local: RankGeometry, peer: RankGeometry) -> None:
+        self._local = local
+        self._peer = peer
+        self._pairings: dict[tuple[int, int], Pairing] = {}
+        self._overlaps: dict[tuple[int, int], dict[tuple[Layout, Layout], Overlap]] = {}
+        self._checked: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
+
+    def add(self, layer: str, mine: Placed, theirs: Placed) -> None:
+        """Add every place at which members of one layer meet."""
+        groups = (mine[0][1].group, theirs[0][1].group)
+        pairing = self._pairing(groups, layer)
+        known = self._overlaps.setdefault(groups, {})
+        if not self._has_same_names(mine, theirs, known):
+            check_names_match(mine, theirs, layer)
+        for local_region, one in mine:
+            for peer_region, two in theirs:
+                pair = (one.layout, two.layout)
+                found = known.get(pair)
+                if found is None:
+                    boxes = _layout_boxes(one.layout, two.layout, pairing, self._local, self._peer, layer)
+                    found = known[pair] = Overlap(boxes, [])
+                found.places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
+
+    def _pairing(self, groups: tuple[int, int], layer: str) -> Pairing:
+        """Return the pairing of a local and a peer group, checked when it is first asked for."""
+        found = self._pairings.get(groups)
+        if found is None:
+            check_groups_match(self._local.groups[groups[0]], self._peer.groups[groups[1]], layer)
+            found = self._pairings[groups] = pairing_of(self._local, self._peer, *groups)
+        return found
+
+    def _has_same_names(self, mine: Placed, theirs: Placed, known: Mapping[tuple[Layout, Layout], Overlap]) -> bool:
+        """Tell whether an earlier layer with the same layouts on both sides has passed the check of its fields' names."""
+        if len(mine) == len(theirs) == 1:
+            return (mine[0][1].layout, theirs[0][1].layout) in known
+        layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
+        is_known = layouts in self._checked
+        self._checked.add(layouts)
+        return is_known
+
+    def results(self) -> list[tuple[Pairing, list[Overlap]]]:
+        """Return the overlaps that hold any cells, by pair of groups."""
+        return [
+            (self._pairings[groups], [item for item in known.values() if item.boxes])
+            for groups, known in self._overlaps.items()
+        ]
+
+
 def find_overlaps(
     local: RankGeometry, peer: RankGeometry, layers: Collection[str]
 ) -> list[tuple[Pairing, list[Overlap]]]:
@@ -177,32 +230,9 @@ def find_overlaps(
         GeometryMismatch: The two sides disagree about a field or a group, with both values.
         UnsupportedTopology: `packed-block-needs-equal-pages`.
     """
-    pairings: dict[tuple[int, int], Pairing] = {}
-    checked: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
-    overlaps: dict[tuple[int, int], dict[tuple[Layout, Layout], Overlap]] = {}
+    search = _Search(local, peer)
     for layer, mine in local.placements.items():
         theirs = peer.placements.get(layer) if layer in layers else None
-        if theirs is None:
-            continue
-        key = (mine[0][1].group, theirs[0][1].group)
-        if key not in pairings:
-            check_groups_match(local.groups[key[0]], peer.groups[key[1]], layer)
-            pairings[key] = pairing_of(local, peer, *key)
-        known = overlaps.setdefault(key, {})
-        if len(mine) == len(theirs) == 1:
-            is_checked = (mine[0][1].layout, theirs[0][1].layout) in known
-        else:
-            layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
-            is_checked = layouts in checked
-            checked.add(layouts)
-        if not is_checked:
-            check_names_match(mine, theirs, layer)
-        for local_region, one in mine:
-            for peer_region, two in theirs:
-                pair = (one.layout, two.layout)
-                found = known.get(pair)
-                if found is None:
-                    boxes = _layout_boxes(one.layout, two.layout, pairings[key], local, peer, layer)
-                    found = known[pair] = Overlap(boxes, [])
-                found.places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
-    return [(pairings[key], [item for item in known.values() if item.boxes]) for key, known in overlaps.items()]
+        if theirs is not None:
+            search.add(layer, mine, theirs)
+    return search.results()

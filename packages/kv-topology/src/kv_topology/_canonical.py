@@ -49,17 +49,12 @@ def canonical_segments(
     Raises:
         InvalidGeometry: `field-not-held` when not all of those cells are held.
     """
-    found = [
-        (number, part, member.offset_bytes + part.offset_bytes)
-        for number, member in geometry.placements.get(layer, ())
-        for part in member.layout.fields
-        if part.name == field
-    ]
-    if interval is None:
-        interval = _held_interval([part for _, part, _ in found])
+    found = _placed_parts(geometry, layer, field)
+    held = _held_interval([part for _, part, _ in found])
+    interval = held if interval is None else interval
     pieces = [piece for entry in found if (piece := _piece(*entry, interval, tokens)) is not None]
-    is_split = any(part.split_axis is not None for _, part, _ in found)
-    wanted = interval[1] - interval[0] if is_split and interval is not None else None
+    # Without a split axis every rank has the whole field, and no number of parts is asked for.
+    wanted = interval[1] - interval[0] if held and interval else None
     if not pieces or wanted not in {None, sum(piece.parts for piece in pieces)}:
         raise InvalidGeometry(
             f"Parts {interval} of field {field!r} of layer {layer!r} are not all held here.",
@@ -67,6 +62,16 @@ def canonical_segments(
             context={"layer": layer, "field": field, "interval": interval},
         )
     return _joined(pieces)
+
+
+def _placed_parts(geometry: RankGeometry, layer: str, field: str) -> list[tuple[int, FieldLayout, int]]:
+    """Return (region number, layout, offset in the page) of every place in which a layer keeps a field."""
+    return [
+        (number, part, member.offset_bytes + part.offset_bytes)
+        for number, member in geometry.placements.get(layer, ())
+        for part in member.layout.fields
+        if part.name == field
+    ]
 
 
 def _held_interval(parts: Sequence[FieldLayout]) -> tuple[int, int] | None:
@@ -155,19 +160,20 @@ def explain(link: Link, geometry: RankGeometry, index: int, *, is_local: bool) -
     """
     rules = link.local_rules if is_local else link.peer_rules
     for table, rule in zip(link.tables, rules, strict=True):
-        pairing, columns = table.pairing, table.columns
-        units = pairing.local_units if is_local else pairing.peer_units
+        pairing = table.pairing
+        slices = table.columns.local if is_local else table.columns.peer
+        units, number = (
+            (pairing.local_units, pairing.local_group) if is_local else (pairing.peer_units, pairing.peer_group)
+        )
         slot = int(np.searchsorted(rule.first, index, side="right")) - 1
         if slot < 0:
             continue
-        region = int((columns.local_region if is_local else columns.peer_region)[slot])
+        region = int(slices.region[slot])
         if index - int(rule.first[slot]) >= geometry.regions[region].page_count * units:
             continue
         page, unit = rule.page_and_unit(slot, index)
-        number = pairing.local_group if is_local else pairing.peer_group
-        step = columns.local_step if is_local else columns.peer_step
-        offset = int((columns.local_offset if is_local else columns.peer_offset)[slot]) + unit * int(step[slot])
-        length = int(columns.length[slot])
+        offset = int(slices.offset[slot]) + unit * int(slices.step[slot])
+        length = int(slices.length[slot])
         contents = _contents(geometry, region, number, offset, offset + length)
         block = page // geometry.groups[number].pages_per_block
         return DescriptorMeaning(region, page, block, number, unit, offset, length, contents)

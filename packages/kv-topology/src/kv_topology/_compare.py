@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kv_topology._errors import GeometryMismatch
 
 if TYPE_CHECKING:
-    from kv_topology._model import FieldLayout, Group, Member
+    from kv_topology._model import Axis, FieldLayout, Group, Member
 
-__all__ = ["check_fields_match", "check_groups_match", "check_names_match"]
+__all__ = ["Placed", "check_fields_match", "check_groups_match", "check_names_match"]
 
 
 def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
@@ -45,18 +45,21 @@ def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> Non
     names, peer_names = [sorted(axis.name for axis in field.axes) for field in (local, peer)]
     if names != peer_names:
         raise _differ("axes-differ", "The list of axes", where, names, peer_names)
-    token = local.token_axis
     for axis in local.axes:
         other = peer.axis(axis.name)
-        if other is None or axis is token:
-            continue
-        if axis.size != other.size:
-            raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
-        if axis.split != other.split:
-            raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)
+        if other is not None and axis is not local.token_axis:
+            _check_axes_match(axis, other, where)
+
+
+def _check_axes_match(axis: Axis, other: Axis, where: str) -> None:
+    if axis.size != other.size:
+        raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
+    if axis.split != other.split:
+        raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)
 
 
 Placed = tuple[tuple[int, "Member"], ...]
+"""The members of one layer on one side, each with its region number."""
 
 
 def check_names_match(mine: Placed, theirs: Placed, layer: str) -> None:

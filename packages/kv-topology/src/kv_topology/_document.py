@@ -51,32 +51,36 @@ def to_document(geometry: RankGeometry) -> dict[str, object]:
         "pp": [geometry.pp_size, geometry.pp_rank],
         "null_block": geometry.null_block,
         "stage_layers": [[entry.layer for entry in layers] for layers in geometry.stage_layers],
-        "stages": [
-            [[entry.layer, entry.group, list(entry.fields)] for entry in layers] for layers in geometry.stage_layers
-        ],
-        "groups": [
-            {
-                "kind": group.kind,
-                "block_tokens": group.block_tokens,
-                "pages_per_block": group.pages_per_block,
-                "window_tokens": group.window_tokens,
-                "context": [group.deal.size, group.deal.rank, group.deal.interleave_tokens],
-            }
-            for group in geometry.groups
-        ],
+        "stages": [_stage_document(layers) for layers in geometry.stage_layers],
+        "groups": [_group_document(group) for group in geometry.groups],
         "layouts": [[_field_document(field) for field in layout.fields] for layout in numbers],
-        "regions": [
-            {
-                "base_address": region.base_address,
-                "page_bytes": region.page_bytes,
-                "page_stride_bytes": region.page_stride_bytes,
-                "page_count": region.page_count,
-                "memory_kind": region.memory_kind,
-                "device": region.device,
-                "members": [[m.layer, numbers[m.layout], m.group, m.offset_bytes] for m in region.members],
-            }
-            for region in geometry.regions
-        ],
+        "regions": [_region_document(region, numbers) for region in geometry.regions],
+    }
+
+
+def _stage_document(layers: Sequence[StageLayer]) -> list[list[object]]:
+    return [[entry.layer, entry.group, list(entry.fields)] for entry in layers]
+
+
+def _group_document(group: Group) -> dict[str, object]:
+    return {
+        "kind": group.kind,
+        "block_tokens": group.block_tokens,
+        "pages_per_block": group.pages_per_block,
+        "window_tokens": group.window_tokens,
+        "context": [group.deal.size, group.deal.rank, group.deal.interleave_tokens],
+    }
+
+
+def _region_document(region: Region, numbers: Mapping[Layout, int]) -> dict[str, object]:
+    return {
+        "base_address": region.base_address,
+        "page_bytes": region.page_bytes,
+        "page_stride_bytes": region.page_stride_bytes,
+        "page_count": region.page_count,
+        "memory_kind": region.memory_kind,
+        "device": region.device,
+        "members": [[m.layer, numbers[m.layout], m.group, m.offset_bytes] for m in region.members],
     }
 
 

@@ -58,15 +58,11 @@ class Link:
         local_parts, peer_parts = [np.empty((0, 5), dtype=np.uint64)], [np.empty((0, 5), dtype=np.uint64)]
         local_total = peer_total = 0
         for table in tables:
-            c, pairing = table.columns, table.pairing
-            rows, rule, local_total = build_rows(
-                local.regions, c.local_region, c.local_offset, c.local_step, c.length, pairing.local_units, local_total
-            )
+            slices, pairing = table.columns, table.pairing
+            rows, rule, local_total = build_rows(local.regions, slices.local, pairing.local_units, local_total)
             local_parts.append(rows)
             self.local_rules.append(rule)
-            rows, rule, peer_total = build_rows(
-                peer.regions, c.peer_region, c.peer_offset, c.peer_step, c.length, pairing.peer_units, peer_total
-            )
+            rows, rule, peer_total = build_rows(peer.regions, slices.peer, pairing.peer_units, peer_total)
             peer_parts.append(rows)
             self.peer_rules.append(rule)
         self.local_rows: Rows = np.concatenate(local_parts)

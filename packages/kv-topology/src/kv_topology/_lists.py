@@ -135,6 +135,17 @@ def _read(blocks: BlockListLike, number: int, rules: ListRules) -> Blocks:
             group=number,
         ) from None
     array = _array(ids, number, rules)
+    first = _first_block(first_token, number, rules)
+    null = rules.null if null is None else null
+    null = null if type(null) is int else -1
+    has_null = null >= 0 and bool((array == null).any())
+    if rules.side == "local":
+        _check_unique(array[array != null] if has_null else array, number, rules)
+    return Blocks(array, first, null, has_null, rules.counts[number])
+
+
+def _first_block(first_token: object, number: int, rules: ListRules) -> int:
+    """Return the place in the sequence, counted in blocks, at which a list begins: token 32 in blocks of 16 is block 2."""
     group = rules.groups[number]
     span = 1 if group.is_state else group.span_tokens
     if type(first_token) is not int or not 0 <= first_token <= MAX_TOKENS or first_token % span:
@@ -145,13 +156,7 @@ def _read(blocks: BlockListLike, number: int, rules: ListRules) -> Blocks:
             group=number,
             span_tokens=span,
         )
-    null = rules.null if null is None else null
-    if null is None or type(null) is not int:
-        null = -1
-    has_null = null >= 0 and bool((array == null).any())
-    if rules.side == "local":
-        _check_unique(array[array != null] if has_null else array, number, rules)
-    return Blocks(array, first_token // span, null, has_null, rules.counts[number])
+    return first_token // span
 
 
 def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:

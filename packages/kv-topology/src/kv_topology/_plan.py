@@ -10,19 +10,20 @@ from kv_topology._aliases import check_disjoint_groups, find_aliases
 from kv_topology._boxes import find_overlaps
 from kv_topology._canonical import DescriptorMeaning, explain
 from kv_topology._errors import InvalidGeometry, UnsupportedTopology
-from kv_topology._estimate import Estimate, make_estimate
+from kv_topology._estimate import CostModel, Estimate, make_estimate
 from kv_topology._link import Link, list_rules
 from kv_topology._lists import check_tokens, read_lists
 from kv_topology._readers import Readers
 from kv_topology._shown import shown_ranks
 from kv_topology._slices import build_table
-from kv_topology._staged import CostModel, StagedRegion, stage
+from kv_topology._staged import StagedRegion, stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kv_topology._arrays import Indices, Ints, Rows
     from kv_topology._blocks import BlockPairs
+    from kv_topology._boxes import Overlap, Pairing
     from kv_topology._lists import BlockListLike, Blocks
     from kv_topology._model import RankGeometry
     from kv_topology._slices import SliceTable
@@ -220,10 +221,7 @@ def plan_transfer(
     """
     _check_peers(peers, peer_tp)
     readers = Readers(local, peers)
-    overlaps = {
-        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
-        for rank in readers.required()
-    }
+    overlaps = _overlaps(local, peers, readers)
     tables = _tables(overlaps)
     staged = stage(tables, overlaps) if staging != "never" else None
     estimate = make_estimate(tables, staged, cost or CostModel())
@@ -235,6 +233,16 @@ def plan_transfer(
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
         return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
     return TransferPlan(local, peers, tables, readers, estimate)
+
+
+def _overlaps(
+    local: RankGeometry, peers: Mapping[Rank, RankGeometry], readers: Readers
+) -> dict[Rank, list[tuple[Pairing, list[Overlap]]]]:
+    """Return what is read from every producer rank, by pair of groups; pairs that share nothing are left out."""
+    return {
+        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
+        for rank in readers.required()
+    }
 
 
 def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:

@@ -13,10 +13,10 @@ from kv_topology._reshard import reshard
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_topology._estimate import CostModel
     from kv_topology._model import RankGeometry
     from kv_topology._plan import Staging, TransferPlan
     from kv_topology._reshard import RankShapeLike
-    from kv_topology._staged import CostModel
 
 __all__ = ["Planner"]
 

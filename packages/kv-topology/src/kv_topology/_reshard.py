@@ -181,14 +181,22 @@ def _place_in_cell(field: FieldLayout, changed: FieldLayout, before: tuple[Field
     old, new = before
     step = field.offset_bytes - old.offset_bytes
     # Axes that step over both fields lead from cell to cell; the others lie inside.
-    outside = {axis.name for axis in old.axes if axis.stride_bytes > step}
-    if not outside or outside != {axis.name for axis in field.axes if axis.stride_bytes > step}:
+    outside = _axes_beyond(old, step)
+    if not outside or outside != _axes_beyond(field, step):
         return None
     slack = step - _inside_bytes(old, outside)
-    cells = [[axis for axis in part.axes if axis.name in outside] for part in (new, changed)]
-    if slack < 0 or cells[0] != cells[1]:
+    if slack < 0 or _axes_named(new, outside) != _axes_named(changed, outside):
         return None
     return new.offset_bytes + _inside_bytes(new, outside) + slack
+
+
+def _axes_beyond(field: FieldLayout, step: int) -> set[str]:
+    """Return the names of the axes along which neighbours lie more than `step` bytes apart."""
+    return {axis.name for axis in field.axes if axis.stride_bytes > step}
+
+
+def _axes_named(field: FieldLayout, names: set[str]) -> list[Axis]:
+    return [axis for axis in field.axes if axis.name in names]
 
 
 def _inside_bytes(field: FieldLayout, outside: set[str]) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kv_topology._arrays import Bools, Indices, Ints, Rows
     from kv_topology._model import Region
+    from kv_topology._slices import SideColumns
 
 
 __all__ = ["MAX_DESCRIPTORS", "IndexRule", "build_rows", "expand_rows"]
@@ -90,16 +91,13 @@ class IndexRule:
 
 
 def build_rows(
-    regions: Sequence[Region], region: Ints, offset: Ints, step: Ints, length: Ints, units: int, first_index: int
+    regions: Sequence[Region], slices: SideColumns, units: int, first_index: int
 ) -> tuple[Rows, IndexRule, int]:
     """Return the rows of one side's slices, their index rule, and the number of descriptors up to and with them.
 
     Args:
         regions: All regions of the side.
-        region: int64 (n,), region number of each slice.
-        offset: int64 (n,), byte offset of its first unit in a page.
-        step: int64 (n,), bytes between units of a page.
-        length: int64 (n,), bytes of a slice.
+        slices: This side of the slices.
         units: Units in a page.
         first_index: Descriptors already in the list.
 
@@ -109,6 +107,7 @@ def build_rows(
     Raises:
         UnsupportedTopology: `too-many-descriptors` beyond int32, `plan-too-fine` with too many rows.
     """
+    region, offset, step, length = slices
     base = np.array([item.base_address for item in regions], dtype=np.uint64)[region]
     stride = np.array([item.page_stride_bytes for item in regions], dtype=np.int64)[region]
     pages = np.array([item.page_count for item in regions], dtype=np.int64)[region]

@@ -22,10 +22,26 @@ if TYPE_CHECKING:
     from kv_topology._arrays import Bools, Ints
     from kv_topology._boxes import Box, Overlap, Pairing, Place
 
-__all__ = ["MAX_SLICES", "SliceColumns", "SliceTable", "build_table"]
+__all__ = ["MAX_SLICES", "SideColumns", "SliceColumns", "SliceTable", "build_table"]
 
 MAX_SLICES = 1 << 18
 """Slices of one plan, over all producer ranks and groups, beyond which it is refused."""
+
+
+class SideColumns(NamedTuple):
+    """One side of slices by column, one per row; all columns int64 (n,).
+
+    Attributes:
+        region: Region number.
+        offset: Byte offset in a page, of the page's first unit.
+        step: Bytes from one unit to the next inside a page.
+        length: Bytes of the slice.
+    """
+
+    region: Ints
+    offset: Ints
+    step: Ints
+    length: Ints
 
 
 class SliceColumns(NamedTuple):
@@ -48,6 +64,16 @@ class SliceColumns(NamedTuple):
     peer_offset: Ints
     peer_step: Ints
     length: Ints
+
+    @property
+    def local(self) -> SideColumns:
+        """The local side."""
+        return SideColumns(self.local_region, self.local_offset, self.local_step, self.length)
+
+    @property
+    def peer(self) -> SideColumns:
+        """The producer's side."""
+        return SideColumns(self.peer_region, self.peer_offset, self.peer_step, self.length)
 
     def take(self, chosen: Ints | Bools) -> SliceColumns:
         """Return the chosen rows."""

@@ -28,37 +28,7 @@ if TYPE_CHECKING:
     Rank = tuple[int, int]
     Overlaps = Sequence[tuple[Pairing, Sequence[Overlap]]]
 
-__all__ = ["CostModel", "PageMove", "StagedRegion", "stage"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Prices of a transfer; the defaults are of one host over shared memory, measure yours.
-
-    Attributes:
-        descriptor_us: Time per descriptor.
-        bandwidth_gb_s: Bytes over the wire, in 1e9 bytes per second.
-        permute_gb_s: Bytes put in order by the receiver.
-        permute_launch_us: Time per region that is permuted, however small.
-        prompt_tokens: Length of the prompt for which the two kinds of plan are compared.
-
-    Source: NIXL 1.5.1 over UCX on one host, 2 to 3.5 us per descriptor and 8 to 10 GB/s.
-    """
-
-    descriptor_us: float = 2.5
-    bandwidth_gb_s: float = 9.0
-    permute_gb_s: float = 10.0
-    permute_launch_us: float = 20.0
-    prompt_tokens: int = 1024
-
-    def direct_us(self, descriptors: float, moved_bytes: float) -> float:
-        """Return the time of a transfer in microseconds."""
-        return descriptors * self.descriptor_us + moved_bytes / self.bandwidth_gb_s / 1e3
-
-    def permute_us(self, regions: int, moved_bytes: float) -> float:
-        """Return the time of putting bytes in order in microseconds."""
-        return regions * self.permute_launch_us + moved_bytes / self.permute_gb_s / 1e3
+__all__ = ["PageMove", "StagedRegion", "stage"]
 
 
 @final
@@ -193,20 +163,28 @@ def _open_bays(tables: Sequence[SliceTable]) -> dict[tuple[int, int], _Bay] | No
 
     None if gaps, dealt tokens, or units of different sizes in one page forbid it.
     """
+    if any(table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1 for table in tables):
+        return None
     spans: dict[tuple[int, int], list[_Span]] = {}
     for table in tables:
-        if table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1:
-            return None
         for region in np.unique(table.columns.local_region).tolist():
             part = _span(table, table.columns.local_region == region)
             spans.setdefault((region, table.pairing.local_group), []).append(part)
     bays: dict[tuple[int, int], _Bay] = {}
     for key, parts in spans.items():
-        start, stop = min(part.start for part in parts), max(part.stop for part in parts)
-        if len({part.units for part in parts}) != 1 or stop - start != sum(part.filled for part in parts):
+        bay = _bay(parts)
+        if bay is None:
             return None
-        bays[key] = _Bay(start, stop, parts[0].units)
+        bays[key] = bay
     return bays
+
+
+def _bay(parts: Sequence[_Span]) -> _Bay | None:
+    """Return the bytes that several producers' spans fill together, None if they leave gaps or have different units."""
+    start, stop = min(part.start for part in parts), max(part.stop for part in parts)
+    if len({part.units for part in parts}) != 1 or stop - start != sum(part.filled for part in parts):
+        return None
+    return _Bay(start, stop, parts[0].units)
 
 
 def stage(
@@ -225,21 +203,31 @@ def stage(
         return None
     staged: dict[Rank, list[SliceTable]] = {}
     for rank, group_tables in tables.items():
-        boxes = {(p.local_group, p.peer_group): found for p, found in overlaps[rank]}
-        staged[rank] = []
-        for table in group_tables:
-            done: SliceTable | None = table
-            if not table.pairing.local.is_state:
-                found = boxes[table.pairing.local_group, table.pairing.peer_group]
-                done = _stage_table(table, found, bays)
-            if done is None:
-                return None
-            staged[rank].append(done)
+        done = _stage_rank(group_tables, overlaps[rank], bays)
+        if done is None:
+            return None
+        staged[rank] = done
     regions = tuple(
         StagedRegion(region, group, bay.start, bay.stop, tuple(bay.moves))
         for (region, group), bay in sorted(bays.items())
     )
     return staged, regions
+
+
+def _stage_rank(
+    tables: Sequence[SliceTable], overlaps: Overlaps, bays: Mapping[tuple[int, int], _Bay]
+) -> list[SliceTable] | None:
+    """Return the staged slices of one producer rank, its state groups left direct, or None if it cannot be staged."""
+    boxes = {(pairing.local_group, pairing.peer_group): found for pairing, found in overlaps}
+    staged: list[SliceTable] = []
+    for table in tables:
+        pairing = table.pairing
+        found = boxes[pairing.local_group, pairing.peer_group]
+        done = table if pairing.local.is_state else _stage_table(table, found, bays)
+        if done is None:
+            return None
+        staged.append(done)
+    return staged
 
 
 def _stage_table(

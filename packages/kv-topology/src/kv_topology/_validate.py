@@ -16,7 +16,7 @@ from kv_topology._validate_layouts import LIMITS, check_disjoint, check_in_range
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_topology._parts import FieldLayout, GeometryParts, Group, Layout, Member, Region
+    from kv_topology._parts import Axis, FieldLayout, GeometryParts, Group, Layout, Member, Region
 
     Placements = Mapping[str, tuple[tuple[int, Member], ...]]
 
@@ -129,24 +129,27 @@ def _check_shards(geometry: GeometryParts, placements: Placements) -> None:
 
 def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: int) -> None:
     name = fields[0].name
-    axes = [field.split_axis for field in fields]
-    held = [axis for axis in axes if axis is not None]
+    held = [axis for field in fields if (axis := field.split_axis) is not None]
     if len(fields) > 1 and len(held) != len(fields):
         raise refusal(
             "field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis."
         )
-    if not held:
-        return
+    if held:
+        _check_share(held, f"field {name!r} of layer {layer!r}", tp_size, tp_rank)
+
+
+def _check_share(held: list[Axis], where: str, tp_size: int, tp_rank: int) -> None:
+    """Raise unless the held parts of a split axis make up the rank's even share: heads 2..3 of 8 on rank 1 of 4."""
     intervals = sorted((axis.start, axis.stop) for axis in held)
-    _check_adjoining(intervals, f"field {name!r} of layer {layer!r}")
+    _check_adjoining(intervals, where)
     if len({(axis.name, axis.size) for axis in held}) != 1:
-        raise refusal("parts-differ", f"Parts of field {name!r} of layer {layer!r} are split along different axes.")
+        raise refusal("parts-differ", f"Parts of {where} are split along different axes.")
     share = (intervals[0][0], intervals[-1][1])
     expected = even_interval(held[0].size, tp_size, tp_rank)
     if share != expected:
         raise refusal(
             "shard-irregular",
-            f"Rank {tp_rank} of {tp_size} holds [{share[0]}, {share[1]}) of field {name!r} of layer {layer!r}; "
+            f"Rank {tp_rank} of {tp_size} holds [{share[0]}, {share[1]}) of {where}; "
             f"its even share of {held[0].size} parts is [{expected[0]}, {expected[1]}).",
             held=share,
             expected=expected,
