@@ -22,7 +22,8 @@ from kv_scheduler_state import prompt_digest
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.steps import RankRegistration
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -132,7 +133,7 @@ class Engine:
     @property
     def listener(self) -> Any:
         """The side channel's listener."""
-        return self.side._listener
+        return self.side._channel.listener
 
     def step(self, forward: Callable[[], None] | None = None, scheduled: Sequence[ScheduledTokens] = ()) -> None:
         """Run an engine step: orders to the workers, reports back to the scheduler side.

@@ -16,7 +16,8 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Parts, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
-from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.values import Arrival, Ending
 
 BLOCK_BYTES = 4096
 

@@ -10,7 +10,7 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.side import Arrival
+from vllm_adapter.scheduler.values import Arrival
 from vllm_adapter.steps import RankRegistration
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))

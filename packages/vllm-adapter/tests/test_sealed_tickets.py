@@ -11,7 +11,8 @@ from factories import facts
 from scheduler_engine import PREFILL, Parts
 
 from vllm_adapter.fleet_secrets import FleetSecrets
-from vllm_adapter.scheduler.side import Arrival, Ending, SchedulerSide
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.values import Arrival, Ending
 
 
 def write_secret(file: Path, *secrets: str) -> FleetSecrets:

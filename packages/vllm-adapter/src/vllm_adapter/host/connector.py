@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
-    from vllm_adapter.scheduler.side import Ending
+    from vllm_adapter.scheduler.values import Ending
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 

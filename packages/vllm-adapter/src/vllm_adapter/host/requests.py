@@ -9,7 +9,7 @@ import torch
 
 from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.side import Arrival, Ending
+from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:

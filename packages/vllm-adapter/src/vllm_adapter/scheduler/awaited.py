@@ -6,6 +6,7 @@ here belong to another one. A failed read is logged by the scheduler and not by 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, final
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import StepPlan
 
 __all__ = ["AwaitedReports"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
 
 Rank = tuple[int, int]
 
@@ -55,7 +58,18 @@ class AwaitedReports:
         mine = sorted({*_take(self._reads, ended), *refused})
         return mine, sorted(set(mine).intersection(failed))
 
-    def take_reason(self, request_id: str) -> str:
+    def log_failures(self, request_ids: Iterable[str]) -> None:
+        """Log one line for each failed read whose reason a rank has given."""
+        for request_id in request_ids:
+            reason = self._take_reason(request_id)
+            if reason:
+                _logger.error(
+                    "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
+                    request_id,
+                    reason,
+                )
+
+    def _take_reason(self, request_id: str) -> str:
         """Return which ranks could not read and why; empty if no rank has said so.
 
         Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from vllm_adapter.steps import RankRegistration
 
@@ -52,9 +52,16 @@ class ServedRegistration:
         """Number of the question for this step's orders; 0 for none."""
         return 0 if self._is_sure else self._question
 
-    def expect(self, ranks: Iterable[Rank]) -> None:
-        """Note the ranks whose report is needed: (pp rank, tp rank) of all workers."""
+    def expect(self, ranks: Iterable[Rank], served: Collection[Rank] | None = None) -> None:
+        """Note the ranks whose report is needed, and doubt if the envelope of one of them is missing.
+
+        Args:
+            ranks: (pp rank, tp rank) of all workers.
+            served: Ranks whose envelope there is already; None for all of them.
+        """
         self._ranks = frozenset(ranks)
+        if served is not None and not self._ranks <= set(served):
+            self.doubt()
 
     def doubt(self) -> None:
         """Believe no report from before now."""
@@ -65,11 +72,7 @@ class ServedRegistration:
         """Take in reports of ranks; return the envelopes to serve from now on (none: not ready), or None for no change."""
         self._said.update(said)
         ranks = self._ranks or self._said.keys()
-        envelopes: dict[Rank, bytes] = {}
-        for rank in ranks:
-            one = self._said.get(rank)
-            if one is not None and one.envelope is not None and one.answer >= self._question:
-                envelopes[rank] = one.envelope
+        envelopes = self._answers(ranks)
         generations = {self._said[rank].generation for rank in envelopes}
         if len(envelopes) == len(ranks) and len(generations) == 1:
             self._generation = generations.pop()
@@ -79,3 +82,12 @@ class ServedRegistration:
             self.doubt()
         is_old = any(one.envelope is None or one.generation != self._generation for one in said.values())
         return {} if is_old else None
+
+    def _answers(self, ranks: Iterable[Rank]) -> dict[Rank, bytes]:
+        """Return the envelopes of the ranks that have answered the latest question."""
+        envelopes: dict[Rank, bytes] = {}
+        for rank in ranks:
+            one = self._said.get(rank)
+            if one is not None and one.envelope is not None and one.answer >= self._question:
+                envelopes[rank] = one.envelope
+        return envelopes

@@ -5,18 +5,20 @@ Loads without vLLM: `host/connector.py` turns the host's objects into the values
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.scheduler.draining import Draining
+from vllm_adapter.scheduler.gauges import Gauges
+from vllm_adapter.scheduler.mirror_saves import MirrorSaves
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.side_channel import SideChannel
+from vllm_adapter.scheduler.ticket_log import TicketLog
 from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
 
@@ -24,61 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.ports import BlockIds, FinishDecision, HandshakeListener, PromptIdentity
+    from vllm_adapter.ports import BlockIds, FinishDecision
     from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+    from vllm_adapter.scheduler.values import Arrival, Ending
     from vllm_adapter.steps import RankRegistration, TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
-__all__ = ["Arrival", "Ending", "SchedulerSide"]
-
-# A child of the host's logger, so that its format and level apply.
-_logger = logging.getLogger("vllm.vllm_adapter")
-_COUNTED_ONLY = frozenset(("draining", "lease-quota"))
-"""Reasons to give no ticket that concern all requests for a time: no line for each."""
-_COUNT_EVERY_S = 1.0
-"""Live requests are counted by a scan, so not every step."""
+__all__ = ["SchedulerSide"]
 
 Rank = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that has just arrived.
-
-    Attributes:
-        request_id: The request.
-        params: Its `kv_transfer_params`, as the client sent them.
-        prompt_tokens: Length of its prompt.
-        identity: Computes the digest of its prompt.
-        trace_headers: Trace headers that it came with, if any.
-        drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
-    """
-
-    request_id: str
-    params: object
-    prompt_tokens: int
-    identity: PromptIdentity | None = None
-    trace_headers: Mapping[str, str] | None = None
-    drop_tail: Callable[[int], bool] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The end of a request.
-
-    Attributes:
-        request_id: The request.
-        reason: Cause of its end.
-        computed_tokens: Tokens that it has computed, those of steps that still run included.
-        in_flight_tokens: Tokens of steps that still run: nobody knows yet whether they are kept.
-        identity: Computes the digest of its prompt.
-    """
-
-    request_id: str
-    reason: Literal["length", "stop", "abort", "error"]
-    computed_tokens: int
-    in_flight_tokens: int = 0
-    identity: PromptIdentity | None = None
 
 
 @final
@@ -108,19 +64,18 @@ class SchedulerSide:
         self._facts = facts
         self._state = parts.make_state()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
-        self._make_listener = parts.make_listener
-        self._listener: HandshakeListener | None = None
+        self._channel = SideChannel(facts.engine_id, parts.make_listener)
         self._now_s = now_s
-        self._chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
+        chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
+        self._saves = MirrorSaves(chunks, self._state)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports()
         self._stats = Recorder()
+        self._tickets = TicketLog(self._stats)
         self._draining = Draining(facts, self._state, is_ending)
-        self._counted: Mapping[str, int] = {}
-        self._counted_s = -_COUNT_EVERY_S
+        self._gauges = Gauges(self._state, self._draining)
         self._followed: set[str] = set()
-        self._unsaved: set[str] = set()
 
     @property
     def group_ids(self) -> tuple[int, ...]:
@@ -143,23 +98,17 @@ class SchedulerSide:
             )
             self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
-                self._stats.observe("ticket_refusal_codes", admission.rejected_code)
-                _logger.warning(
-                    "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
-                    request_id,
-                    admission.rejected_code,
-                    admission.rejected_message,
-                )
+                self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
             if admission.role != "none":
                 self._followed.add(request_id)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
             if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
-                _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)
+                self._tickets.not_shortened(request_id)
                 tail = 0
-            if self._chunks is not None and admission.role == "producer":
-                self._chunks.watch(request_id, arrival.prompt_tokens - tail)
+            if admission.role == "producer":
+                self._saves.watch(request_id, arrival.prompt_tokens - tail)
 
     def follows(self, request_id: str) -> bool:
         """Return whether the request takes part in a hand-over; the calls for all others change nothing."""
@@ -221,9 +170,7 @@ class SchedulerSide:
                 now_s=self._now_s(),
             )
         self._followed.discard(request_id)
-        self._unsaved.discard(request_id)
-        if self._chunks is not None:
-            self._chunks.forget(request_id)
+        self._saves.forget(request_id)
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             # The host frees the blocks, so the request ends here, too.
@@ -233,9 +180,7 @@ class SchedulerSide:
         if decision.keep_blocks:
             self._awaited.leased(request_id)
         if decision.withheld_code:
-            self._stats.observe("withheld_ticket_codes", decision.withheld_code)
-            if decision.withheld_code not in _COUNTED_ONLY:
-                _logger.warning("request %s: its prompt is not handed over (%s)", request_id, decision.withheld_code)
+            self._tickets.withheld(request_id, decision.withheld_code)
         return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
 
     def _must_withhold(self, ending: Ending) -> bool:
@@ -245,7 +190,7 @@ class SchedulerSide:
         step that still runs, and it cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
-        return not self._served.is_sure or ending.request_id in self._unsaved or has_run_on
+        return not self._served.is_sure or self._saves.is_unsaved(ending.request_id) or has_run_on
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -262,29 +207,12 @@ class SchedulerSide:
             if request_id in self._followed:
                 with Refusals("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
-        if self._chunks is not None:
-            self._order_saves(self._chunks, scheduled)
+        self._saves.order(scheduled)
         plan = self._state.take_step_plan(now_s=now_s)
         self._awaited.ordered(plan)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         return StepOrders(plan, self._links.of_reads(plan), self._served.question)
-
-    def _order_saves(self, chunks: PrefillChunks, scheduled: Iterable[ScheduledTokens]) -> None:
-        """Order this step's copies to the mirror (host-buffer mode)."""
-        for step in scheduled:
-            chunk = chunks.scheduled(step)
-            if chunk is None:
-                continue
-            # Until the machine has accepted the copy, the prompt must not be handed over.
-            is_new = step.request_id not in self._unsaved
-            self._unsaved.add(step.request_id)
-            with Refusals("copy to the mirror", step.request_id):
-                self._state.scheduled(
-                    chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
-                )
-                if is_new:
-                    self._unsaved.discard(step.request_id)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
@@ -321,26 +249,15 @@ class SchedulerSide:
             with Refusals("report of the workers", "(several)"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
         self._links.sent(sent_ids)
-        self._log_failures(broken)
-
-    def _log_failures(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            reason = self._awaited.take_reason(request_id)
-            if reason:
-                _logger.error(
-                    "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
-                    request_id,
-                    reason,
-                )
+        self._awaited.log_failures(broken)
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
         envelopes = self._served.heard(registrations)
         if self._served.is_sure:
             self._state.set_generation(self._served.generation)
-        if envelopes is not None and self._listener is not None:
-            self._listener.replace(envelopes)
-            _logger.info("side channel of engine %s serves %d ranks anew", self._facts.engine_id, len(envelopes))
+        if envelopes is not None:
+            self._channel.renew(envelopes)
 
     # ---------------------------------------------------------------------------------------------- the engine
 
@@ -357,16 +274,7 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
-        now_s = self._now_s()
-        if now_s - self._counted_s >= _COUNT_EVERY_S:
-            self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
-            self._counted = counts
-            changes = {state: counts.get(state, 0) - before.get(state, 0) for state in {*before, *counts}}
-            if any(changes.values()):
-                self._stats.observe("live_requests", changes)
-            self._stats.level("fence_slots_used", self._state.fence_slots_used)
-        self._stats.level("leased_blocks", self._draining.leased_blocks)
-        self._stats.level("leased_bytes", self._draining.leased_bytes)
+        self._gauges.record(self._stats, self._now_s())
         return self._stats.take()
 
     def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None) -> None:
@@ -377,26 +285,12 @@ class SchedulerSide:
             ranks: All ranks, None for those of `envelopes`. The others are asked with the next step, and no prompt is handed
                 over until they have answered.
         """
-        expected = frozenset(envelopes if ranks is None else ranks)
-        self._served.expect(expected)
-        if not expected <= envelopes.keys():
-            self._served.doubt()
-        if self._listener is not None:
-            self._listener.replace(envelopes)
-            return
-        listener = self._make_listener()
-        listener.replace(envelopes)
-        listener.start()
-        self._listener = listener
-        _logger.info(
-            "side channel of engine %s serves %d ranks on port %d", self._facts.engine_id, len(envelopes), listener.port
-        )
+        self._served.expect(envelopes if ranks is None else ranks, served=envelopes.keys())
+        self._channel.serve(envelopes)
 
     def close(self) -> None:
         """Stop serving; idempotent."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
+        self._channel.close()
         self._draining.end()
 
     def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:

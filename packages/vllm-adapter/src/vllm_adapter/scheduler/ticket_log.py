@@ -1,0 +1,44 @@
+"""Counts and log lines of tickets that this engine refuses or does not give."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from vllm_adapter.observe.recorder import Recorder
+
+__all__ = ["TicketLog"]
+
+# A child of the host's logger, so that its format and level apply.
+_logger = logging.getLogger("vllm.vllm_adapter")
+_COUNTED_ONLY = frozenset(("draining", "lease-quota"))
+"""Reasons to give no ticket that concern all requests for a time: no line for each."""
+
+
+@final
+class TicketLog:
+    """Counts every such ticket by its code, and logs one line for it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def refused(self, request_id: str, code: str, message: str) -> None:
+        """Note a request that came with a ticket that is not believed."""
+        self._recorder.observe("ticket_refusal_codes", code)
+        _logger.warning(
+            "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
+            request_id,
+            code,
+            message,
+        )
+
+    def withheld(self, request_id: str, code: str) -> None:
+        """Note a finished request whose response has no ticket."""
+        self._recorder.observe("withheld_ticket_codes", code)
+        if code not in _COUNTED_ONLY:
+            _logger.warning("request %s: its prompt is not handed over (%s)", request_id, code)
+
+    def not_shortened(self, request_id: str) -> None:
+        """Note a prompt whose last tokens the consumer was to compute, and which could not be shortened."""
+        _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)

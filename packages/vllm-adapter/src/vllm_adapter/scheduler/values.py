@@ -1,0 +1,53 @@
+"""Plain values that the host's hooks give the scheduler side about one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_adapter.ports import PromptIdentity
+
+__all__ = ["Arrival", "Ending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has just arrived.
+
+    Attributes:
+        request_id: The request.
+        params: Its `kv_transfer_params`, as the client sent them.
+        prompt_tokens: Length of its prompt.
+        identity: Computes the digest of its prompt.
+        trace_headers: Trace headers that it came with, if any.
+        drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
+    """
+
+    request_id: str
+    params: object
+    prompt_tokens: int
+    identity: PromptIdentity | None = None
+    trace_headers: Mapping[str, str] | None = None
+    drop_tail: Callable[[int], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a request.
+
+    Attributes:
+        request_id: The request.
+        reason: Cause of its end.
+        computed_tokens: Tokens that it has computed, those of steps that still run included.
+        in_flight_tokens: Tokens of steps that still run: nobody knows yet whether they are kept.
+        identity: Computes the digest of its prompt.
+    """
+
+    request_id: str
+    reason: Literal["length", "stop", "abort", "error"]
+    computed_tokens: int
+    in_flight_tokens: int = 0
+    identity: PromptIdentity | None = None
