@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.steps import RankRegistration, StepReport
@@ -21,7 +21,7 @@ from vllm_adapter.worker.sleep import fail_reads, failed_instead
 from vllm_adapter.worker.thread_watch import ThreadWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.ports import StepPlan
@@ -37,7 +37,14 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 _VOID_GENERATION = 0
 """A fence word that no ticket ever carries."""
 _NOTHING = StepReport()
+_Item = TypeVar("_Item")
 _RESET = "the cache was reset after this read had been ordered"
+
+
+def _drained(queue: deque[_Item]) -> Iterator[_Item]:
+    """Take everything out of a queue that another thread may go on filling."""
+    while queue:
+        yield queue.popleft()
 
 
 @final
@@ -229,24 +236,28 @@ class WorkerSide:
         self._watch.check(self._registration.agent if self._registration is not None else None)
         if not (self._sent or self._finished or self._failures or self._is_registration_due):
             return _NOTHING
-        sent: set[str] = set()
+        sent = frozenset(_drained(self._sent))
+        ends = [self._take_end(finished) for finished in _drained(self._finished)]
+        bad = [end for end in ends if not end.is_ok]
         reasons: dict[str, str] = {}
-        received, failed = set(self._failures), set(self._failures)
-        self._failures.clear()
-        while self._sent:
-            sent.add(self._sent.popleft())
-        while self._finished:
-            end = self._completion.complete(self._confirmed(self._finished.popleft()))
-            if not end.is_ok:
-                self._count_failure(end, reasons)
-            link = self._links.pop(end.order.request_id, None)
-            if link is not None and self._trace is not None:
-                self._trace(link, end)
-            if end.order.is_reported:
-                received.add(end.order.request_id)
-                if not end.is_ok:
-                    failed.add(end.order.request_id)
-        return StepReport(frozenset(sent), frozenset(received), frozenset(failed), self._take_registration(), reasons)
+        for end in bad:
+            self._count_failure(end, reasons)
+        refused, self._failures = frozenset(self._failures), []
+        return StepReport(
+            sent=sent,
+            received=refused | {end.order.request_id for end in ends if end.order.is_reported},
+            failed=refused | {end.order.request_id for end in bad if end.order.is_reported},
+            registration=self._take_registration(),
+            reasons=reasons,
+        )
+
+    def _take_end(self, finished: FinishedRead) -> ReadEnd:
+        """Complete a read whose transfers have ended, and close its trace."""
+        end = self._completion.complete(self._confirmed(finished))
+        link = self._links.pop(end.order.request_id, None)
+        if link is not None and self._trace is not None:
+            self._trace(link, end)
+        return end
 
     def _take_registration(self) -> RankRegistration | None:
         is_due, self._is_registration_due = self._is_registration_due, False
