@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import ipaddress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_adapter.config_values import check_networks, check_value
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -202,10 +202,10 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
                 f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
             )
         else:
-            values[key] = _checked(known[key], value)
+            values[key] = check_value(known[key], value)
     settings = Settings(**values)
-    _check_networks("remote_hosts", settings.remote_hosts)
-    _check_networks("unsigned_hosts", settings.unsigned_hosts)
+    check_networks("remote_hosts", settings.remote_hosts)
+    check_networks("unsigned_hosts", settings.unsigned_hosts)
     return settings, tuple(notes)
 
 
@@ -223,78 +223,6 @@ def describe_keys() -> list[dict[str, object]]:
         }
         for f in dataclasses.fields(Settings)
     ]
-
-
-def _checked(key: dataclasses.Field[Any], value: object) -> object:
-    default = key.default
-    converted: object | None = None
-    if isinstance(default, bool):
-        converted = _as_bool(value)
-    elif isinstance(default, int):
-        converted = value if isinstance(value, int) and not isinstance(value, bool) else None
-    elif isinstance(default, float):
-        converted = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    elif isinstance(default, tuple):
-        converted = _as_words(value)
-    elif isinstance(value, str):
-        converted = value
-    if converted is None:
-        raise ConfigurationError(
-            f"kv_connector_extra_config: '{key.name}' must be {key.type}, got {value!r}. {key.metadata['doc']}",
-            code="wrong-type",
-            context={"key": key.name, "value": repr(value)},
-        )
-    _check_range(key, converted)
-    return converted
-
-
-def _check_range(key: dataclasses.Field[Any], value: object) -> None:
-    least, most = key.metadata["least"], key.metadata["most"]
-    choices: tuple[str, ...] = key.metadata["choices"]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if (least is not None and value < least) or (most is not None and value > most) or value != value:  # noqa: PLR0124
-            raise ConfigurationError(
-                f"kv_connector_extra_config: '{key.name}' must be between {least} and {most}, got {value}. "
-                f"{key.metadata['doc']}",
-                code="out-of-range",
-                context={"key": key.name, "value": value},
-            )
-    elif choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        raise ConfigurationError(
-            f"kv_connector_extra_config: '{key.name}' must be one of {', '.join(choices)}, got {value!r}"
-            + (f"; did you mean '{near[0]}'?" if near else ""),
-            code="out-of-range",
-            context={"key": key.name, "value": repr(value)},
-        )
-
-
-def _as_bool(value: object) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    # vLLM's own connector takes some booleans as words.
-    if isinstance(value, str) and value.lower() in {"true", "false"}:
-        return value.lower() == "true"
-    return None
-
-
-def _as_words(value: object) -> tuple[str, ...] | None:
-    if not isinstance(value, list | tuple):
-        return None
-    words = [item for item in value if isinstance(item, str)]  # pyright: ignore[reportUnknownVariableType]
-    return tuple(words) if len(words) == len(value) else None  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _check_networks(key: str, networks: tuple[str, ...]) -> None:
-    for text in networks:
-        try:
-            ipaddress.ip_network(text)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"kv_connector_extra_config: '{key}' holds {text!r}, which is no network: {error}",
-                code="out-of-range",
-                context={"key": key, "value": text},
-            ) from error
 
 
 def check_whole(settings: Settings) -> None:
