@@ -39,7 +39,7 @@ def test_nothing_is_recorded_that_the_recorder_does_not_know() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> None:
-    from vllm_adapter.host.vllm import _cache_group, layer_caches
+    from vllm_adapter.host.cache_config import _cache_group, layer_caches
 
     recorder, recorded = _module("record_layouts"), _module("recorded")
     for tp, rank in recorder.record(name)["tp"].items():

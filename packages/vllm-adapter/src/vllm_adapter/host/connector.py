@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.config import load_settings
+from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.devices import device_selector
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
@@ -26,7 +27,6 @@ from vllm_adapter.host.vllm import (
     has_content_ids,
     init_logger,
     is_tracing,
-    layer_caches,
     load_failure_policy,
     wants_host_buffer,
 )

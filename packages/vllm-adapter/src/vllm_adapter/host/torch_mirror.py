@@ -153,19 +153,23 @@ class TorchMirror:
         """Copy what the platform's operation can, and return the ranges that are left."""
         if self._operation is None:
             return copy.ranges
-        left = {pages.address: pages for pages in copy.ranges}
-        names = [
-            name
-            for name, tensor in self.tensors.items()
-            if tensor.data_ptr() in left and tensor.shape[0] == left[tensor.data_ptr()].count and len(tensor.shape) > 1
-        ]
+        names = self._whole_layers(copy)
         if names:
             host, device = ({name: tensors[name] for name in names} for tensors in (self.tensors, self._tensors))
             source, target = (device, host) if direction == "d2h" else (host, device)
             pages = copy.pages.tolist()
             self._operation(source, target, pages, pages, direction)
         done = {self.tensors[name].data_ptr() for name in names}
-        return tuple(pages for address, pages in left.items() if address not in done)
+        return tuple(pages for pages in copy.ranges if pages.address not in done)
+
+    def _whole_layers(self, copy: PageCopy) -> list[str]:
+        """Return the layers whose pages are the entries of their tensor's first axis, as the platform's operation counts them."""
+        counts = {pages.address: pages.count for pages in copy.ranges}
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if counts.get(tensor.data_ptr()) == tensor.shape[0] and len(tensor.shape) > 1
+        ]
 
     def _copy(
         self, copy: PageCopy, family: PageFamily, source: PageFamily, target: PageFamily, buffer: _Buffer

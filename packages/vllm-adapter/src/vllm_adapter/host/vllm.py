@@ -1,4 +1,6 @@
-"""The one seam to vLLM: everything that this package imports from its host, and what differs between host versions.
+"""The seam to vLLM: what this package imports from its host, and what differs between host versions.
+
+How the host describes its cache is read in `cache_config.py`.
 
 What changed when (public interface that this package stands on):
 
@@ -15,7 +17,6 @@ Older hosts never call the hooks of newer ones; 0.33's were driven by tests only
 from __future__ import annotations
 
 import hashlib
-import platform
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,20 +34,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
-from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
+from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import vllm_factors
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from vllm_adapter.cache.facts import CacheGroup
 
 __all__ = [
     "CONNECTOR_VERSIONS",
@@ -69,12 +73,10 @@ __all__ = [
     "has_content_ids",
     "init_logger",
     "is_tracing",
-    "layer_caches",
     "load_failure_policy",
     "wants_host_buffer",
 ]
 
-_VECTOR_KERNELS = ("vec", "vec16")
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
 """Where the memory that peers read may be, by the engine's device. Source: vLLM's own connector."""
@@ -182,8 +184,8 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
     transfer = config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:
         raise UnsupportedHost("vLLM gave no kv_transfer_config with an engine id", code="no-engine-id")
-    groups = tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in _transfer_groups(cache))
-    version = check_host()
+    groups = cache_groups(cache)
+    connector_version = CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
     backend = _attention_backend(config) if is_worker else ""
     tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
     return EngineFacts(
@@ -200,83 +202,27 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         block_count=cache.num_blocks,
         generation=_generation(transfer.engine_id, _shared_instance_id(config) if is_worker else config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
-        kernel_order=_kernel_order(config, cache, backend),
+        kernel_order=kernel_order(config, cache, backend),
         attention_backend=backend,
-        connector_version=CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values())),
+        connector_version=connector_version,
         groups=groups,
-        group_ids=_transfer_group_ids(cache),
+        group_ids=transfer_group_ids(cache),
         backoff_tokens=backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
         # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
-        state_groups=_state_groups(config) if is_worker else 0,
-        factors=vllm_factors(config, backend, CONNECTOR_VERSIONS.get(version, max(CONNECTOR_VERSIONS.values()))),
-        extra_factors={
-            "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
-            "model_revision": str(model.revision),
-            "block_size": [group.block_tokens for group in groups],
-            "tp_size": parallel.tensor_parallel_size,
-        },
+        state_groups=state_groups(config) if is_worker else 0,
+        factors=vllm_factors(config, backend, connector_version),
+        extra_factors=_extra_factors(config, groups),
     )
 
 
-def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[LayerCache]:
-    """Describe the tensors that the engine allocated, layer by layer, skipping layers that only share another's cache."""
-    specs, group_of = _layer_specs(cache)
-    found: list[LayerCache] = []
-    for layer, tensor in caches.items():
-        spec = specs.get(layer)
-        if spec is None:
-            continue
-        element_bytes = tensor.element_size()
-        found.append(
-            LayerCache(
-                layer=layer,
-                group=group_of[layer],
-                address=tensor.data_ptr(),
-                shape=tuple(tensor.shape),
-                stride_bytes=tuple(step * element_bytes for step in tensor.stride()),
-                element_bytes=element_bytes,
-                memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
-                device=max(tensor.get_device(), 0),
-                page_bytes=spec.page_size_bytes,
-                **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
-            )
-        )
-    return found
-
-
-def _is_ring(spec: object) -> bool:
-    """Whether a request has one page, which goes round, for all its tokens: to a transfer that is a state."""
-    return any("CircularBuffer" in base.__name__ for base in type(spec).__mro__)
-
-
-def _spec_facts(spec: KVCacheSpec, page_shape: tuple[int, ...], element_bytes: int) -> dict[str, Any]:
-    if isinstance(spec, MambaSpec):
-        return _state_facts(spec)
-    if _is_ring(spec):
-        return {"state_shapes": (page_shape,), "state_element_bytes": (element_bytes,), "state_kind": "RING"}
-    return _attention_facts(spec)
-
-
-def _state_facts(spec: MambaSpec) -> dict[str, Any]:
-    kind: Any = getattr(spec, "mamba_type", "")
+def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str, object]:
+    """Return the compatibility factors that engines of our own kind add to vLLM's."""
     return {
-        "state_shapes": tuple(tuple(shape) for shape in spec.shapes),
-        "state_element_bytes": tuple(dtype.itemsize for dtype in spec.dtypes),
-        "state_kind": str(getattr(kind, "name", kind)).upper(),
-        "is_replicated": bool(getattr(spec, "tp_replicated", False)),
-    }
-
-
-def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return what a layer's heads are like: it may differ from layer to layer, and from the model's configuration."""
-    if any("MLA" in base.__name__ for base in type(spec).__mro__):
-        role: Any = getattr(spec, "cache_role", "")
-        return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
-    return {
-        "has_planes": getattr(spec, "num_head_slots", None) is not None,
-        "key_size": getattr(spec, "head_size", 0),
-        "value_size": getattr(spec, "head_size_v", None) or 0,
+        "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
+        "model_revision": str(config.model_config.revision),
+        "block_size": [group.block_tokens for group in groups],
+        "tp_size": config.parallel_config.tensor_parallel_size,
     }
 
 
@@ -331,85 +277,10 @@ def _shared_instance_id(config: VllmConfig) -> str:
     return str(shared)
 
 
-def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
-    groups: Any = getattr(cache, "transfer_groups", None)
-    return tuple(cache.kv_cache_groups if groups is None else groups)
-
-
-def _transfer_group_ids(cache: KVCacheConfig) -> tuple[int, ...]:
-    ids: Any = getattr(cache, "transfer_group_ids", None)
-    return tuple(range(len(cache.kv_cache_groups))) if ids is None else tuple(ids)
-
-
-def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
-    first: Any = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-    kind: Literal["attention", "sliding-window", "latent", "state"] = "attention"
-    window_tokens, scratch_blocks = 0, 0
-    if isinstance(first, MambaSpec):
-        kind, scratch_blocks = "state", first.num_speculative_blocks
-    elif _is_ring(first):
-        kind = "state"
-    elif isinstance(first, SlidingWindowSpec):
-        kind, window_tokens = "sliding-window", first.sliding_window
-    elif isinstance(first, MLAAttentionSpec):
-        kind = "latent"
-    is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
-    # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
-    pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
-    block_bytes = pages * spec.page_size_bytes
-    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes)
-
-
-def _state_groups(config: VllmConfig) -> int:
-    """Return the model's groups of B and C in Mamba-2 layers, 0 if there are none or they differ.
-
-    Layers count groups with the copies that they make for ranks beyond them; only their norms keep the model's own number.
-    """
-    layers: dict[str, Any] = config.compilation_config.static_forward_context
-    norms = [getattr(layer, "norm", None) for layer in layers.values() if _is_named(layer, "MambaMixer2")]
-    found = {int(getattr(norm, "n_groups", 0)) for norm in norms}
-    return found.pop() if len(found) == 1 else 0
-
-
-def _is_named(value: object, name: str) -> bool:
-    return any(base.__name__ == name for base in type(value).__mro__)
-
-
-def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:
-    specs: dict[str, KVCacheSpec] = {}
-    group_of: dict[str, int] = {}
-    for index, group in enumerate(_transfer_groups(cache)):
-        spec = group.kv_cache_spec
-        for layer in group.layer_names:
-            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            group_of[layer] = index
-    return specs, group_of
-
-
 def _attention_backend(config: VllmConfig) -> str:
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     return str(get_current_attn_backends(config)[0].get_name())
-
-
-def _kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
-    """Name the order inside a page where it is not a key and then a value per token: vLLM's CPU kernels have others.
-
-    Source: the vector kernels' order was read off pages that they wrote (a host test does so again); that of the matrix
-    kernel ("amx") interleaves tokens and channels and stays a name.
-    """
-    if backend != "CPU_ATTN":
-        return ""
-    from vllm.v1.attention.backends.cpu_attn import (
-        _get_attn_isa,  # pyright: ignore[reportPrivateUsage]  (the host has no public name for the order)
-    )
-
-    model = config.model_config
-    sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]
-    isa = _get_attn_isa(model.dtype, min(sizes, default=0), model.get_head_size())
-    if isa in _VECTOR_KERNELS and platform.machine() == "x86_64":
-        return KEYS_BY_CHANNEL
-    return f"vllm-cpu:{isa}:{model.dtype}"
 
 
 def _ranks() -> tuple[int, int]:

@@ -1,0 +1,161 @@
+"""vLLM's KV-cache configuration as plain facts: groups of layers, and the tensor of each layer."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, LayerCache
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = ["cache_groups", "kernel_order", "layer_caches", "state_groups", "transfer_group_ids"]
+
+_VECTOR_KERNELS = ("vec", "vec16")
+
+
+def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[LayerCache]:
+    """Describe the tensors that the engine allocated, layer by layer, skipping layers that only share another's cache."""
+    specs, group_of = _layer_specs(cache)
+    found: list[LayerCache] = []
+    for layer, tensor in caches.items():
+        spec = specs.get(layer)
+        if spec is None:
+            continue
+        element_bytes = tensor.element_size()
+        found.append(
+            LayerCache(
+                layer=layer,
+                group=group_of[layer],
+                address=tensor.data_ptr(),
+                shape=tuple(tensor.shape),
+                stride_bytes=tuple(step * element_bytes for step in tensor.stride()),
+                element_bytes=element_bytes,
+                memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
+                device=max(tensor.get_device(), 0),
+                page_bytes=spec.page_size_bytes,
+                **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
+            )
+        )
+    return found
+
+
+def _is_ring(spec: object) -> bool:
+    """Whether a request has one page, which goes round, for all its tokens: to a transfer that is a state."""
+    return any("CircularBuffer" in base.__name__ for base in type(spec).__mro__)
+
+
+def _spec_facts(spec: KVCacheSpec, page_shape: tuple[int, ...], element_bytes: int) -> dict[str, Any]:
+    if isinstance(spec, MambaSpec):
+        return _state_facts(spec)
+    if _is_ring(spec):
+        return {"state_shapes": (page_shape,), "state_element_bytes": (element_bytes,), "state_kind": "RING"}
+    return _attention_facts(spec)
+
+
+def _state_facts(spec: MambaSpec) -> dict[str, Any]:
+    kind: Any = getattr(spec, "mamba_type", "")
+    return {
+        "state_shapes": tuple(tuple(shape) for shape in spec.shapes),
+        "state_element_bytes": tuple(dtype.itemsize for dtype in spec.dtypes),
+        "state_kind": str(getattr(kind, "name", kind)).upper(),
+        "is_replicated": bool(getattr(spec, "tp_replicated", False)),
+    }
+
+
+def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
+    """Return what a layer's heads are like: it may differ from layer to layer, and from the model's configuration."""
+    if any("MLA" in base.__name__ for base in type(spec).__mro__):
+        role: Any = getattr(spec, "cache_role", "")
+        return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
+    return {
+        "has_planes": getattr(spec, "num_head_slots", None) is not None,
+        "key_size": getattr(spec, "head_size", 0),
+        "value_size": getattr(spec, "head_size_v", None) or 0,
+    }
+
+
+def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
+    groups: Any = getattr(cache, "transfer_groups", None)
+    return tuple(cache.kv_cache_groups if groups is None else groups)
+
+
+def transfer_group_ids(cache: KVCacheConfig) -> tuple[int, ...]:
+    """Return the numbers of the transferable groups among all of the scheduler's."""
+    ids: Any = getattr(cache, "transfer_group_ids", None)
+    return tuple(range(len(cache.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def cache_groups(cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Describe the transferable groups."""
+    return tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in _transfer_groups(cache))
+
+
+def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
+    first: Any = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    kind: Literal["attention", "sliding-window", "latent", "state"] = "attention"
+    window_tokens, scratch_blocks = 0, 0
+    if isinstance(first, MambaSpec):
+        kind, scratch_blocks = "state", first.num_speculative_blocks
+    elif _is_ring(first):
+        kind = "state"
+    elif isinstance(first, SlidingWindowSpec):
+        kind, window_tokens = "sliding-window", first.sliding_window
+    elif isinstance(first, MLAAttentionSpec):
+        kind = "latent"
+    is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
+    # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
+    pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
+    block_bytes = pages * spec.page_size_bytes
+    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes)
+
+
+def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:
+    specs: dict[str, KVCacheSpec] = {}
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(_transfer_groups(cache)):
+        spec = group.kv_cache_spec
+        for layer in group.layer_names:
+            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            group_of[layer] = index
+    return specs, group_of
+
+
+def kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
+    """Name the order inside a page where it is not a key and then a value per token: vLLM's CPU kernels have others.
+
+    Source: the vector kernels' order was read off pages that they wrote (a host test does so again); that of the matrix
+    kernel ("amx") interleaves tokens and channels and stays a name.
+    """
+    if backend != "CPU_ATTN":
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import (
+        _get_attn_isa,  # pyright: ignore[reportPrivateUsage]  (the host has no public name for the order)
+    )
+
+    model = config.model_config
+    sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]
+    isa = _get_attn_isa(model.dtype, min(sizes, default=0), model.get_head_size())
+    if isa in _VECTOR_KERNELS and platform.machine() == "x86_64":
+        return KEYS_BY_CHANNEL
+    return f"vllm-cpu:{isa}:{model.dtype}"
+
+
+def state_groups(config: VllmConfig) -> int:
+    """Return the model's groups of B and C in Mamba-2 layers, 0 if there are none or they differ.
+
+    Layers count groups with the copies that they make for ranks beyond them; only their norms keep the model's own number.
+    """
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    norms = [getattr(layer, "norm", None) for layer in layers.values() if _is_named(layer, "MambaMixer2")]
+    found = {int(getattr(norm, "n_groups", 0)) for norm in norms}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _is_named(value: object, name: str) -> bool:
+    return any(base.__name__ == name for base in type(value).__mro__)
