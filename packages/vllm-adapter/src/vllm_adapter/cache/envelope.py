@@ -54,29 +54,40 @@ def metadata_fields(
     """
     regions = _regions(facts, caches)
     kernel_blocks = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
-    tokens = [group.block_tokens for group in facts.groups if group.kind != "state"] or [facts.groups[0].block_tokens]
     return {
         "engine_id": facts.engine_id,
         "agent_metadata": agent_metadata,
-        "kv_caches_base_addr": [region.address for region in regions],
+        **_region_fields(regions),
         "device_id": caches[0].device,
         "num_blocks": facts.block_count * kernel_blocks,
-        "block_lens": [region.page_bytes for region in regions],
-        "block_strides": [region.stride_bytes for region in regions],
         "kv_cache_layout": facts.layout,
-        "block_size": max(tokens) // kernel_blocks,
+        "block_size": _block_tokens(facts) // kernel_blocks,
         "ssm_sizes": _state_bytes(caches),
         "attn_backend_name": facts.attention_backend,
         "physical_blocks_per_logical_kv_block": kernel_blocks,
-        "region_num_blocks": [region.pages for region in regions],
-        "region_group_ids": [region.group for region in regions],
-        "region_names": [region.name for region in regions],
-        "region_mem_types": [region.memory_kind for region in regions],
         "dcp_size": facts.dcp,
         "fence": fence,
         "geometry": geometry,
         "generation": generation,
     }
+
+
+def _region_fields(regions: Sequence[_Region]) -> dict[str, object]:
+    """Return the fields that have one entry per region."""
+    return {
+        "kv_caches_base_addr": [region.address for region in regions],
+        "block_lens": [region.page_bytes for region in regions],
+        "block_strides": [region.stride_bytes for region in regions],
+        "region_num_blocks": [region.pages for region in regions],
+        "region_group_ids": [region.group for region in regions],
+        "region_names": [region.name for region in regions],
+        "region_mem_types": [region.memory_kind for region in regions],
+    }
+
+
+def _block_tokens(facts: EngineFacts) -> int:
+    """Return the tokens of the largest block of attention; without attention, those of the first group's blocks."""
+    return max((g.block_tokens for g in facts.groups if g.kind != "state"), default=facts.groups[0].block_tokens)
 
 
 def _regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_Region, ...]:

@@ -104,12 +104,16 @@ def _number(facts: Mapping[str, object], name: str, default: int | None = None) 
 def _numbers(facts: Mapping[str, object], name: str, count: int | None = None) -> tuple[int, ...]:
     value = facts.get(name)
     items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
-    if items is None or len(items) > _MAX_REGIONS or (count is not None and len(items) != count):
+    if items is None or not _has_length(items, count):
         raise _bad(facts, name, f"a list of {count if count is not None else f'at most {_MAX_REGIONS}'} integers")
     numbers = tuple(item for item in items if type(item) is int and item >= 0)
     if len(numbers) != len(items):
         raise _bad(facts, name, "a list of non-negative integers")
     return numbers
+
+
+def _has_length(items: Sequence[object], count: int | None) -> bool:
+    return len(items) <= _MAX_REGIONS and count in {None, len(items)}
 
 
 def _optional(facts: Mapping[str, object], name: str, count: int | None) -> tuple[int, ...]:
