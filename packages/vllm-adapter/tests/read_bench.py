@@ -8,9 +8,9 @@ from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorde
 
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.peers import PeerLimits
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"

@@ -23,9 +23,9 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.peers import PeerLimits
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 BLOCKS, TOKENS, HEAD_SIZE, LAYERS = 8, 4, 2, 2

@@ -21,7 +21,7 @@ from vllm_adapter.worker.sleep import fail_reads, failed_instead
 from vllm_adapter.worker.thread_watch import ThreadWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.ports import StepPlan
@@ -45,6 +45,10 @@ def _drained(queue: deque[_Item]) -> Iterator[_Item]:
     """Take everything out of a queue that another thread may go on filling."""
     while queue:
         yield queue.popleft()
+
+
+def _reported_ids(ends: Iterable[ReadEnd]) -> frozenset[str]:
+    return frozenset(end.order.request_id for end in ends if end.order.is_reported)
 
 
 @final
@@ -239,16 +243,13 @@ class WorkerSide:
         sent = frozenset(_drained(self._sent))
         ends = [self._take_end(finished) for finished in _drained(self._finished)]
         bad = [end for end in ends if not end.is_ok]
-        reasons: dict[str, str] = {}
-        for end in bad:
-            self._count_failure(end, reasons)
         refused, self._failures = frozenset(self._failures), []
         return StepReport(
             sent=sent,
-            received=refused | {end.order.request_id for end in ends if end.order.is_reported},
-            failed=refused | {end.order.request_id for end in bad if end.order.is_reported},
+            received=refused | _reported_ids(ends),
+            failed=refused | _reported_ids(bad),
             registration=self._take_registration(),
-            reasons=reasons,
+            reasons=self._count_failures(bad),
         )
 
     def _take_end(self, finished: FinishedRead) -> ReadEnd:
@@ -263,23 +264,26 @@ class WorkerSide:
         is_due, self._is_registration_due = self._is_registration_due, False
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
-    def _count_failure(self, end: ReadEnd, reasons: dict[str, str]) -> None:
-        """Count a failed read and add its reason, which the scheduler logs once for all ranks.
+    def _count_failures(self, ends: Iterable[ReadEnd]) -> dict[str, str]:
+        """Count failed reads, and return their reasons by request, which the scheduler logs once for all ranks.
 
         A producer that could not be notified of blocks nobody reads is logged here.
         """
-        order, peer = end.order, end.order.peer
-        producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
-        reason = f"{end.message} ({end.code})"
-        if order.is_reported:
-            self._recorder.observe("read_failure_codes", end.code)
-            reasons[order.request_id] = f"{producer}: {reason}"
-        else:
-            self._recorder.count("num_failed_notifications", times=int(end.was_met))
-            self._recorder.warn(
-                f"request {order.request_id}: could not notify {producer} that it is no longer needed; its blocks stay "
-                f"leased until the lease expires: {reason}"
-            )
+        reasons: dict[str, str] = {}
+        for end in ends:
+            order, peer = end.order, end.order.peer
+            producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
+            reason = f"{end.message} ({end.code})"
+            if order.is_reported:
+                self._recorder.observe("read_failure_codes", end.code)
+                reasons[order.request_id] = f"{producer}: {reason}"
+            else:
+                self._recorder.count("num_failed_notifications", times=int(end.was_met))
+                self._recorder.warn(
+                    f"request {order.request_id}: could not notify {producer} that it is no longer needed; its blocks stay "
+                    f"leased until the lease expires: {reason}"
+                )
+        return reasons
 
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
         """Return the read as a failed one if the cache was reset since it was ordered."""

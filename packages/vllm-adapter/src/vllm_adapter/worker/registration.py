@@ -14,9 +14,9 @@ from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.peers import PeerLimits
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, ReadLimits
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,8 +8,7 @@ wait with it. No read waits longer than a handshake may take. An engine that can
 the side channel remembers the failure, answers the next request for that engine immediately, and asks the engine again in
 the background.
 
-An engine that is not read from is probed: every `probe_s` one word of it is read. Two probes without an answer, or one that
-finds its process gone, and its agents and prepared lists are given back.
+An engine that is not read from is probed (`probes.py`). If it is gone, its agents and prepared lists are given back.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from typing import TYPE_CHECKING, final
 
 from vllm_adapter.ports import PeerSpec
 from vllm_adapter.worker.transfer.parts import code_of
+from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
+    from vllm_adapter.worker.transfer.limits import PeerLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
-__all__ = ["PeerDirectory", "PeerEvents", "PeerLimits"]
+__all__ = ["PeerDirectory", "PeerEvents"]
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
@@ -37,30 +38,6 @@ _NO_FENCE = (
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
 _PIPELINE_RANKS_SINCE = 5
 """First dialect whose queries have three fields."""
-
-_SILENT_PROBES = 2
-_PROBE_DEADLINE_S = 2.0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PeerLimits:
-    """Durations, and the connector version assumed of peers that do not say theirs.
-
-    Attributes:
-        handshake_s: Longest wait of a read for its engine.
-        engine_ttl_s: Time after which an unused engine is forgotten.
-        probe_s: Time between two probes of an engine that is not read from.
-        dialect: Connector version of peers whose tickets do not say.
-        only_ours: Whether every peer is of our own kind, by configuration: its agents' names must begin with its engine id. Of
-            others only those are held to it that announce what our kind can do.
-    """
-
-    handshake_s: float
-    engine_ttl_s: float
-    dialect: int
-    probe_s: float = 10.0
-    only_ours: bool = False
 
 
 @final
@@ -84,8 +61,7 @@ class PeerDirectory:
         self._limits = limits
         self._events = events
         self._engines: dict[PeerAddress, PeerEngine] = {}
-        self._probes: dict[str, PeerEngine] = {}
-        self._probe_count = 0
+        self._probes = Probes(parts, limits.probe_s, self.drop)
         self._waiting_since_s: dict[Read, float] = {}
 
     def __len__(self) -> int:
@@ -311,37 +287,9 @@ class PeerDirectory:
             return
         if now_s - engine.last_used_s > self._limits.engine_ttl_s:
             self._drain(engine, f"unused for {self._limits.engine_ttl_s:g} s")
-        elif not engine.is_probed and (engine.silent_probes or now_s - engine.last_answer_s > self._limits.probe_s):
-            self._probe(engine)
-
-    def _probe(self, engine: PeerEngine) -> None:
-        if engine.plan is None or not engine.plan.producer_ranks:
-            return  # nothing of it can be read
-        # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
-        self._probe_count += 1
-        probe_id = f"probe {self._probe_count}"
-        self._probes[probe_id] = engine
-        engine.is_probed = True
-        try:
-            self._parts.agent.probe(probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S)
-        except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
-            del self._probes[probe_id]
-            engine.is_probed, engine.last_answer_s = False, self._parts.now_s()
-            self._parts.recorder.trouble("probe of an idle engine", error)
+        else:
+            self._probes.look_after(engine, now_s)
 
     def probe_ended(self, result: TransferResult) -> None:
         """Take in the end of a probe; results of other transfers are ignored."""
-        engine = self._probes.pop(result.transfer_id, None)
-        if engine is None:
-            return
-        engine.is_probed = False
-        if result.outcome == "done":
-            engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
-            return
-        if result.outcome == "cancelled" or engine.phase != "ready":
-            return
-        engine.silent_probes += 1
-        is_gone = result.code == "peer-disconnected"
-        if is_gone or engine.silent_probes >= _SILENT_PROBES:
-            reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
-            self.drop(engine, f"{reason} ({result.code}: {result.message})")
+        self._probes.ended(result)

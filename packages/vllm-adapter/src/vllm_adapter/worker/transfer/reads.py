@@ -13,41 +13,32 @@ ends with a code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.conversion import conversion_steps, page_ranges
+from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.parts import code_of
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
 from vllm_adapter.worker.transfer.records import FinishedRead, Read
+from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
 from vllm_adapter.worker.transfer.stalls import StallWatch
+from vllm_adapter.worker.transfer.tickets import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from vllm_adapter.ports import HeartbeatOrder, Indices, PeerPlan, ReadOrder, TransferResult
     from vllm_adapter.worker.conversion import ConversionStep
+    from vllm_adapter.worker.transfer.limits import ReadLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
-    from vllm_adapter.worker.transfer.peers import PeerLimits
     from vllm_adapter.worker.transfer.records import PeerEngine
 
-__all__ = ["ReadCoordinator", "ReadLimits"]
+__all__ = ["ReadCoordinator"]
 
 _FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _RENEWED_PART = 2 / 3
 """A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """How long a read may take, how long a lease is believed, how often a read is made again, and the limits of peers."""
-
-    read_timeout_s: float
-    lease_s: float
-    peers: PeerLimits
-    retries: int = 1
 
 
 @final
@@ -70,6 +61,7 @@ class ReadCoordinator:
         self._ranges = page_ranges(planner.document)
         self._transfers: dict[str, Read] = {}
         self._peers = PeerDirectory(parts, planner, limits.peers, PeerEvents(self._ready, self._not_met))
+        self._messages = ProducerMessages(parts, self._peers)
         self._stalls = StallWatch(parts, limits.read_timeout_s)
 
     def look_after(self) -> None:
@@ -121,18 +113,7 @@ class ReadCoordinator:
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
-        engine = self._peers.find_or_meet(order)
-        if engine is None:
-            self._parts.recorder.count("num_unsent_heartbeats")
-            return
-        # A heartbeat without the nonce that its engine gives would renew the lease of whoever has that request's real ticket.
-        has_nonces = "nonce" in engine.capabilities
-        readers = [reader for reader in order.readers if reader[1] or not has_nonces]
-        payloads = self._parts.codec.heartbeats(readers) if readers else ()
-        for rank in engine.ranks:
-            for payload in payloads:
-                self._peers.notify(engine, rank, payload)
-        renewed = {request_id for request_id, _ in readers}
+        engine, renewed = self._messages.renew(order)
         renewed_until_s = self._parts.now_s() + _RENEWED_PART * self._limits.lease_s
         for read in self._transfers.values():
             if read.engine is engine and read.order.peer_request_id in renewed:
@@ -145,18 +126,18 @@ class ReadCoordinator:
             self._post(read, engine)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
             if not read.transfers:
-                self._release_at_peer(read, engine, engine.ranks)
+                self._messages.release(read, engine, engine.ranks)
             self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
 
     def _post(self, read: Read, engine: PeerEngine) -> None:
         plan, order = engine.plan, read.order
         if plan is None or read.is_ended or order.is_notify_only:
-            self._release_at_peer(read, engine, engine.ranks)
+            self._messages.release(read, engine, engine.ranks)
             self._end(read)
             return
-        refusal = _refusal(order, engine) or self._refused_retry(read, engine)
-        if refusal is not None:
-            read.fail(*refusal)
+        reason = refusal(order, engine) or refused_retry(read, engine, self._parts.now_s(), self._limits)
+        if reason is not None:
+            read.fail(*reason)
             self._end(read)
             return
         # All ranks' indices come first: nothing is posted for a request that a later rank would refuse.
@@ -164,7 +145,9 @@ class ReadCoordinator:
         blocks = (order.local_blocks, order.peer_blocks)
         indices = {rank: plan.indices(rank, *blocks, tokens=order.tokens) for rank in ranks}
         read.conversion = self._conversion(plan, order)
-        self._begin_attempt(read, engine, ranks)
+        read.begin_attempt(engine, ranks, self._parts.now_s(), self._limits)
+        self._transfers.update(dict.fromkeys(read.transfers, read))
+        engine.reads_in_flight += 1
         for rank in ranks:
             self._post_one(read, engine, rank, indices[rank])
 
@@ -173,18 +156,6 @@ class ReadCoordinator:
             return ()
         staged = plan.staged_pages(order.local_blocks, order.peer_blocks, tokens=order.tokens)
         return conversion_steps(staged, self._ranges)
-
-    def _begin_attempt(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
-        now_s = self._parts.now_s()
-        if not read.attempt:
-            read.times.posted_s = now_s
-            read.deadline_s = now_s + self._limits.read_timeout_s
-            read.trusted_until_s = now_s + (read.order.lease_s or self._limits.lease_s)
-        read.attempt += 1
-        read.engine = engine
-        read.transfers = {read.transfer_id(rank): rank for rank in ranks}
-        self._transfers.update(dict.fromkeys(read.transfers, read))
-        engine.reads_in_flight += 1
 
     def _post_one(self, read: Read, engine: PeerEngine, rank: Rank, indices: tuple[Indices, Indices]) -> None:
         transfer_id = read.transfer_id(rank)
@@ -196,19 +167,13 @@ class ReadCoordinator:
                 transfer_id,
                 engine.key(rank),
                 *indices,
-                notification=self._completion(read, engine, rank),
+                notification=self._messages.read_complete(read, engine, rank),
                 deadline_s=read.deadline_s - self._parts.now_s(),
                 fence=read.order.fence if engine.is_fenced else None,
             )
         except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
             self._note_failure(read, code_of(error), str(error))
             self._close_transfer(read, transfer_id)
-
-    def _completion(self, read: Read, engine: PeerEngine, rank: Rank) -> bytes:
-        order, plan = read.order, engine.plan
-        count = plan.reader_count(rank) if plan is not None else 1
-        consumer = self._parts.engine_id if order.nonce else ""
-        return self._parts.codec.read_complete(order.peer_request_id, count, nonce=order.nonce, consumer=consumer)
 
     # ---------------------------------------------------------------------------------------------- results
 
@@ -232,13 +197,10 @@ class ReadCoordinator:
     def _note_result(self, read: Read, result: TransferResult) -> None:
         engine, recorder = read.engine, self._parts.recorder
         if result.outcome == "done":
-            times = read.times
-            times.data_s = self._parts.now_s() - result.fence_s
-            times.fence_s = max(times.fence_s, result.fence_s)
-            times.bytes_moved += result.bytes_moved
-            read.done_ranks.add(read.transfers[result.transfer_id])
+            now_s = self._parts.now_s()
+            read.note_arrived(result, now_s)
             if engine is not None:
-                engine.last_answer_s = self._parts.now_s()
+                engine.last_answer_s = now_s
             recorder.transfer(result)
             return
         is_peers_fault = result.outcome not in _FAULTS_OF_THE_READ
@@ -278,7 +240,7 @@ class ReadCoordinator:
             return
         engine = read.engine
         try:
-            if self._may_retry(read):
+            if may_retry(read, self._parts.now_s(), self._limits):
                 self._retry(read, engine)
             else:
                 self._conclude(read, engine)
@@ -295,7 +257,7 @@ class ReadCoordinator:
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)
         if engine.plan is not None and (engine.phase == "ready" or not read.code):
-            self._release_at_peer(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
+            self._messages.release(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
         self._end(read)
 
     def _not_met(self, read: Read, code: str, message: str) -> None:
@@ -316,15 +278,6 @@ class ReadCoordinator:
             with self._parts.recorder.guarded("cancellation"):
                 self._parts.agent.cancel(transfer_id)
 
-    def _release_at_peer(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
-        """Tell ranks that this request needs nothing of them any more; never those whose completion has left."""
-        if read.is_passed_on or engine.plan is None or _is_a_strangers(read.order, engine):
-            return
-        with self._parts.recorder.guarded("notification of a producer"):
-            for rank in ranks:
-                if rank not in read.done_ranks:
-                    self._peers.notify(engine, rank, self._completion(read, engine, rank))
-
     def _end(self, read: Read) -> None:
         if read.is_ended:
             return
@@ -336,12 +289,6 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- second attempt
 
-    def _may_retry(self, read: Read) -> bool:
-        if not read.code or not read.may_retry or read.attempt > self._limits.retries or read.engine is None:
-            return False
-        is_in_time = self._parts.now_s() < min(read.deadline_s, read.trusted_until_s)
-        return is_in_time and _knows_another_life(read.order, read.engine)
-
     def _retry(self, read: Read, engine: PeerEngine) -> None:
         self._parts.recorder.count("num_retried_reads")
         self._parts.recorder.info(
@@ -350,39 +297,3 @@ class ReadCoordinator:
         )
         read.begin_again()
         self._peers.submit(read)
-
-    def _refused_retry(self, read: Read, engine: PeerEngine) -> tuple[str, str] | None:
-        """Return why a second attempt cannot go on where the first one ended, None if it can."""
-        plan = engine.plan
-        if not read.attempt or plan is None:
-            return None
-        if self._parts.now_s() >= read.deadline_s:
-            return "transfer-timed-out", f"the engine was met anew only after {self._limits.read_timeout_s:g} s"
-        is_same_plan = read.done_ranks <= set(plan.producer_ranks) and bool(read.conversion) == plan.is_staged
-        if not is_same_plan or not _knows_another_life(read.order, engine):
-            return "peer-changed", "the engine that was met anew keeps its pages in another way than before"
-        return None
-
-
-def _knows_another_life(order: ReadOrder, engine: PeerEngine) -> bool:
-    """Tell whether a restarted peer would be noticed: by its fence words, or by the generation that the ticket names."""
-    return (engine.is_fenced and order.fence is not None) or order.peer.generation is not None
-
-
-def _refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
-    """Return why a ticket must not be believed by what its engine says of itself, None if it may be."""
-    if engine.is_fenced and order.fence is None:
-        return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
-    if "prompt-digest" in engine.capabilities and not order.prompt:
-        return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
-    if _is_a_strangers(order, engine):
-        return "nonce-missing", f"engine {engine.engine_id} gives each ticket a nonce, but this one has none"
-    return None
-
-
-def _is_a_strangers(order: ReadOrder, engine: PeerEngine) -> bool:
-    """Tell whether a ticket lacks the nonce that its engine gives: request ids are no secrets, and an end would be counted.
-
-    Such an end would close the hand-over of whoever has that request's real ticket.
-    """
-    return "nonce" in engine.capabilities and not order.nonce

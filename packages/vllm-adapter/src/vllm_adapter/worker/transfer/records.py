@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from vllm_adapter.ports import PeerAddress, PeerMetadata, PeerPlan, ReadOrder
+    from vllm_adapter.ports import PeerAddress, PeerMetadata, PeerPlan, ReadOrder, TransferResult
     from vllm_adapter.steps import ReadEnd, ReadTimes
     from vllm_adapter.worker.conversion import ConversionStep
+    from vllm_adapter.worker.transfer.limits import ReadLimits
     from vllm_adapter.worker.transfer.parts import Rank
 
 __all__ = ["FinishedRead", "PeerEngine", "Read", "is_same_place"]
@@ -69,6 +70,23 @@ class Read:
     def transfer_id(self, rank: Rank) -> str:
         """Name of one rank's transfer, e.g. `r1/0.1`, and `r1/0.1+` at the second attempt."""
         return f"{self.order.request_id}/{rank[0]}.{rank[1]}" + "+" * (self.attempt - 1)
+
+    def begin_attempt(self, engine: PeerEngine, ranks: Iterable[Rank], now_s: float, limits: ReadLimits) -> None:
+        """Name the transfers of an attempt; the first one sets the times by which all is over."""
+        if not self.attempt:
+            self.times.posted_s = now_s
+            self.deadline_s = now_s + limits.read_timeout_s
+            self.trusted_until_s = now_s + (self.order.lease_s or limits.lease_s)
+        self.attempt += 1
+        self.engine = engine
+        self.transfers = {self.transfer_id(rank): rank for rank in ranks}
+
+    def note_arrived(self, result: TransferResult, now_s: float) -> None:
+        """Note that one rank's part is there, its fence verified."""
+        self.times.data_s = now_s - result.fence_s
+        self.times.fence_s = max(self.times.fence_s, result.fence_s)
+        self.times.bytes_moved += result.bytes_moved
+        self.done_ranks.add(self.transfers[result.transfer_id])
 
     def fail(self, code: str, message: str, *, may_retry: bool = False) -> bool:
         """Note a failure; return whether it is the first."""
