@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from ruamel.yaml import YAML
 
 from kvdev.deploying import DeployTools, find_deploy_tools
 from kvdev.paths import ROOT
+from vllm_adapter.config import Settings
+from vllm_adapter.host.shutdown import LEASES_OF_A_DRAIN
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 FOLDERS = ["base", *(f"overlays/{folder.name}" for folder in sorted((KUBERNETES / "overlays").iterdir()))]
 OLDEST, NEWEST = "1.30", "1.37"
-LEASE_S = 30  # default of kv_lease_duration
+TEARDOWN_S = 10
+"""Seconds that a pod needs after its drain: the transfer thread, NIXL and vLLM's processes end."""
+KUBERNETES_GRACE_S = 30
+"""terminationGracePeriodSeconds of a pod that has none."""
 HOST_PATHS_BETWEEN_MACHINES = {"tcp", "rc", "rc_x", "dc_x", "ud", "ud_x"}
 Object = dict[str, Any]
 
@@ -96,15 +102,82 @@ def test_the_schemas_refuse_a_wrong_type_and_a_misspelt_key(
     assert judge(tools, NEWEST, tmp_path / "bad.yaml").returncode != 0
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_time_to_end_covers_hook_drain_and_lease(tools: DeployTools, folder: str) -> None:
-    for pod in engines(tools, folder).values():
-        container, _, words = engine_container(pod)
-        drain_s = int(option(words, "shutdown-timeout"))
-        assert drain_s >= 2 * LEASE_S
-        assert (
-            pod["terminationGracePeriodSeconds"] >= container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain_s + 10
-        )
+@dataclass(frozen=True, slots=True)
+class TimesToEnd:
+    """Seconds that an engine's pod has, by its manifest or by a chart's values."""
+
+    name: str
+    pre_stop_s: int
+    drain_s: int
+    lease_s: float
+    grace_s: int
+
+    def broken(self) -> list[str]:
+        """Return what does not hold of the rule in docs/operate/drain.md: grace >= hook + drain + teardown, drain >= 2 leases."""
+        found = []
+        if self.drain_s < LEASES_OF_A_DRAIN * self.lease_s:
+            found.append(f"{self.name}: drain of {self.drain_s} s < {LEASES_OF_A_DRAIN} x {self.lease_s:g} s")
+        if self.grace_s < (needed_s := self.pre_stop_s + self.drain_s + TEARDOWN_S):
+            found.append(f"{self.name}: grace period of {self.grace_s} s < {needed_s} s")
+        return found
+
+
+def times_to_end(name: str, words: list[str], lifecycle: Object, grace_s: int) -> TimesToEnd:
+    config = json.loads(option(words, "kv-transfer-config"))
+    lease_s = config.get("kv_connector_extra_config", {}).get("kv_lease_duration", Settings().kv_lease_duration)
+    pre_stop_s = lifecycle.get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    return TimesToEnd(name, pre_stop_s, int(option(words, "shutdown-timeout")), lease_s, grace_s)
+
+
+def all_times_to_end(tools: DeployTools) -> list[TimesToEnd]:
+    """Return the times of every engine that a file below deploy/kubernetes starts."""
+    found = []
+    for folder in FOLDERS:
+        for name, pod in engines(tools, folder).items():
+            container, _, words = engine_container(pod)
+            grace_s = pod.get("terminationGracePeriodSeconds", KUBERNETES_GRACE_S)
+            found.append(times_to_end(f"{folder}/{name}", words, container.get("lifecycle", {}), grace_s))
+    of_llm_d = YAML(typ="safe").load((KUBERNETES / "helm" / "llm-d-modelservice.values.yaml").read_text())
+    for name in ("prefill", "decode"):
+        (container,) = of_llm_d[name]["containers"]
+        grace_s = of_llm_d[name].get("terminationGracePeriodSeconds", KUBERNETES_GRACE_S)
+        lifecycle = container["extraConfig"].get("lifecycle", {})
+        found.append(times_to_end(f"llm-d-modelservice/{name}", container["args"], lifecycle, grace_s))
+    of_vllm = YAML(typ="safe").load((KUBERNETES / "helm" / "vllm-stack.values.yaml").read_text())
+    for model in of_vllm["servingEngineSpec"]["modelSpec"]:
+        # The chart's pods have neither a hook nor a grace period of their own.
+        words = model["vllmConfig"]["extraArgs"]
+        found.append(times_to_end(f"vllm-stack/{model['name']}", words, {}, KUBERNETES_GRACE_S))
+    return found
+
+
+def test_every_engine_has_time_for_two_leases_and_its_pod_for_hook_drain_and_teardown(tools: DeployTools) -> None:
+    times = all_times_to_end(tools)
+    assert len(times) == 2 * (len(FOLDERS) + len(list((KUBERNETES / "helm").glob("*.yaml"))))
+    assert [broken for one in times for broken in one.broken()] == []
+
+
+def test_a_drain_of_less_than_two_leases_and_a_grace_period_without_teardown_are_told() -> None:
+    assert TimesToEnd("good", pre_stop_s=10, drain_s=60, lease_s=30, grace_s=80).broken() == []
+    assert TimesToEnd("bad", pre_stop_s=10, drain_s=59, lease_s=30, grace_s=78).broken() == [
+        "bad: drain of 59 s < 2 x 30 s",
+        "bad: grace period of 78 s < 79 s",
+    ]
+
+
+def test_the_pages_say_the_rule_in_one_place_and_with_the_manifests_numbers(tools: DeployTools) -> None:
+    page = (ROOT / "docs" / "operate" / "drain.md").read_text()
+    rules = re.findall(
+        r"^    (terminationGracePeriodSeconds|--shutdown-timeout) +>= +.*?(\d+) >= (\d+ [x+].*)$", page, re.MULTILINE
+    )
+    assert [name for name, *_ in rules] == ["--shutdown-timeout", "terminationGracePeriodSeconds"]
+    base = next(one for one in all_times_to_end(tools) if one.name == "base/prefill")
+    assert [(int(left), right) for _, left, right in rules] == [
+        (base.drain_s, f"{LEASES_OF_A_DRAIN} x {base.lease_s:.0f}"),
+        (base.grace_s, f"{base.pre_stop_s} + {base.drain_s} + {TEARDOWN_S}"),
+    ]
+    others = [file for file in (ROOT / "docs").rglob("*.md") if file.name != "drain.md"]
+    assert [file.name for file in others if re.search(r"shutdown-timeout +>=", file.read_text())] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -196,8 +269,9 @@ def test_values_for_charts_hold_what_the_manifests_hold(tools: DeployTools) -> N
     for model in of_vllm["modelSpec"]:
         own = engine_container(engines(tools, "overlays/rdma")[model["name"]])
         words = model["vllmConfig"]["extraArgs"]
-        assert json.loads(option(words, "kv-transfer-config")) == json.loads(option(own[2], "kv-transfer-config"))
-        assert int(option(words, "shutdown-timeout")) <= 20, "the chart gives its pods 30 s to end"
+        config = json.loads(option(words, "kv-transfer-config"))
+        assert config.pop("kv_connector_extra_config") == {"kv_lease_duration": 10}
+        assert config == json.loads(option(own[2], "kv-transfer-config"))
     assert {one["name"] for one in of_vllm["env"]} == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST",
         "VLLM_NIXL_SIDE_CHANNEL_PORT",

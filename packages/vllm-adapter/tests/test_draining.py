@@ -15,7 +15,7 @@ from factories import facts
 from scheduler_engine import BLOCK, PREFILL, TEXT, Parts, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
 
@@ -146,14 +146,17 @@ def test_outside_of_the_main_thread_nothing_is_installed(handlers: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "is_producer", "warnings"), [(0, True, 1), (0, False, 0), (60, True, 0), (None, True, 1)]
+    ("timeout_s", "is_producer", "warnings"),
+    [(0, True, 1), (0, False, 0), (59, True, 1), (59, False, 0), (60, True, 0), (61, True, 0), (None, True, 1)],
 )
-def test_an_engine_that_gives_tickets_and_never_drains_is_warned_of(
+def test_an_engine_that_gives_tickets_and_may_end_within_two_leases_is_warned_of(
     caplog: pytest.LogCaptureFixture, timeout_s: int | None, is_producer: bool, warnings: int
 ) -> None:
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer))
     if timeout_s is not None:
         config.shutdown_timeout = timeout_s
-    warn_of_no_drain(config, 30.0)
+    warn_of_short_drain(config, 30.0)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
-    assert all("--shutdown-timeout is 0" in record.getMessage() for record in caplog.records)
+    said = f"--shutdown-timeout is {timeout_s or 0}, so {timeout_s or 0} s after SIGTERM"
+    assert all(said in record.getMessage() for record in caplog.records)
+    assert all("set it to 60 or more, twice the lease (30 s)" in record.getMessage() for record in caplog.records)

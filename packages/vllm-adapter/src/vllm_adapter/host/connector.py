@@ -12,7 +12,7 @@ from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_no_drain
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.host.situation import labels_of, situation_of, start_line, tag_lines
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
@@ -90,7 +90,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             policy = load_failure_policy(vllm_config)
             watch = ShutdownWatch()
             watch.install()
-            warn_of_no_drain(vllm_config, settings.kv_lease_duration)
+            warn_of_short_drain(vllm_config, settings.kv_lease_duration)
             _logger.info(start_line(labels_of(vllm_config, settings), facts))
             self._scheduler = SchedulerSide(
                 facts,

@@ -8,6 +8,7 @@ extended here and called as before (ADR 0009).
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 from typing import TYPE_CHECKING, Any, final
@@ -17,23 +18,32 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-__all__ = ["ShutdownWatch", "warn_of_no_drain"]
+__all__ = ["LEASES_OF_A_DRAIN", "ShutdownWatch", "warn_of_short_drain"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXTENDED = frozenset({"vllm", "vllm_adapter"})
 """Top-level packages whose handlers are extended; ours where several connectors of this kind run in one engine."""
+LEASES_OF_A_DRAIN = 2
+"""A ticket given just before the signal stays readable for one lease; a reader that comes at its end needs most of another."""
 
 
-def warn_of_no_drain(config: VllmConfig, lease_s: float) -> None:
-    """Warn of an engine that gives tickets and, by the host's default, ends at once when it is told to."""
+def warn_of_short_drain(config: VllmConfig, lease_s: float) -> None:
+    """Warn of an engine that gives tickets and may end before they are read, as it does by the host's default of 0.
+
+    Example: the lease is 30 s, so a `--shutdown-timeout` of 59 is warned of and one of 60 is not.
+    """
+    least_s = LEASES_OF_A_DRAIN * lease_s
     transfer = config.kv_transfer_config
     timeout_s: int = getattr(config, "shutdown_timeout", 0)  # hosts that do not drain have no such setting
-    if transfer is None or not transfer.is_kv_producer or timeout_s:
+    if transfer is None or not transfer.is_kv_producer or timeout_s >= least_s:
         return
     _logger.warning(
-        "vllm-adapter: --shutdown-timeout is 0, so this engine ends at once on SIGTERM and the tickets that are out end with "
-        "it; set --shutdown-timeout to the lease (%.0f s) plus the longest read, and the supervisor's grace period above that",
+        "vllm-adapter: --shutdown-timeout is %d, so %d s after SIGTERM this engine ends, and so do the tickets that nobody has "
+        "read; set it to %d or more, twice the lease (%g s), and the supervisor's grace period above that",
+        timeout_s,
+        timeout_s,
+        math.ceil(least_s),
         lease_s,
     )
 
