@@ -1,0 +1,49 @@
+"""README.md of this package: every code that the adapter gives has a row, and every module that it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import vllm_adapter
+
+PAGE = Path(__file__).parents[1] / "README.md"
+TEXT = PAGE.read_text() if PAGE.exists() else ""
+SOURCE = Path(vllm_adapter.__file__).parent
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in the repository: there are no pages")
+
+
+def section(title: str) -> str:
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def test_every_code_of_an_error_has_a_row() -> None:
+    given = {code for file in SOURCE.rglob("*.py") for code in re.findall(r'\bcode="([a-z-]+)"', file.read_text())}
+    assert {"invalid-secret", "unknown-key"} <= given
+    assert given - set(re.findall(r"`([a-z-]+)`", section("Errors"))) == set()
+
+
+def test_modules_of_the_rooms_exist_where_the_table_has_them() -> None:
+    rows = re.findall(r"^\| `([\w/]+/)` \| (.*) \|$", section("The rooms"), re.MULTILINE)
+    assert [room for room, _ in rows] == [
+        "host/",
+        "scheduler/",
+        "worker/",
+        "worker/transfer/",
+        "observe/",
+        "cache/",
+        "ports/",
+    ]
+    missing = [
+        room + name
+        for room, text in rows
+        for name in re.findall(r"`(\w+\.py)`", text)
+        if not (SOURCE / room / name).exists()
+    ]
+    assert missing == []
+    (beside,) = re.findall(r"^\| beside them \| (.*) \|$", section("The rooms"), re.MULTILINE)
+    assert [name for name in re.findall(r"`(\w+\.py)`", beside) if not (SOURCE / name).exists()] == []
