@@ -171,7 +171,7 @@ def _start(cluster: RayCluster, *words: str) -> None:
     options = [word for name in names for word in (f"--{name}", str(cluster.port(name)))]
     # Workers take ports of the system's choice; by default Ray would claim all from 10002 to 19999.
     options += ["--min-worker-port", "0", "--max-worker-port", "0"]
-    options += ["--node-ip-address", NODE_IP, "--num-cpus", "8", "--object-store-memory", str(2**28)]
+    options += ["--node-ip-address", NODE_IP, "--object-store-memory", str(2**28)]
     options += ["--include-dashboard", "false", "--include-log-monitor", "false", "--disable-usage-stats"]
     head = cluster.start("ray start", *options, "--temp-dir", str(cluster.folder))
     _wait_for_port(head, NODE_IP, cluster.port("port"), cluster)

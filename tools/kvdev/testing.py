@@ -206,7 +206,8 @@ def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
         "KVDEV_FLEET_PYTHON": str(python),
         "PYTHONPATH": str(ROOT / "tools"),
     }
-    words = ["--timeout=900", "--durations=15", *options.words]
+    # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
+    words = ["--timeout=900", "--durations=15", "-rfEP", *options.words]
     _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
 
 
