@@ -246,7 +246,8 @@ def test_idle_polling_slows_down_only_where_it_is_allowed():
 
     assert period_s(60.0) == 5e-4
     pacer.may_poll_slowly = True
-    assert [period_s(quiet_s) for quiet_s in (0.0, 0.01, 0.3, 60.0)] == [5e-4, 5e-4, 8e-3, 8e-3]
+    assert [period_s(quiet_s) for quiet_s in (0.0, 0.003, 0.3, 60.0)] == [5e-4, 5e-4, 8e-3, 8e-3]
+    assert period_s(0.016) == pytest.approx(2e-3)  # an eighth
     now_s[0] = 160.0
     pacer.progressed()
     assert pacer._idle_period_s(160.0) == 5e-4

@@ -230,6 +230,35 @@ def test_an_idle_thread_leaves_the_switch_interval_to_the_process_until_it_is_wo
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
+def test_a_thread_at_rest_wakes_a_few_times_a_second_whatever_its_timers():
+    rank = Rank(FakeFabric(), "resting", Pages(1, 8), thread_options=ThreadOptions(slow_poll_s=0.1))
+    ticks: list[float] = []
+    rank.thread.start()
+    rank.thread.call_every(0.01, lambda: ticks.append(time.monotonic()))
+    rank.thread.allow_slow_polling(True)
+    time.sleep(1.0)  # the period grows to 0.1 s within 0.8 s
+    ticks.clear()
+    before = rank.thread.statistics()["thread_turns"]
+    time.sleep(1.0)
+    assert rank.thread.statistics()["thread_turns"] - before <= 11
+    assert 2 <= len(ticks) <= 11
+    rank.thread.close()
+
+
+def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):
+    fabric, _, consumer = ranks
+    consumer.thread.allow_slow_polling(True)
+    fabric.agent("producer").stop()
+    consumer.do(lambda: consumer.thread.probe("silent", "p", deadline_s=30.0))
+    before = consumer.thread.statistics()["thread_turns"]
+    time.sleep(1.0)
+    turns = consumer.thread.statistics()["thread_turns"] - before
+    fabric.agent("producer").resume()
+    wait_for(lambda: "silent" in consumer.results)
+    assert consumer.results["silent"][0].outcome == "done"
+    assert turns < 80  # polling every 0.5 ms, as for a read, it would be more than a thousand
+
+
 def test_an_end_to_slow_polling_ends_a_long_sleep():
     pacer = Pacer(ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None), lambda: time.monotonic() + 1e6)
     pacer._last_progress_s -= 1e6  # as after a long quiet time

@@ -311,6 +311,11 @@ class TransferAgent:
         return self._transfers.is_busy or self._handles.watched_count > 0
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether something that a request may wait for is queued or on the wire: anything but probes."""
+        return not self._transfers.is_only_probing or self._handles.watched_count > 0
+
+    @property
     def has_quarantine(self) -> bool:
         """Whether quarantine holds anything."""
         return self._handles.held_count > 0

@@ -162,7 +162,7 @@ class Loop:
         moved = self.deliver_ends(agent) or moved
         if moved:
             self.pacer.progressed()
-        elif agent.is_busy:
+        elif agent.is_awaited:
             self.pacer.wait_busy()
         else:
             self.pacer.wait_idle(self.timers.next_s(now_s), self._has_work)

@@ -169,7 +169,8 @@ class ThreadOptions:
         min_sleep_s: First sleep after spinning; doubles at every empty poll.
         max_sleep_s: Longest sleep while transfers are in flight.
         idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
-        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while.
+        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while; timers may
+            be as much late. The period is an eighth of the time without work as long as that is less.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
         close_grace_s: How long `close` lets transfers in flight end before it abandons them.
         gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread has work or looks out for some; not
@@ -182,7 +183,7 @@ class ThreadOptions:
     min_sleep_s: float = 20e-6
     max_sleep_s: float = 500e-6
     idle_poll_s: float = 5e-4
-    slow_poll_s: float = 50e-3
+    slow_poll_s: float = 0.25
     stuck_after_s: float = 30.0
     close_grace_s: float = 2.0
     gil_switch_interval_s: float | None = 5e-4

@@ -185,7 +185,7 @@ class TransferThread:
         self._loop.pacer.may_poll_slowly = allowed
 
     def statistics(self) -> Mapping[str, float]:
-        """Return counters, recent times and gauges, as of at most about 0.1 s ago, and those of the thread."""
+        """Return counters, recent times and gauges, as of about 0.1 s ago (0.3 s at rest), and those of the thread."""
         return {
             **self._loop.snapshot.summary(),
             "thread_turns": float(self._loop.turns),
@@ -195,11 +195,11 @@ class TransferThread:
         }
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire that make no progress, as of at most about 0.1 s ago."""
+        """Return the transfers on the wire that make no progress, as of about 0.1 s ago (0.3 s at rest)."""
         return self._loop.stalls
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
-        """Return the transfers in quarantine, as of at most about 0.1 s ago."""
+        """Return the transfers in quarantine, as of about 0.1 s ago (0.3 s at rest)."""
         return self._loop.quarantine
 
     @property

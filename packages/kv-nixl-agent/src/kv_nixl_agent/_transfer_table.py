@@ -56,6 +56,11 @@ class TransferTable:
         """Whether anything is in progress."""
         return bool(self._live)
 
+    @property
+    def is_only_probing(self) -> bool:
+        """Whether all that is in progress are probes, for which nobody waits."""
+        return all(transfer.order.operation == "probe" for transfer in self._live.values())
+
     def gauges(self) -> Mapping[str, float]:
         """Return the numbers of queued and posted transfers and bytes."""
         return {
