@@ -89,7 +89,7 @@ def _check_types_of_tests() -> None:
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    names = ("never_wrong", "sim", "real_io", "security", "gpu", "fleet", "host/inside", "host/engines")
+    names = ("never_wrong", "sim", "real_io", "security", "wire_in_go", "gpu", "fleet", "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [
         folder for folder in (*packages, *inner, ROOT / "tools", ROOT / "tools" / "bench") if any(folder.glob("*.py"))

@@ -39,6 +39,8 @@ def build_go(source: Path, binary: Path) -> Path:
         "GOTELEMETRY": "off",
         "GOTOOLCHAIN": "local",
     }
-    command: list[str | Path] = [find_go(), "build", "-trimpath", "-o", binary, source]
-    run_step(f"build {source.name}", command, env=environment, cwd=source.parent, timeout_s=600)
+    # Go takes a file by its absolute path, but a folder only from inside.
+    folder, name = (source, ".") if source.is_dir() else (source.parent, str(source))
+    command: list[str | Path] = [find_go(), "build", "-trimpath", "-o", binary, name]
+    run_step(f"build {source.name}", command, env=environment, cwd=folder, timeout_s=600)
     return binary

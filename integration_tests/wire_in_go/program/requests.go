@@ -1,0 +1,274 @@
+package main
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"net"
+	"time"
+)
+
+// request is one line on standard input; which keys count depends on "do".
+type request struct {
+	Do        string            `json:"do"`
+	Hex       string            `json:"hex"`
+	Dialect   int               `json:"dialect"`
+	PP        int               `json:"pp"`
+	TP        int               `json:"tp"`
+	Ranks     [][2]int          `json:"ranks"`
+	Code      string            `json:"code"`
+	Message   string            `json:"message"`
+	Wait      float64           `json:"wait"`
+	Factors   json.RawMessage   `json:"factors"`
+	IsExact   bool              `json:"exact"`
+	Supported map[string]string `json:"capabilities"`
+	Ticket    json.RawMessage   `json:"ticket"`
+	Secrets   []string          `json:"secrets"`
+	Layer     string            `json:"layer"`
+	Field     string            `json:"field"`
+	Page      int64             `json:"page"`
+	Indices   map[string]int64  `json:"indices"`
+	Address   string            `json:"address"`
+	Serve     map[string]string `json:"serve"`
+	Prompt    Prompt            `json:"prompt"`
+}
+
+func (r request) frame() []byte {
+	frame, err := hex.DecodeString(r.Hex)
+	if err != nil {
+		panic(err) // the test's own mistake
+	}
+	return frame
+}
+
+func (r request) factors() *Map {
+	decoder := json.NewDecoder(bytes.NewReader(r.Factors))
+	decoder.UseNumber()
+	var read any
+	if err := decoder.Decode(&read); err != nil {
+		return newMap()
+	}
+	table, isTable := valueOf(read).(*Map)
+	if !isTable {
+		return newMap()
+	}
+	return table
+}
+
+func (r request) offer() Offer {
+	return Offer{Factors: r.factors(), IsExact: r.IsExact, Protocol: [2]int64{1, 1}, Supported: r.Supported}
+}
+
+// plain turns decoded values into what JSON can show: bytes as hexadecimal digits.
+func plain(value any) any {
+	switch v := value.(type) {
+	case []byte:
+		return hex.EncodeToString(v)
+	case []any:
+		items := make([]any, len(v))
+		for number, item := range v {
+			items[number] = plain(item)
+		}
+		return items
+	case *Map:
+		table := map[string]any{}
+		for _, key := range v.Keys {
+			table[key.(string)] = plain(v.Values[key])
+		}
+		return table
+	case map[string]any:
+		table := map[string]any{}
+		for key, item := range v {
+			table[key] = plain(item)
+		}
+		return table
+	case Extension:
+		return "extension"
+	}
+	return value
+}
+
+func doQuery(r request) (any, error) {
+	query, err := decodeQuery(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	return map[string]any{"command": query.Command, "pp": query.PP, "tp": query.TP, "clock": query.Clock}, nil
+}
+
+func doMakeQuery(r request) (any, error) {
+	if r.Dialect == 0 {
+		return hex.EncodeToString(encodeAdvertisementQuery()), nil
+	}
+	return hex.EncodeToString(encodeQuery(r.Dialect, r.PP, r.TP)), nil
+}
+
+// doEnvelope reads an envelope and its metadata, and writes both again.
+func doEnvelope(r request) (any, error) {
+	envelope, err := decodeEnvelope(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	shown := map[string]any{"envelope": plain(envelope.Values)}
+	if envelope.Values["kvh_refusal"] != nil {
+		code, message, wait := envelope.refusal()
+		shown["refusal"] = map[string]any{"code": code, "message": message, "retry_after_s": wait}
+		return shown, nil
+	}
+	metadata, err := decodeMetadata(envelope)
+	if err != nil {
+		return nil, err
+	}
+	shown["metadata"] = plain(metadata)
+	shown["again"] = hex.EncodeToString(encodeEnvelope(envelope.Values, metadata, r.Dialect))
+	return shown, nil
+}
+
+func doMakeRefusal(r request) (any, error) {
+	return hex.EncodeToString(encodeRefusal(r.Code, r.Message, r.Wait)), nil
+}
+
+func doClock(r request) (any, error) {
+	seconds, err := decodeClock(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	return map[string]any{"clock_s": seconds, "again": hex.EncodeToString(encodeClock(seconds))}, nil
+}
+
+func doStream(r request) (any, error) {
+	frames, err := decodeStream(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	shown := []string{}
+	for _, frame := range frames {
+		shown = append(shown, hex.EncodeToString(frame))
+	}
+	return map[string]any{"frames": shown, "again": hex.EncodeToString(encodeStream(frames))}, nil
+}
+
+func doNotification(r request) (any, error) {
+	found := parseNotification(r.frame())
+	shown := map[string]any{"notification": found}
+	switch found.Kind {
+	case "read-complete":
+		again := encodeRead(found.Requests[0], found.Nonces[0], found.Consumer, found.Readers)
+		shown["again"] = hex.EncodeToString(again)
+	case "heartbeat":
+		shown["again"] = hex.EncodeToString(encodeHeartbeats(found.Requests, found.Nonces))
+	}
+	return shown, nil
+}
+
+func doAdvertisement(r request) (any, error) {
+	found, err := decodeAdvertisement(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	again, err := json.Marshal(found)
+	return map[string]any{"advertisement": found, "again": hex.EncodeToString(again)}, err
+}
+
+func doHash(r request) (any, error) {
+	factors := r.factors()
+	chosen := factors
+	if r.Dialect != 0 {
+		chosen = hashedFactors(factors, r.Dialect)
+	}
+	return map[string]any{
+		"json": hex.EncodeToString([]byte(sortedJSON(chosen))), "hash": hashOf(chosen), "id": compatibilityID(factors),
+	}, nil
+}
+
+func doSealedBytes(r request) (any, error) {
+	covered, err := sealedBytes(r.Ticket)
+	return hex.EncodeToString(covered), err
+}
+
+func doSeal(r request) (any, error) { return sealTicket(r.Ticket, []byte(r.Secrets[0])) }
+
+func doVerify(r request) (any, error) { return true, verifyTicket(r.Ticket, r.Secrets) }
+
+func doDigest(r request) (any, error) { return promptDigest(r.Prompt), nil }
+
+func doSealAgent(r request) (any, error) { return hex.EncodeToString(sealAgent(r.frame())), nil }
+
+func doCheckAgent(r request) (any, error) { return isAgentSound(r.frame()), nil }
+
+func doGeometry(r request) (any, error) {
+	document, err := decodeGeometry(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	return document.address(r.Layer, r.Field, r.Page, r.Indices)
+}
+
+func doAsk(r request) (any, error) {
+	replies, err := ask(r.Address, r.Dialect, r.Ranks, r.offer())
+	if err != nil {
+		return nil, err
+	}
+	shown := []any{}
+	for _, reply := range replies {
+		agent := reply.Metadata["agent_metadata"].([]byte)
+		shown = append(shown, map[string]any{
+			"metadata": plain(reply.Metadata), "clock": reply.Clock, "is_agent_sound": isAgentSound(agent),
+		})
+	}
+	return shown, nil
+}
+
+func doAskAdvertisement(r request) (any, error) {
+	connection, err := net.DialTimeout("tcp", r.Address, 5*time.Second)
+	if err != nil {
+		return nil, fault("connection-refused", "%v", err)
+	}
+	defer connection.Close()
+	peer, err := openPeer(connection, "DEALER", maxReplyBytes)
+	if err != nil {
+		return nil, err
+	}
+	if err := peer.sendMessage(nil, encodeAdvertisementQuery()); err != nil {
+		return nil, err
+	}
+	frames, err := peer.receiveMessage(4)
+	if err != nil {
+		return nil, err
+	}
+	if body := frames[len(frames)-1]; len(body) == 0 || body[0] != '{' {
+		envelope, err := decodeEnvelope(body)
+		if err != nil {
+			return nil, fault("malformed-advertisement", "neither JSON nor a refusal")
+		}
+		code, message, _ := envelope.refusal()
+		return nil, fault("refused", "%s: %s", code, message)
+	}
+	return decodeAdvertisement(frames[len(frames)-1])
+}
+
+// doListen serves envelopes ("pp,tp" -> hexadecimal) on a port of loopback until the program ends.
+func doListen(r request) (any, error) {
+	listener := &Listener{Envelopes: map[[2]int][]byte{}}
+	for rank, text := range r.Serve {
+		frame, err := hex.DecodeString(text)
+		if err != nil {
+			return nil, err
+		}
+		if rank == "advertisement" {
+			listener.Advertisement = frame
+			continue
+		}
+		var pair [2]int
+		if err := json.Unmarshal([]byte("["+rank+"]"), &pair); err != nil {
+			return nil, err
+		}
+		listener.Envelopes[pair] = frame
+	}
+	socket, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	go listener.serve(socket)
+	return socket.Addr().(*net.TCPAddr).Port, nil
+}

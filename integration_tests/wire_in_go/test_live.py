@@ -1,0 +1,181 @@
+"""Exchanges over loopback between the Go program and our listener, our client, and plain sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import zmq
+from gopher import Gopher
+from wire_values import FACTORS, METADATA, envelope
+
+from kv_handshake import Advertisement, Client, Codec, Listener, LocalOffer, compatibility_id
+from kv_nixl_agent._metadata import seal_metadata
+
+DIALECTS = (2, 4, 5, 9, 13, 15)
+RANKS = [(0, 0), (0, 1)]
+ADVERTISEMENT = Advertisement(
+    engine_id="p0", host="10.0.0.1", port=5600, dialect=15, compatibility_id=compatibility_id(FACTORS), tp_size=2
+)
+
+
+@pytest.fixture
+def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    """A listener of ours that serves two ranks in the dialect of the parameter."""
+    dialect = getattr(request, "param", 15)
+    made = Listener("127.0.0.1", 0, payloads={rank: envelope(dialect, rank) for rank in RANKS})
+    made.start()
+    yield made
+    made.close()
+
+
+def address(listener: Listener) -> str:
+    return f"127.0.0.1:{listener.port}"
+
+
+def offer(**changes: object) -> dict[str, object]:
+    return {"factors": FACTORS, **changes}
+
+
+@pytest.mark.parametrize(("listener", "dialect"), [(each, each) for each in DIALECTS], indirect=["listener"])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_go_asks_our_listener(gopher: Gopher, listener: Listener, dialect: int, is_exact: bool) -> None:
+    before = time.monotonic()
+    first, second = gopher.ok("ask", address=address(listener), dialect=dialect, ranks=RANKS, **offer(exact=is_exact))
+    for (_, tp), reply in zip(RANKS, (first, second), strict=True):
+        metadata = reply["metadata"]
+        assert metadata["engine_id"] == METADATA["engine_id"]
+        assert metadata["kv_caches_base_addr"] == [4096 + tp, 1 << 40]
+        assert reply["is_agent_sound"] is True
+        assert bytes.fromhex(metadata["agent_metadata"]) == seal_metadata(b"nixlSerDes|blob|")
+        assert metadata["kvh_fence"] == [8192, 0, 64]
+        assert (before <= reply["clock"] <= time.monotonic()) is (dialect >= 5)
+
+
+def test_go_is_refused_what_is_not_served(gopher: Gopher, listener: Listener) -> None:
+    refused = gopher.answer("ask", address=address(listener), dialect=15, ranks=[(0, 7)], **offer())
+    assert refused["code"] == "refused"
+    assert "unknown-rank" in refused["message"]
+    assert (
+        "unknown-rank"
+        in gopher.answer("ask", address=address(listener), dialect=4, ranks=[(0, 7)], **offer())["message"]
+    )
+    assert (
+        "unknown-rank"
+        in gopher.answer("ask", address=address(listener), dialect=15, ranks=[(0, 65536)], **offer())["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "code"),
+    [
+        ({"exact": True, "factors": {**FACTORS, "dtype": "torch.float16"}}, "hash-mismatch"),
+        ({"factors": {**FACTORS, "dtype": "torch.float16"}}, "factors-differ"),
+        ({"factors": {**FACTORS, "vllm_version": "0.33.9"}}, ""),
+        ({"factors": {**FACTORS, "vllm_version": "0.34.0"}}, "factors-differ"),
+        ({"factors": {**FACTORS, "attn_backend_name": "OTHER", "block_size": 32}}, ""),
+        ({"capabilities": {"not-there": "required"}}, "capability-missing"),
+    ],
+)
+def test_go_and_python_compare_alike(gopher: Gopher, listener: Listener, ours: dict[str, Any], code: str) -> None:
+    request = {**offer(), **ours}
+    assert gopher.code("ask", address=address(listener), dialect=15, ranks=RANKS, **request) == code
+    policy: Literal["exact", "negotiated"] = "exact" if ours.get("exact") else "negotiated"
+    client = Client(LocalOffer(factors=request["factors"], policy=policy, capabilities=ours.get("capabilities", {})))
+    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="p0", dialect=15)
+    client.close()
+    assert outcome.code == code
+
+
+def test_go_reads_an_advertisement(gopher: Gopher, listener: Listener) -> None:
+    refused = gopher.answer("ask-advertisement", address=address(listener))
+    assert (refused["code"], "no-advertisement" in refused["message"]) == ("refused", True)
+    listener.replace({rank: envelope(15, rank) for rank in RANKS}, advertisement=ADVERTISEMENT.encode())
+    read = gopher.ok("ask-advertisement", address=address(listener))
+    assert read["compatibility_id"] == gopher.ok("hash", factors=FACTORS)["id"]
+
+
+def listen(gopher: Gopher, dialect: int = 15) -> int:
+    """Start a listener in Go that serves two ranks; return its port."""
+    serve = {f"{pp},{tp}": envelope(dialect, (pp, tp)).hex() for pp, tp in RANKS}
+    serve["advertisement"] = ADVERTISEMENT.encode().hex()
+    return gopher.ok("listen", serve=serve)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_our_client_asks_go(gopher: Gopher, dialect: int) -> None:
+    client = Client(LocalOffer(factors=FACTORS, policy="exact"))
+    port = listen(gopher, dialect)
+    outcome = client.fetch(host="127.0.0.1", port=port, ranks=RANKS, engine_id="p0", dialect=dialect)
+    missing = client.fetch(host="127.0.0.1", port=port, ranks=[(0, 9)], engine_id="p0", dialect=dialect)
+    client.close()
+    assert outcome.is_ok, outcome.message
+    assert outcome.peers[0, 1].kv_caches_base_addr == (4097, 1 << 40)
+    assert missing.code == "refused"
+    assert "unknown-rank" in missing.message
+
+
+def test_go_answers_a_req_socket_and_a_dealer_without_an_empty_frame(gopher: Gopher) -> None:
+    port = listen(gopher)
+    query = bytes.fromhex(gopher.ok("make-query", dialect=15, pp=0, tp=1))
+    with zmq.Context() as context:
+        for kind in (zmq.REQ, zmq.DEALER):
+            with context.socket(kind) as asker:
+                asker.setsockopt(zmq.LINGER, 0)
+                asker.setsockopt(zmq.RCVTIMEO, 10_000)
+                asker.connect(f"tcp://127.0.0.1:{port}")
+                asker.send(query)
+                frames = asker.recv_multipart()
+                assert len(frames) == 2
+                assert Codec.decode_metadata(Codec.decode_envelope(frames[0])).engine_id == "p0"
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([b"", b"x" * 300], "oversized-query"),
+        ([b"", b"\xc1"], "malformed-query"),
+        ([b"", b"a", b"b"], "wrong-frames"),
+        ([b"", bytes.fromhex("92a0c3")], "unknown-command"),
+        ([b"", bytes.fromhex("93c40c6765745f6d6574615f6d7367ff00")], "wrong-type"),
+    ],
+)
+@pytest.mark.parametrize("is_go", [True, False])
+def test_both_listeners_refuse_bad_queries_by_code(
+    gopher: Gopher, listener: Listener, frames: list[bytes], code: str, is_go: bool
+) -> None:
+    port = listen(gopher) if is_go else listener.port
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.setsockopt(zmq.RCVTIMEO, 10_000)
+        asker.connect(f"tcp://127.0.0.1:{port}")
+        asker.send_multipart(frames)
+        answer = asker.recv_multipart()
+    refusal = Codec.decode_envelope(answer[1]).refusal
+    assert len(answer) == 2, "a query that cannot be read gets no clock frame"
+    assert refusal
+    assert refusal.code == code
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), b"\xff" + bytes(8) + b"\x7f\x01" + bytes(60)]
+)
+def test_go_refuses_a_server_that_speaks_no_zmtp_3(gopher: Gopher, greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(greeting)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = server.getsockname()[1]
+        code = gopher.code("ask", address=f"127.0.0.1:{port}", dialect=15, ranks=RANKS, **offer())
+        thread.join(10)
+    assert code == "authentication-refused"

@@ -1,0 +1,33 @@
+"""An engine as both sides of these tests know it: factors, metadata and envelopes."""
+
+from __future__ import annotations
+
+from kv_handshake import Codec
+from kv_handshake.testing import load_vectors
+from kv_nixl_agent._metadata import seal_metadata
+
+__all__ = ["FACTORS", "METADATA", "envelope"]
+
+_EXTENDED = next(each for each in load_vectors() if each.name == "envelope-extended-v15").expect["metadata"]
+FACTORS: dict[str, object] = {**_EXTENDED["factors"], "vllm_version": "0.33.0", "block_size": 16}
+METADATA: dict[str, object] = {
+    "engine_id": "p0",
+    "agent_metadata": seal_metadata(b"nixlSerDes|blob|"),
+    "kv_caches_base_addr": [4096, 1 << 40],
+    "device_id": 0,
+    "num_blocks": 1000,
+    "block_lens": [65536, 65536],
+    "block_strides": [65536, 65536],
+    "kv_cache_layout": "HND",
+    "block_size": 16,
+    "ssm_sizes": (0, 0),
+    "attn_backend_name": "FLASH_ATTN",
+    "fence": (8192, 0, 64),
+    "generation": 5,
+}
+
+
+def envelope(dialect: int, rank: tuple[int, int]) -> bytes:
+    """Return the envelope that a rank serves; its first address is 4096 plus its tensor-parallel rank."""
+    metadata = {**METADATA, "kv_caches_base_addr": [4096 + rank[1], 1 << 40]}
+    return Codec().encode_envelope(metadata, FACTORS, dialect=dialect, rank=rank)
