@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_adapter.cache.attention import attention_fields
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
-from vllm_adapter.host import vllm as vllm_seam
+from vllm_adapter.host import cache_config
 
 HEADS, BLOCKS = 2, 3
 
@@ -47,7 +47,7 @@ def _places(field: Any) -> dict[tuple[int, ...], int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vector_kernels_write_keys_by_channel(dtype: torch.dtype, head_size: int, tokens: int) -> None:
     isa = _get_attn_isa(dtype, tokens, head_size)
-    if isa not in vllm_seam._VECTOR_KERNELS:
+    if isa not in cache_config._VECTOR_KERNELS:
         pytest.skip(f"this CPU's kernel for {dtype}, {tokens} tokens and heads of {head_size} is {isa}")
     tensor = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_size, dtype=dtype)
     keys, values = tensor.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)

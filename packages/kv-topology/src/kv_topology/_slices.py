@@ -29,7 +29,7 @@ MAX_SLICES = 1 << 18
 
 
 class SideColumns(NamedTuple):
-    """One side of slices by column, one per row; all columns int64 (n,).
+    """Columns of one side of a slice table, each int64 (n,) with one entry per slice.
 
     Attributes:
         region: Region number.
