@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import ReadOrder, StepPlan
 
-__all__ = ["RankRegistration", "ReadEnd", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
+__all__ = ["Rank", "RankRegistration", "ReadEnd", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
+
+Rank = tuple[int, int]
+"""(pp rank, tp rank)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
-from vllm_adapter.host.situation import labels_of, situation_of, start_line, tag_lines
+from vllm_adapter.host.sides import make_scheduler_side, make_worker_side
+from vllm_adapter.host.situation import labels_of, situation_of, tag_lines
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -26,14 +26,9 @@ from vllm_adapter.host.vllm import (
     extra_config,
     has_content_ids,
     init_logger,
-    is_tracing,
-    load_failure_policy,
     wants_host_buffer,
 )
-from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.steps import StepReport
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
-from vllm_adapter.worker.engine_thread import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
-    from vllm_adapter.observe.spans import SpanWriter
-    from vllm_adapter.scheduler.values import Ending
+    from vllm_adapter.scheduler.side import SchedulerSide
+    from vllm_adapter.worker.engine_thread import WorkerSide
 
 __all__ = ["KVTransferConnector", "NixlConnector"]
 
@@ -81,23 +75,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker:
-            spans = _span_writer(vllm_config, facts, (facts.pp_rank, facts.tp_rank))
-            trace = spans.read_ended if spans is not None else None
-            parts = WorkerParts(facts, settings)
-            self._worker = WorkerSide(facts, parts, trace=trace)
+            self._worker = make_worker_side(vllm_config, facts, settings)
         else:
-            spans = _span_writer(vllm_config, facts, None)
-            policy = load_failure_policy(vllm_config)
-            watch = ShutdownWatch()
-            watch.install()
-            warn_of_short_drain(vllm_config, settings.kv_lease_duration)
-            _logger.info(start_line(labels_of(vllm_config, settings), facts))
-            self._scheduler = SchedulerSide(
-                facts,
-                SchedulerParts(facts, settings, policy, self._has_mirror),
-                lease_ended=spans.lease_ended if spans is not None else None,
-                is_ending=watch.is_requested,
-            )
+            self._scheduler = make_scheduler_side(vllm_config, facts, settings)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -193,16 +173,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer (one cache group)."""
-        return self._scheduler_side.finished(self._ending(request), (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer."""
-        return self._scheduler_side.finished(self._ending(request), block_ids)
-
-    def _ending(self, request: Request) -> Ending:
-        return ending_of(request, has_content_ids=self._has_content_ids)
+        ending = ending_of(request, has_content_ids=self._has_content_ids)
+        return self._scheduler_side.finished(ending, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in the workers' reports."""
@@ -318,12 +296,3 @@ that crossed processes by the class's name, and the name `NixlConnector` would f
 """
 register_connector("KVTransferConnector", __name__)
 tag_lines()
-
-
-def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
-    """Return what writes spans, None where the engine does not trace; OpenTelemetry is only imported where it does."""
-    if not is_tracing(config):
-        return None
-    from vllm_adapter.observe.spans import SpanWriter
-
-    return SpanWriter(facts.engine_id, rank)

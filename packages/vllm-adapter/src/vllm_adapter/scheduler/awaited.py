@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm_adapter.ports import StepPlan
+    from vllm_adapter.steps import Rank
 
 __all__ = ["AwaitedReports"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-
-Rank = tuple[int, int]
 
 
 @final

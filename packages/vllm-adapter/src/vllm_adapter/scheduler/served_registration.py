@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from vllm_adapter.steps import RankRegistration
+    from vllm_adapter.steps import Rank, RankRegistration
 
 __all__ = ["ServedRegistration"]
-
-Rank = tuple[int, int]
 
 
 @final

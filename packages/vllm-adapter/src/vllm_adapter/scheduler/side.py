@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import BlockIds, FinishDecision
     from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
     from vllm_adapter.scheduler.values import Arrival, Ending
-    from vllm_adapter.steps import RankRegistration, TraceLink
+    from vllm_adapter.steps import Rank, RankRegistration, TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
-
-Rank = tuple[int, int]
 
 
 @final

@@ -9,12 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import HandshakeListener
+    from vllm_adapter.steps import Rank
 
 __all__ = ["SideChannel"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-
-Rank = tuple[int, int]
 
 
 @final

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_adapter.ports import HeartbeatOrder
-    from vllm_adapter.worker.transfer.parts import Rank, TransferParts
+    from vllm_adapter.steps import Rank
+    from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.peers import PeerDirectory
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
 

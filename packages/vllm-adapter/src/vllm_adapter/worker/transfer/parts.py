@@ -21,11 +21,9 @@ if TYPE_CHECKING:
         TransferThread,
         WireCodec,
     )
+    from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "Rank", "TransferParts", "code_of"]
-
-Rank = tuple[int, int]
-"""(pp rank, tp rank)."""
+__all__ = ["PeerPlanner", "TransferParts", "code_of"]
 
 
 @final

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
+    from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.limits import PeerLimits
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
+    from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
 __all__ = ["PeerDirectory", "PeerEvents"]

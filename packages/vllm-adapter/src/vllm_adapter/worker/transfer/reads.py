@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_adapter.ports import HeartbeatOrder, Indices, PeerPlan, ReadOrder, TransferResult
+    from vllm_adapter.steps import Rank
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, Rank, TransferParts
+    from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
     from vllm_adapter.worker.transfer.records import PeerEngine
 
 __all__ = ["ReadCoordinator"]

@@ -9,10 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm_adapter.ports import PeerAddress, PeerMetadata, PeerPlan, ReadOrder, TransferResult
-    from vllm_adapter.steps import ReadEnd, ReadTimes
+    from vllm_adapter.steps import Rank, ReadEnd, ReadTimes
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
-    from vllm_adapter.worker.transfer.parts import Rank
 
 __all__ = ["FinishedRead", "PeerEngine", "Read", "is_same_place"]
 
