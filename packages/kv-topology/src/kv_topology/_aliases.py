@@ -1,7 +1,8 @@
 """Groups that share memory: no byte may be the target of two groups' blocks in one request.
 
-Hybrid engines hand the same pages to either group, one at a time. Regions whose memory overlaps form a cluster; clusters
-that are alike (the n-th layers of all groups) tell the same, so one of each shape is kept.
+Hybrid engines hand the same pages to either group, one at a time. Regions whose memory overlaps form a cluster. Clusters of
+one shape (those of the first layers of all groups, of the second layers, ...) would all give the same answer, so one of each
+shape is kept.
 
 Worked example. Two groups over one memory, pages of 64 bytes: group 0 has 2 pages per block, group 1 has pages of 128
 bytes, 1 per block. Local blocks (3) and (3): group 0 writes bytes 384..511 (pages 6 and 7), group 1 writes 384..511 too,

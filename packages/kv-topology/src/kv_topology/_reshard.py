@@ -1,10 +1,13 @@
 """Layouts and geometries of another rank of the same make: another shard, another page size.
 
 Theory of operation. In a dense page the stride of an axis is the product of everything that lies inside it. Giving an
-inner axis another count therefore scales the strides of all axes outside of it, and nothing else. Fields that follow
-each other move up by what the fields before them gained, in the page or, where they share cells (a head's keys, then its
-values), in the cell. A layout for which that is not so (fields woven into each other by rows) is refused rather than
-guessed.
+inner axis another count therefore scales the strides of all axes outside of it, and nothing else. A field behind others
+moves by as many bytes as those have grown or shrunk: in the page, or, where fields share cells (a head's keys, then its
+values), in the cell. A layout for which that is not so (fields woven into each other by rows) is refused.
+
+Worked example. A page holds the keys of 4 heads, 16 tokens each, 8 bytes a cell, then the values. A token steps 8 bytes, a
+head 16 * 8 = 128; the keys take 4 * 128 = 512 bytes, so the values begin at 512. On a rank with 2 heads and pages of 32
+tokens a token steps 8 bytes, a head 256; the keys take 2 * 256 = 512 bytes again.
 """
 
 from __future__ import annotations

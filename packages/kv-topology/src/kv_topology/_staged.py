@@ -4,7 +4,7 @@ Theory of operation. A direct plan needs one descriptor per run of bytes that is
 against tokens-first leaves runs of one head and token. A staged plan needs runs that are contiguous at the *producer*
 only: they are read into the local page itself, one after the other, unit by unit and producer by producer, so that they
 fill exactly the bytes that the page's fields take. Afterwards each page is permuted in place: copied aside, and written
-back from the producer's order of strides to ours. The permutation is data (`PageMove`); who executes it is not ours.
+back from the producer's order of strides to ours. `PageMove`s describe this permutation; the caller executes it.
 
 This works when the fields of a page leave no gap and no tokens are dealt out; otherwise the plan stays direct.
 """

@@ -46,7 +46,7 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[
 
 
 def _is_ring(spec: object) -> bool:
-    """Whether a request has one page, which goes round, for all its tokens: to a transfer that is a state."""
+    """Return whether a request keeps all its tokens in one page, written in a circle; to a transfer such a page is a state."""
     return any("CircularBuffer" in base.__name__ for base in type(spec).__mro__)
 
 
@@ -69,7 +69,7 @@ def _state_facts(spec: MambaSpec) -> dict[str, Any]:
 
 
 def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return what a layer's heads are like: it may differ from layer to layer, and from the model's configuration."""
+    """Return the form of a layer's heads, which may differ between layers and from the model's configuration."""
     if any("MLA" in base.__name__ for base in type(spec).__mro__):
         role: Any = getattr(spec, "cache_role", "")
         return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
@@ -149,7 +149,8 @@ def kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
 def state_groups(config: VllmConfig) -> int:
     """Return the model's groups of B and C in Mamba-2 layers, 0 if there are none or they differ.
 
-    Layers count groups with the copies that they make for ranks beyond them; only their norms keep the model's own number.
+    A layer's own count includes the copies that it makes where there are more ranks than groups (1 group on 4 ranks counts as
+    4); only its norm keeps the model's number.
     """
     layers: dict[str, Any] = config.compilation_config.static_forward_context
     norms = [getattr(layer, "norm", None) for layer in layers.values() if _is_named(layer, "MambaMixer2")]

@@ -179,7 +179,7 @@ def wants_host_buffer(config: VllmConfig) -> bool:
 
 
 def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
-    """Read off the engine's configuration what the adapter works with."""
+    """Return the facts about an engine that the adapter works with, read from vLLM's configuration."""
     model, parallel = config.model_config, config.parallel_config
     transfer = config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:

@@ -18,7 +18,7 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 
 @final
 class Draining:
-    """Turns the host's end into the machines' drain, and tells what is leased.
+    """Lets the request machines drain once the host was told to end, and counts what is leased.
 
     The host goes on stepping while a finished request keeps blocks, so nothing is to be done for open leases.
 

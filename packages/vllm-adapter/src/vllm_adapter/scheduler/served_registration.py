@@ -67,7 +67,7 @@ class ServedRegistration:
         self._question += 1
 
     def heard(self, said: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
-        """Take in reports of ranks; return the envelopes to serve from now on (none: not ready), or None for no change."""
+        """Take in reports of ranks; return the envelopes to serve from now on, {} until all are ready, None for no change."""
         self._said.update(said)
         ranks = self._ranks or self._said.keys()
         envelopes = self._answers(ranks)

@@ -184,8 +184,8 @@ class SchedulerSide:
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        Nobody knows the current registration; or a copy to the mirror was refused; or a running state has seen tokens of a
-        step that still runs, and it cannot be set back.
+        That is so while the current registration is unknown, after a copy to the mirror was refused, and if a running state has
+        seen tokens of a step that still runs: a state cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
         return not self._served.is_sure or self._saves.is_unsaved(ending.request_id) or has_run_on

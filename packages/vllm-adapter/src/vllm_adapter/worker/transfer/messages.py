@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.worker.transfer.tickets import is_a_strangers
+from vllm_adapter.worker.transfer.tickets import lacks_nonce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ProducerMessages:
 
     def release(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Tell ranks that this request needs nothing of them any more; never those whose completion has left."""
-        if read.is_passed_on or engine.plan is None or is_a_strangers(read.order, engine):
+        if read.is_passed_on or engine.plan is None or lacks_nonce(read.order, engine):
             return
         with self._parts.recorder.guarded("notification of a producer"):
             for rank in ranks:

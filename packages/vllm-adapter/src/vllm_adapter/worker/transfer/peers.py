@@ -1,7 +1,7 @@
 """Peer engines as one worker knows them: met, planned against, used, probed, dropped. Transfer thread only.
 
-A ticket is a client's word, so engines are told apart by all of its address: name, place, sizes and generation. A lying
-ticket can fail its own request; it cannot lend its engine to an honest one.
+Tickets come through clients, so an engine is known by everything that a ticket says of it: id, host, port, sizes and
+generation. A false ticket gets a record of its own. It can fail its own request; no other ticket is read through its record.
 
 A read that reaches an engine which is not ready waits in that engine's record and nowhere else, so no other engine's reads
 wait with it. No read waits longer than a handshake may take. An engine that cannot be met is forgotten at once: the client of
@@ -183,7 +183,7 @@ class PeerDirectory:
     def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata]) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
         plan = self._planner.plan(engine.address, metadata)
-        self._yield_names(engine)
+        self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
@@ -209,14 +209,14 @@ class PeerDirectory:
         """Return how the name of a rank's agent must begin: with its engine's id, so that no listener can serve another's."""
         return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
-    def _yield_names(self, engine: PeerEngine) -> None:
+    def _forget_aliases(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent once."""
         for other in list(self._engines.values()):
             is_alias = other is not engine and other.engine_id == engine.engine_id
             if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
                 self._drain(other, f"it is now known as {engine.key((0, 0))}")
 
-    # ---------------------------------------------------------------------------------------------- parting
+    # ---------------------------------------------------------------------------------------------- leaving
 
     def _fail(self, engine: PeerEngine, code: str, message: str) -> None:
         """Forget an engine that could not be met, and fail what waited for it."""
@@ -236,15 +236,15 @@ class PeerDirectory:
         if reason:
             self._parts.recorder.info(f"engine {engine.engine_id} is let go: {reason}")
         engine.phase = "draining"
-        self._part_when_idle(engine)
+        self._forget_when_idle(engine)
 
     def read_ended(self, engine: PeerEngine) -> None:
         """Note that one of the engine's reads in flight is over."""
         engine.reads_in_flight -= 1
         if engine.phase == "draining":
-            self._part_when_idle(engine)
+            self._forget_when_idle(engine)
 
-    def _part_when_idle(self, engine: PeerEngine) -> None:
+    def _forget_when_idle(self, engine: PeerEngine) -> None:
         if engine.reads_in_flight or self._engines.get(engine.address) is not engine:
             return
         self._forget_ranks(engine)
@@ -259,7 +259,7 @@ class PeerDirectory:
                 if self._parts.agent.has_peer(engine.key(rank)):
                     self._parts.agent.remove_peer(engine.key(rank))
 
-    # ---------------------------------------------------------------------------------------------- looking after
+    # ---------------------------------------------------------------------------------------------- upkeep
 
     def look_after(self) -> None:
         """End waits that are too long, probe engines that are not read from, and let unused ones go."""

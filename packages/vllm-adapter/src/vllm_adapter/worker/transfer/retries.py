@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_adapter.worker.transfer.tickets import knows_another_life
+from vllm_adapter.worker.transfer.tickets import notices_restart
 
 if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.limits import ReadLimits
@@ -22,7 +22,7 @@ def may_retry(read: Read, now_s: float, limits: ReadLimits) -> bool:
     if not read.code or not read.may_retry or read.attempt > limits.retries or read.engine is None:
         return False
     is_in_time = now_s < min(read.deadline_s, read.trusted_until_s)
-    return is_in_time and knows_another_life(read.order, read.engine)
+    return is_in_time and notices_restart(read.order, read.engine)
 
 
 def refused_retry(read: Read, engine: PeerEngine, now_s: float, limits: ReadLimits) -> tuple[str, str] | None:
@@ -33,6 +33,6 @@ def refused_retry(read: Read, engine: PeerEngine, now_s: float, limits: ReadLimi
     if now_s >= read.deadline_s:
         return "transfer-timed-out", f"the engine was met anew only after {limits.read_timeout_s:g} s"
     is_same_plan = read.done_ranks <= set(plan.producer_ranks) and bool(read.conversion) == plan.is_staged
-    if not is_same_plan or not knows_another_life(read.order, engine):
+    if not is_same_plan or not notices_restart(read.order, engine):
         return "peer-changed", "the engine that was met anew keeps its pages in another way than before"
     return None
