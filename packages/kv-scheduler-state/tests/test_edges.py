@@ -181,7 +181,7 @@ def test_a_broken_state_says_so():
     live["p1"].producer.state = "leased"
     live["p1"].producer.fence = None
     live["d1"].consumer.state = "odd"
-    state._consumers.heartbeats.stop(live["d1"].consumer.peer, live["d1"].consumer.key)
+    state._consumers.heartbeats.stop(live["d1"].consumer.peer, live["d1"].consumer)
     state._outbox.expects["stranger"] = None
     state._outbox.has_orders = False
     broken = "\n".join(state.check_invariants())

@@ -99,8 +99,9 @@ class BlockRules:
     def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
         """Return the blocks that a producer offers of its first `tokens` tokens, and the first token of each list."""
         if self._only_span:
-            kept = list(block_ids[0])
-            del kept[-(-tokens // self._only_span) :]
+            kept, count = list(block_ids[0]), -(-tokens // self._only_span)
+            if len(kept) > count:
+                del kept[count:]
             return [kept], [0]
         lists: list[list[int]] = []
         first_tokens: list[int] = []

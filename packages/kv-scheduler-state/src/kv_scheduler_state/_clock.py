@@ -24,9 +24,12 @@ class ObservedClock:
 
     Args:
         max_step_s: Most that observed time advances between two observations.
+
+    Attributes:
+        observed_s: Observed seconds at the last reading; 0 before the first.
     """
 
-    __slots__ = ("_from_reading_s", "_from_s", "_is_real", "_last_s", "_max_step_s")
+    __slots__ = ("_from_reading_s", "_from_s", "_is_real", "_last_s", "_max_step_s", "observed_s")
 
     def __init__(self, max_step_s: float = math.inf) -> None:
         if not max_step_s > 0:
@@ -40,6 +43,7 @@ class ObservedClock:
         self._from_s = 0.0
         # Nothing unusual has happened: observed and real time are equal.
         self._is_real = True
+        self.observed_s = 0.0
 
     @property
     def max_step_s(self) -> float:
@@ -50,12 +54,6 @@ class ObservedClock:
     def max_step_s(self, max_step_s: float) -> None:
         self._max_step_s = min(max_step_s, _LARGEST)
 
-    @property
-    def observed_s(self) -> float:
-        """Observed seconds at the last reading; 0 before the first."""
-        last_s = self._last_s
-        return self._from_s + (last_s - self._from_reading_s) if last_s < math.inf else 0.0
-
     def observe(self, now_s: float) -> float:
         """Advance to the reading `now_s` and return the observed seconds.
 
@@ -64,21 +62,24 @@ class ObservedClock:
         """
         last_s = self._last_s
         # Nearly every reading. What is not before a good reading and not far after it is good itself.
-        if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s:
-            self._last_s = now_s
-            return now_s if self._is_real else self._from_s + (now_s - self._from_reading_s)
+        if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s and self._is_real:
+            self._last_s = self.observed_s = now_s
+            return now_s
         return self._observe_unusual(now_s)
 
     def _observe_unusual(self, now_s: float) -> float:
         if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
             raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
         last_s, now_s = self._last_s, float(now_s)
-        # The first reading is taken as it is.
-        if last_s < math.inf:
-            self._is_real = False
-            self._from_s = self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
-            self._from_reading_s = now_s
         self._last_s = now_s
+        if last_s == math.inf:
+            self.observed_s = now_s  # the first reading is taken as it is
+        elif last_s <= now_s <= last_s + self._max_step_s:
+            self.observed_s = self._from_s + (now_s - self._from_reading_s)
+        else:
+            self._is_real = False
+            self.observed_s += max(0.0, min(now_s - last_s, self._max_step_s))
+            self._from_s, self._from_reading_s = self.observed_s, now_s
         return self.observed_s
 
     def to_reading(self, observed_s: float) -> float:

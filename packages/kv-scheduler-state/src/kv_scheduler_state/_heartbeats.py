@@ -8,8 +8,9 @@ heap by due time, so that a step in which nobody is due costs one comparison, ho
 from __future__ import annotations
 
 import math
+from collections import Counter
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from kv_scheduler_state._plan import HeartbeatOrder
 
@@ -20,16 +21,22 @@ if TYPE_CHECKING:
 __all__ = ["Heartbeats", "PeerLeases"]
 
 
+class Holder(Protocol):
+    """The part of a consumer record that this module reads."""
+
+    key: TicketKey
+
+
 @final
 class PeerLeases:
     """The leases held at one peer engine."""
 
-    __slots__ = ("address", "counts", "order")
+    __slots__ = ("address", "holders", "order")
 
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
-        # Two local requests may hold the same ticket: the lease is renewed until the last of them is done.
-        self.counts: dict[TicketKey, int] = {}
+        # Oldest first. Two may hold the same ticket: its lease is renewed until the last of them is done.
+        self.holders: dict[Holder, None] = {}
         self.order: HeartbeatOrder | None = None
 
 
@@ -53,25 +60,20 @@ class Heartbeats:
         # How late the last orders were: the most overdue peer's.
         self.last_delay_s = 0.0
 
-    def start(self, address: PeerAddress, key: TicketKey, now_s: float) -> PeerLeases:
-        """Renew a ticket's lease from now on, and return the peer to stop it with."""
+    def start(self, address: PeerAddress, holder: Holder, now_s: float) -> PeerLeases:
+        """Renew the lease of a holder's ticket from now on, and return the peer to stop it with."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = PeerLeases(address)
             self._push(now_s, peer)
-        counts = peer.counts
-        counts[key] = counts.get(key, 0) + 1
+        peer.holders[holder] = None
         peer.order = None
         return peer
 
-    def stop(self, peer: PeerLeases, key: TicketKey) -> None:
+    def stop(self, peer: PeerLeases, holder: Holder) -> None:
         """Renew the lease no longer for one of its holders."""
-        left = peer.counts[key] - 1
-        if left:
-            peer.counts[key] = left
-        else:
-            del peer.counts[key]
-            peer.order = None
+        del peer.holders[holder]
+        peer.order = None
 
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
         """Return one order per peer that is due, and forget peers that nobody waits for."""
@@ -80,12 +82,13 @@ class Heartbeats:
         delay_s = 0.0
         while due and due[0][0] <= now_s:
             due_s, _, peer = heappop(due)
-            if not peer.counts:
+            if not peer.holders:
                 # Kept until now, so that a request that comes and goes cannot make heartbeats denser than the period.
                 del self._peers[peer.address]
                 continue
             if peer.order is None:
-                readers = dict.fromkeys((request_id, nonce) for _, request_id, nonce, _ in peer.counts)
+                keys = [holder.key for holder in peer.holders]
+                readers = dict.fromkeys((request_id, nonce) for _, request_id, nonce, _ in keys)
                 peer.order = HeartbeatOrder(peer.address, tuple(readers))
             orders.append(peer.order)
             delay_s = max(delay_s, now_s - due_s)
@@ -97,7 +100,7 @@ class Heartbeats:
 
     def holders(self) -> dict[TicketKey, int]:
         """Return how many local requests hold each ticket."""
-        return {key: count for peer in self._peers.values() for key, count in peer.counts.items()}
+        return Counter(holder.key for peer in self._peers.values() for holder in peer.holders)
 
     @property
     def peer_count(self) -> int:

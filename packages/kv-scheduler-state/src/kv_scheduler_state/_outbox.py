@@ -31,6 +31,7 @@ class Outbox:
     """Collects a step's orders until `take` hands them out; an aborted request's orders may be withdrawn before."""
 
     __slots__ = (
+        "_has_rare",
         "_parts",
         "_rare",
         "cancels",
@@ -52,6 +53,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self.has_orders = False
+        # A part that few plans have may hold an order; if not, none of them is looked at.
+        self._has_rare = False
         self.reads: Final[dict[str, ReadOrder]] = {}
         self.expects: Final[dict[str, None]] = {}
         self.fences: Final[dict[str, FenceOrder]] = {}
@@ -102,7 +105,17 @@ class Outbox:
         self.restarts[request_id] = None
         if fence is not None:
             self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
-        self.has_orders = True
+        self.has_orders = self._has_rare = True
+
+    def save(self, request_id: str, blocks: BlockIds) -> None:
+        """Order the host-buffer save of a chunk."""
+        self.saves.append((request_id, blocks))
+        self.has_orders = self._has_rare = True
+
+    def complete(self, request_id: str) -> None:
+        """Tell that a prompt is complete with the saves of this step."""
+        self.completes[request_id] = None
+        self.has_orders = self._has_rare = True
 
     def withdraw(self, request_id: str) -> bool:
         """Drop the orders that wait for a producer request; True if the workers have not heard of it."""
@@ -122,17 +135,18 @@ class Outbox:
     def add(self, part: list[str], request_id: str) -> None:
         """Add a request to one of the parts that are lists of ids."""
         part.append(request_id)
-        self.has_orders = True
+        self.has_orders = self._has_rare = True
 
     def renew(self, orders: list[HeartbeatOrder]) -> None:
         """Order heartbeats."""
-        self.heartbeats.extend(orders)
-        self.has_orders = self.has_orders or bool(orders)
+        if orders:
+            self.heartbeats.extend(orders)
+            self.has_orders = self._has_rare = True
 
     def fail(self, request_id: str) -> None:
         """Order the report of a parked request that nobody reads for."""
         self.failures[request_id] = None
-        self.has_orders = True
+        self.has_orders = self._has_rare = True
 
     def is_parting(self, request_id: str) -> bool:
         """Whether the next plan still tells of the end of a request; a second one of that id would mix with it."""
@@ -147,25 +161,32 @@ class Outbox:
         if not self.has_orders:
             return EMPTY_PLAN
         self.has_orders = False
-        reads, expects, fences, grants, rare = self.reads, self.expects, self.fences, self.grants, self._rare
-        # Most plans have one or two parts; the empty ones are neither copied nor cleared.
-        common = (
-            tuple(reads.values()) if reads else (),
-            tuple(expects) if expects else (),
-            tuple(fences.values()) if fences else (),
-            tuple(grants) if grants else (),
-        )
-        if any(rare):
-            plan = new_tuple(StepPlan, common + tuple(map(tuple, rare)))
-            for part in self._parts:
-                part.clear()
-            return plan
-        if reads:
-            reads.clear()
-        if expects:
-            expects.clear()
-        if fences:
-            fences.clear()
-        if grants:
-            grants.clear()
+        if self._has_rare:
+            return self._take_all()
+        # Most plans have one or two of the common parts; the empty ones are neither copied nor cleared.
+        reads: tuple[ReadOrder, ...] = ()
+        expects: tuple[str, ...] = ()
+        fences: tuple[FenceOrder, ...] = ()
+        grants: tuple[GrantOrder, ...] = ()
+        if self.reads:
+            reads = tuple(self.reads.values())
+            self.reads.clear()
+        if self.expects:
+            expects = tuple(self.expects)
+            self.expects.clear()
+        if self.fences:
+            fences = tuple(self.fences.values())
+            self.fences.clear()
+        if self.grants:
+            grants = tuple(self.grants)
+            self.grants.clear()
+        common = reads, expects, fences, grants
         return new_tuple(StepPlan, common + _NONE_RARE)
+
+    def _take_all(self) -> StepPlan:
+        common = tuple(self.reads.values()), tuple(self.expects), tuple(self.fences.values()), tuple(self.grants)
+        plan = new_tuple(StepPlan, common + tuple(map(tuple, self._rare)))
+        for part in self._parts:
+            part.clear()
+        self._has_rare = False
+        return plan

@@ -9,7 +9,6 @@ has ended, a prompt of 50 blocks is handed over, and one of 51 is not.
 from __future__ import annotations
 
 import math
-from operator import add, sub
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
@@ -32,36 +31,40 @@ class Outstanding:
         config: The engine, with its quotas.
 
     Attributes:
-        blocks: Blocks that the leases keep, per KV-cache group. Null blocks do not count; blocks of two leases count twice.
+        has_quota: Whether `has_room` can ever refuse.
     """
 
-    __slots__ = ("_has_quota", "_leased", "_max_blocks", "_max_leases", "_null", "_revoked", "blocks")
+    __slots__ = ("_blocks", "_leased", "_max_blocks", "_max_leases", "_null", "_revoked", "has_quota")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_leases = math.inf if config.max_leases is None else config.max_leases
         self._max_blocks = math.inf if config.max_leased_blocks is None else config.max_leased_blocks
-        self._has_quota = config.max_leases is not None or config.max_leased_blocks is not None
+        self.has_quota = config.max_leases is not None or config.max_leased_blocks is not None
         # A group that keeps the whole prompt has no null blocks to look for.
         self._null = None if all(group.kind == "full" for group in config.groups) else config.null_block
         # Leases that the scheduler has not taken back, and those that it has, with the time.
         self._leased: dict[str, ProducerRecord] = {}
         self._revoked: dict[str, float] = {}
-        self.blocks: tuple[int, ...] = (0,) * len(config.groups)
+        self._blocks = [0] * len(config.groups)
 
     def __len__(self) -> int:
         return len(self._leased) + len(self._revoked)
 
     def has_room(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether the quotas admit one more lease, of these blocks."""
-        if not self._has_quota:
-            return True
-        return len(self) < self._max_leases and sum(self.blocks) + sum(self._counts(block_ids)) <= self._max_blocks
+        return len(self) < self._max_leases and sum(self._blocks) + sum(self._counts(block_ids)) <= self._max_blocks
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks that the leases keep, per KV-cache group. Null blocks do not count; blocks of two leases count twice."""
+        return tuple(self._blocks)
 
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
         self._leased[request_id] = record
-        record.leased_blocks = counts = self._counts(block_ids)
-        self.blocks = tuple(map(add, self.blocks, counts))
+        record.leased_blocks = counts = tuple(map(len, block_ids)) if self._null is None else self._counts(block_ids)
+        for group, count in enumerate(counts):
+            self._blocks[group] += count
 
     def revoke(self, request_id: str, now_s: float) -> None:
         """Note a lease that was taken back: the workers have yet to end it."""
@@ -73,7 +76,8 @@ class Outstanding:
         self._leased.pop(request_id, None)
         if self._revoked:
             self._revoked.pop(request_id, None)
-        self.blocks = tuple(map(sub, self.blocks, record.leased_blocks))
+        for group, count in enumerate(record.leased_blocks):
+            self._blocks[group] -= count
 
     def is_relief_due(self, now_s: float) -> bool:
         """Whether a lease was taken back so recently that its blocks are about to be freed."""

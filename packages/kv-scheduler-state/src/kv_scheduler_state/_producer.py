@@ -9,7 +9,7 @@ from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_GENERATION
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._fences import FencePool
-from kv_scheduler_state._machine import NEW, Table, Transition, advance, shortened
+from kv_scheduler_state._machine import NEW, Table, Transition, shortened
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
 from kv_scheduler_state._producer_record import ProducerRecord
@@ -132,7 +132,7 @@ class Producers:
             if preemption is not None:
                 self.preempt(request_id, record, preemption, now_s)
                 record.is_preemption_due = True
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         if "announce" in row.effects:
             record.fence = self.fences.take()
             self.outbox.expect(request_id, record.fence)
@@ -144,20 +144,18 @@ class Producers:
         self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
     ) -> None:
         """Order the host-buffer save of a chunk."""
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         if not self.config.uses_host_buffer:
             return
         if "save" in row.effects and any(blocks):
-            self.outbox.saves.append((request_id, blocks))
-            self.outbox.has_orders = True
+            self.outbox.save(request_id, blocks)
             record.saved_blocks += sum(map(len, blocks))
         if "complete" in row.effects:
-            self.outbox.completes[request_id] = None
-            self.outbox.has_orders = True
+            self.outbox.complete(request_id)
 
     def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Forget what was saved of blocks that are gone."""
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         record.trace = shortened(record.trace, self._trace_length)
         if "forget-saves" in row.effects:
             self.outbox.drop_saves(request_id)
@@ -188,20 +186,26 @@ class Producers:
         """
         code = "withheld" if withhold else "cache-reset" if record.is_void else "" if any(block_ids) else "no-blocks"
         if not code:
-            self._rules.require_groups(block_ids)
+            if len(block_ids) != len(self._spans):
+                self._rules.require_groups(block_ids)
             state = record.state
             row = self.on_hand_over.get(state) or self.table.refuse(request_id, state, "hand-over")
-            if self.is_draining:
-                code = "draining"
-            elif not self.leases.has_room(block_ids):
-                code = "lease-quota"
-            elif record.fence is None and self.fences.slots:
-                code = "no-fence-slot"
-            elif self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
-                code = "state-too-long"
-            else:
+            code = self._refusal(record, block_ids, computed_tokens)
+            if not code:
                 return row, ""
         return self.table.find(request_id, record.state, "drop"), code
+
+    def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
+        """Return why this engine cannot hand over blocks at the moment: a code, empty if it can."""
+        if self.is_draining:
+            return "draining"
+        if self.leases.has_quota and not self.leases.has_room(block_ids):
+            return "lease-quota"
+        if record.fence is None and self.fences.slots:
+            return "no-fence-slot"
+        if self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
+            return "state-too-long"
+        return ""
 
     def _tokens_of(self, record: ProducerRecord, computed_tokens: int) -> int:
         """Return the tokens that a ticket promises: of a prefill never more than its prompt, whatever came after it."""
@@ -247,7 +251,7 @@ class Producers:
         now_s: float,
     ) -> None:
         """End the request: grant the lease of its ticket, or let the workers forget the request."""
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         if params is None:
             if "withdraw" in row.effects:
                 self._withdraw(request_id, record)
@@ -260,7 +264,7 @@ class Producers:
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         self.leases.revoke(request_id, now_s)
         if "order-revoke" in row.effects:
             self.outbox.add(self.outbox.revokes, request_id)
@@ -278,7 +282,7 @@ class Producers:
 
     def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
-        advance(record, row, now_s)
+        record.advance(row, now_s)
         self.leases.end(request_id, record)
         if "return-slot" in row.effects:
             self._return_slot(record)

@@ -58,16 +58,15 @@ class Reports:
         if refusals:
             raise refusals[0]
 
-    def expect_failure(self, request_id: object) -> bool:
-        """Expect the report of a parked request as failed; False if a read of it is under way and is reported anyway."""
-        if type(request_id) is not str:
-            return False
+    def fail_parked(self, request_id: object, external_tokens: object) -> None:
+        """Order and expect the failure of a request that is parked for a refused read; a read under way is reported anyway."""
+        if type(request_id) is not str or type(external_tokens) is not int or external_tokens <= 0:
+            return
         request = self._requests.get(request_id)
         consumer = None if request is None else request.consumer
-        if consumer is not None and consumer.state in {"reading", "draining"}:
-            return False
-        self.unread.add(request_id)
-        return True
+        if consumer is None or consumer.state not in {"reading", "draining"}:
+            self.unread.add(request_id)
+            self._producers.outbox.fail(request_id)
 
     def _sent(self, request_ids: Sequence[str], refusals: list[SchedulerStateError]) -> None:
         """End producer requests whose lease has ended on every worker."""

@@ -60,6 +60,7 @@ class SchedulerState:
         "_config",
         "_consumers",
         "_endings",
+        "_heartbeats",
         "_outbox",
         "_producers",
         "_reports",
@@ -81,6 +82,7 @@ class SchedulerState:
         self._outbox = Outbox()
         self._producers = Producers(config, producer_table, self._rules, self._outbox)
         self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
+        self._heartbeats = self._consumers.heartbeats
         self._requests: dict[str, Request] = {}
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
         self._endings = Endings(self._requests, self._clock, self._consumers, self._producers)
@@ -135,7 +137,10 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
             InvalidEvent: `invalid-event`, for a negative count.
         """
-        request = self._find(request_id, "external-tokens")
+        try:
+            request = self._requests[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, "external-tokens") from None
         if type(computed_tokens) is not int or computed_tokens < 0:
             refuse_count("computed_tokens", computed_tokens)
         consumer = request.consumer
@@ -175,20 +180,19 @@ class SchedulerState:
                 refuse_count("external_tokens", external_tokens)
             if type(preemptions) is not int or preemptions < 0:
                 refuse_count("preemptions", preemptions)
-            if consumer is None and external_tokens:
-                raise InvalidEvent(
-                    f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
-                )
             at_s = self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
                     self._producers.require_allocation(request_id, producer, preemptions)
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
+            elif external_tokens:
+                raise InvalidEvent(
+                    f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
+                )
             if producer is not None:
                 self._producers.allocate(request_id, producer, preemptions, at_s)
         except SchedulerStateError:
-            if type(external_tokens) is int and external_tokens > 0 and self._reports.expect_failure(request_id):
-                self._outbox.fail(request_id)
+            self._reports.fail_parked(request_id, external_tokens)
             raise
 
     def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
@@ -275,7 +279,7 @@ class SchedulerState:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        heartbeats = self._consumers.heartbeats
+        heartbeats = self._heartbeats
         if heartbeats.next_due_s <= at_s:
             self._outbox.renew(heartbeats.take_due(at_s))
         return self._outbox.take()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_PEER_GENERATION
@@ -22,34 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["Fields", "ParamsKind", "TicketReader"]
 
 ParamsKind = Literal["none", "prefill", "handoff", "readback"]
-Fields = Mapping[object, object]
-"""Params that are a mapping of a permitted size; nothing else has been checked."""
+Fields = Mapping[object, Any]
+"""Params that are a mapping of a permitted size; nothing else has been checked, whatever a parameter's type says."""
 
 _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
-_PEER_KEYS: Final = (
-    "remote_engine_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-    "pp_size",
-    "dcp_size",
-    "kv_generation",
-    "remote_registration_generation",
-    "kv_dialect",
-    "transfer_mode",
-)
-_TICKET_KEYS: Final = (
-    "remote_block_ids",
-    "remote_request_id",
-    "remote_num_tokens",
-    "kv_lease_s",
-    "kv_fence",
-    "kv_nonce",
-    "kv_prompt",
-    "kv_span_tokens",
-    "remote_blocks_expiry_time",
-)
 _MAX_UINT32: Final = (1 << 32) - 1
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
@@ -77,7 +54,7 @@ class TicketReader:
         self._peer_blocks = PeerBlocks(config.groups, config.null_block)
         self._reads_back = config.bidirectional
         self._reserved = config.reserved_id_prefixes
-        self._peers: dict[tuple[object, ...], tuple[tuple[type, ...], PeerAddress]] = {}
+        self._peers: dict[tuple[object, ...], tuple[tuple[type[object], ...], PeerAddress]] = {}
 
     @property
     def max_blocks(self) -> int:
@@ -148,25 +125,25 @@ class TicketReader:
         Raises:
             TicketError: as `read` does, but for what `fields_of` refuses.
         """
-        ids, request_id, tokens, lease_s, fence, nonce, prompt, spans, expiry_s = map(fields.get, _TICKET_KEYS)
-        limits = self._limits
+        get, limits = fields.get, self._limits
+        tokens, lease_s, expiry_s = get("remote_num_tokens"), get("kv_lease_s"), get("remote_blocks_expiry_time")
+        fence, nonce, prompt = get("kv_fence"), get("kv_nonce"), get("kv_prompt")
         peer = self._peer(fields)
-        blocks = self._peer_blocks.lists(fields, self._blocks(ids), peer.dcp)
         return new_tuple(
             HandoffTicket,
             (
                 kind,
                 peer,
-                self._request_id(request_id),
-                blocks,
+                self._request_id(get("remote_request_id")),
+                self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer.dcp),
                 None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
                 "" if nonce is None else _matching("kv_nonce", nonce, _NONCE),
                 None if prompt is None else _matching("kv_prompt", prompt, _DIGEST),
-                () if spans is None else self._peer_blocks.spans(fields),
+                () if get("kv_span_tokens") is None else self._peer_blocks.spans(fields),
                 None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
-                None if fields.get("transfer_mode") is None else "pull",
+                None if get("transfer_mode") is None else "pull",
                 NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
             ),
         )
@@ -182,11 +159,23 @@ class TicketReader:
             )
         return request_id
 
-    def _peer(self, fields: Fields) -> PeerAddress:
-        # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too,
-        # because 1, 1.0 and True are equal.
-        values = tuple(map(fields.get, _PEER_KEYS))
-        types = tuple(map(type, values))
+    def _peer(self, fields: Mapping[object, object]) -> PeerAddress:
+        # An engine writes the same into all its tickets, so its address is checked once. The numbers' types are compared,
+        # too, because 1, 1.0 and True are equal.
+        get = fields.get
+        port, tp, pp, dcp = get("remote_port"), get("tp_size"), get("pp_size"), get("dcp_size")
+        own, generation, dialect = get("kv_generation"), get("remote_registration_generation"), get("kv_dialect")
+        texts = get("remote_engine_id"), get("remote_host"), get("transfer_mode")
+        values = texts, port, tp, pp, dcp, own, generation, dialect
+        types: tuple[type[object], ...] = (
+            type(port),
+            type(tp),
+            type(pp),
+            type(dcp),
+            type(own),
+            type(generation),
+            type(dialect),
+        )
         try:
             known = self._peers.get(values)
         except TypeError:
@@ -239,10 +228,9 @@ class TicketReader:
             )
         return value
 
-    def _blocks(self, value: object) -> BlockIds:
-        if not isinstance(value, _LISTS):
-            _refuse_type("remote_block_ids", value, "a list of lists of block ids")
-        groups = cast("list[list[int]]", value)  # as far as is known; each part is checked below
+    def _blocks(self, groups: Sequence[Sequence[int]] | None) -> BlockIds:
+        if not isinstance(groups, _LISTS):
+            _refuse_type("remote_block_ids", groups, "a list of lists of block ids")
         if len(groups) != self._groups:
             raise TicketError(
                 "ticket-groups",
@@ -253,6 +241,7 @@ class TicketReader:
             )
         limits = self._limits
         budget = limits.max_blocks
+        blocks: list[tuple[int, ...]] = []
         for group in groups:
             if not isinstance(group, _LISTS):
                 _refuse_type("remote_block_ids", group, "a list of lists of block ids")
@@ -269,14 +258,13 @@ class TicketReader:
                     f"remote_block_ids must hold integers from 0 to {limits.max_block_id}",
                     field="remote_block_ids",
                 )
-        blocks = tuple(map(tuple, groups))
+            blocks.append(tuple(group))
         if not any(blocks):
             raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
-        return blocks
+        return tuple(blocks)
 
-    def _fence(self, value: object) -> tuple[int, int]:
-        pair = cast("list[object]", value)
-        if not isinstance(value, _LISTS) or len(pair) != 2:
+    def _fence(self, pair: Sequence[object]) -> tuple[int, int]:
+        if not isinstance(pair, _LISTS) or len(pair) != 2:
             _refuse_type("kv_fence", pair, "a pair [slot, generation]")
         slot, generation = pair
         if (
@@ -304,7 +292,7 @@ def _extra(fields: Fields) -> Mapping[str, object]:
     return MappingProxyType(extra)
 
 
-def _are_block_ids(group: list[int], most: int) -> bool:
+def _are_block_ids(group: Sequence[int], most: int) -> bool:
     # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else at admission.
     try:
         array("I", group)  # only integers of 32 bits without a sign get in, and bools
