@@ -17,7 +17,8 @@ ROWS = re.findall(
 
 
 def test_every_row_names_a_test_that_exists() -> None:
-    folders = (Path(__file__).parent, ROOT / "packages" / "kv-scheduler-state" / "tests")
+    packages = ("kv-scheduler-state", "vllm-adapter")
+    folders = (Path(__file__).parent, *(ROOT / "packages" / package / "tests" for package in packages))
     text = "".join(file.read_text() for folder in folders for file in folder.glob("test_*.py"))
     assert len(ROWS) >= 20
     assert not [name for _, _, name in ROWS if f"def {name}(" not in text]
@@ -42,6 +43,8 @@ def test_numbers_are_those_of_the_code() -> None:
         "lists and maps within a factor": limits.MAX_DEPTH,
         "ranks of a handshake": limits.MAX_RANKS,
         "connections at once": timing.connections,
+        "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
+        "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
     }
     page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
     assert {name: page[name] for name in code} == code

@@ -15,9 +15,24 @@ import pytest
 from victims import PeakMeter, Victim
 from zmtp import HostileServer, answering, frame, read_frame
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
+from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, Timing
 from kv_handshake.testing import sample_envelopes
 
+VLLM_FACTORS = {
+    "vllm_version": "0.32.0",
+    "nixl_connector_version": 14,
+    "model": "m",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "num_hidden_layers": 36,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
+    "is_hma_enabled": True,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
 Figure = Callable[[str], None]
 Start = Callable[..., Victim]
 CLOCK = b"\xcb" + struct.pack(">d", 1.0)
@@ -108,6 +123,46 @@ def test_h8_h15_a_ticket_names_no_million_ranks(figure: Figure) -> None:
     client.close()
     figure(f"refused in {seconds * 1000:.1f} ms")
     assert seconds < 0.2
+
+
+def test_h15_unknown_hashes_cost_one_look_each(victim: Start, figure: Figure) -> None:
+    """H15: each unknown hash of a peer took the client's thread 8 to 33 ms, 2 s for 200 of them."""
+    numbers = iter(range(1 << 30))
+
+    def act(sock: socket.socket) -> None:
+        while True:
+            flags, _ = read_frame(sock)
+            if not flags & 1:
+                first, second = reply_with(compatibility_hash=f"{next(numbers):064x}", kvh_factors={})
+                sock.sendall(frame(b"", more=True) + frame(first, more=True) + frame(second))
+
+    server = HostileServer(act)
+    asker = victim("client", policy="negotiated", factors=VLLM_FACTORS)
+    asker.call("fetch", port=server.port, times=20, engine="before-")
+    before_s = asker.cpu_s()
+    found = asker.call("fetch", port=server.port, times=200, engine="forged-")
+    seconds = asker.cpu_s() - before_s
+    server.close()
+    figure(f"{seconds * 1000 / 200:.1f} ms of processor time each")
+    assert found["codes"] == ["hash-mismatch"]
+    assert seconds < 1.0
+
+
+def test_h17_a_heartbeat_of_a_mebibyte_costs_little(figure: Figure) -> None:
+    """H17: a heartbeat that names 170 000 requests took the transfer thread 0.2 s to read alone."""
+    payloads = (
+        b"HB:" + b",".join(b"%05x" % number for number in range(170_000)),
+        b"HB:,KVH:[" + b",".join(b'["%05x","n"]' % number for number in range(70_000)) + b"]",
+        b"HB:," + b"a," * 500_000,
+    )
+    codec, worst_s = Codec(), 0.0
+    for payload in payloads:
+        began_s = time.perf_counter()
+        for _ in range(20):
+            assert codec.parse_notification(payload).kind == "unknown"
+        worst_s = max(worst_s, (time.perf_counter() - began_s) / 20)
+    figure(f"{worst_s * 1000:.2f} ms")
+    assert worst_s < 0.02
 
 
 def test_h12_an_endless_reply_is_cut_off(victim: Start, figure: Figure) -> None:

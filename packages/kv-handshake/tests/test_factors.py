@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import ConfigurationError, compatibility_id, dialect_of_vllm
+from kv_handshake import ConfigurationError, _explain, compatibility_id, dialect_of_vllm
 from kv_handshake._dialect import dialect_of
 from kv_handshake._explain import suspected_factors
 from kv_handshake._factors import check_factors, compatibility_hash, differing_factors, hashed_factors
@@ -160,6 +160,19 @@ def test_no_dialect_outside_the_range(version):
 def test_a_bare_hash_is_explained(change):
     found = explain_hash(FULL, compatibility_hash({**FULL, **change}), dialect_of(14))
     assert {each.name: each.peer for each in found} == change
+
+
+def test_unknown_hashes_cost_one_look_each(monkeypatch):
+    """A stranger can send a new hash with each reply; 200 of them took 2 s."""
+    computed = []
+    real = _explain._hash_of
+    monkeypatch.setattr(_explain, "_hash_of", lambda written: computed.append(1) or real(written))
+    local = {**FULL, "model": "a model of this test alone"}
+    for number in range(200):
+        assert explain_hash(local, hashlib.sha256(b"%d" % number).hexdigest(), dialect_of(14)) == ()
+    assert len(computed) < 2000, "those of one table"
+    assert explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))
+    assert explain_hash(local, compatibility_hash(local), dialect_of(14)) == ()
 
 
 def test_two_changes_need_more_depth():

@@ -1,4 +1,5 @@
 import contextlib
+import sys
 
 import msgspec
 import pytest
@@ -11,7 +12,8 @@ from kv_handshake._errors import CODES
 from kv_handshake._messages import METADATA_FIELDS, AgentMetadata
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query, parse_query
-from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
+from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
+from kv_handshake._repeated import MAX_SHARED_BYTES, Repeated
 from kv_handshake._writing import encode_clock, encode_metadata
 from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
 
@@ -248,6 +250,39 @@ def test_lists_that_ranks_repeat_are_read_once():
     assert one.kv_caches_base_addr != other.kv_caches_base_addr
     for name in ("block_lens", "region_names", "region_mem_types", "factors"):
         assert getattr(one, name) is getattr(other, name)
+
+
+def test_sessions_share_short_values_that_nobody_can_change():
+    client = Repeated()
+    one, other = (
+        decode_metadata(decode_envelope(frame, repeated), repeated)
+        for frame in sample_envelopes([(0, 0)], regions=9).values()
+        for repeated in (Repeated(client), Repeated(client))
+    )
+    assert one == other
+    assert one.region_names is other.region_names
+    assert one.factors is not other.factors
+    one.factors["model"] = "changed by a caller"
+    later = decode_envelope(sample_envelopes([(0, 0)])[0, 0], Repeated(client))
+    assert later.factors == other.factors
+
+
+def test_no_long_value_and_no_whole_message_outlives_its_session():
+    client = Repeated()
+    names = tuple(f"layer {number} of an engine" for number in range(3000))
+    raw = msgspec.Raw(msgspec.msgpack.encode(names))
+    assert len(memoryview(raw)) > MAX_SHARED_BYTES
+    session = Repeated(client)
+    read = []
+    for _ in range(2):
+        session.open("region_names", raw, read.append)
+    assert len(read) == 1, "the ranks of a session share it"
+    Repeated(client).open("region_names", raw, read.append)
+    assert len(read) == 2
+    message = msgspec.msgpack.encode([b"x" * 10_000_000, [1, 2]])
+    (_, part) = msgspec.msgpack.decode(message, type=tuple[bytes, msgspec.Raw])
+    client.open("block_lens", part, msgspec.msgpack.decode)
+    assert sys.getrefcount(message) == 3, "the part alone is kept; `part` itself is the third reference"
 
 
 @given(st.binary(max_size=300))

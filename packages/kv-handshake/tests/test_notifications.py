@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError
+from kv_handshake._limits import MAX_HEARTBEAT_IDS
 from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake.testing import sample_envelopes
 
@@ -19,7 +20,14 @@ def test_read_complete_survives_the_way(request_id, count):
     assert (seen.kind, seen.request_ids, seen.reader_count) == ("read-complete", (request_id,), count)
 
 
-@given(st.lists(st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)))
+NOTIFIABLE = (
+    st.text(min_size=1, max_size=40)
+    .filter(lambda text: not text.startswith("KVH:"))
+    .filter(lambda text: text.encode("utf-8", "ignore").decode() == text)
+)
+
+
+@given(st.lists(NOTIFIABLE))
 def test_heartbeats_survive_the_way(request_ids):
     found: list[str] = []
     for payload in encode_heartbeats([(each, "") for each in request_ids], target_bytes=64):
@@ -182,3 +190,17 @@ def test_long_ids_are_cut_in_the_message():
     with pytest.raises(ConfigurationError) as caught:
         Codec().read_complete("r" * 100_000, 1)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("most", "too_many"),
+    [
+        (b"HB:" + b",".join(b"r%d" % n for n in range(MAX_HEARTBEAT_IDS)), b",more,more"),
+        (b"HB:,KVH:[" + b",".join(b'["r%d","n"]' % n for n in range(MAX_HEARTBEAT_IDS)), b',["more","n"]'),
+    ],
+)
+def test_a_heartbeat_keeps_so_many_requests_alive_and_no_more(most, too_many):
+    end = b"]" if most.endswith(b"]") else b""
+    found = parse_notification(most + end)
+    assert (found.kind, len(found.request_ids)) == ("heartbeat", MAX_HEARTBEAT_IDS)
+    assert parse_notification(most + too_many + end).reason == "oversized"

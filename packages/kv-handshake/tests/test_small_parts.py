@@ -15,7 +15,8 @@ from kv_handshake._endpoint import endpoint_of, parse_endpoint
 from kv_handshake._limits import MAX_DEPTH, MAX_LIST_BYTES, MAX_RANKS, MAX_REGIONS
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
 from kv_handshake._queries import check_rank_count
-from kv_handshake._reading import Repeated, _decode_factors
+from kv_handshake._reading import _decode_factors
+from kv_handshake._repeated import Repeated
 from kv_handshake._states import state_diagram
 from kv_handshake._stream import StreamReader, encode_stream
 from kv_handshake._text import printable, shortened

@@ -18,6 +18,7 @@ from kv_handshake._loop import Loop
 from kv_handshake._outcome import Outcome, outcome_of
 from kv_handshake._pacing import Backoff, FailureMemory
 from kv_handshake._queries import check_rank_count
+from kv_handshake._repeated import Repeated
 from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
 
@@ -64,6 +65,7 @@ class Client:
         self._lock = threading.Lock()
         self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "callback_errors": 0, "background_attempts": 0}
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
+        self._repeated = Repeated()
         self._loop = Loop(self._timing, self._log, security=security, seed=seed)
 
     def __repr__(self) -> str:
@@ -98,7 +100,7 @@ class Client:
         check_rank_count(ranks)
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
         task = Task(
-            HandshakeRequest(question, self._offer),
+            HandshakeRequest(question, self._offer, repeated=self._repeated),
             lambda task: self._ended(task, question, on_done),
             timing=self._timing,
             now_s=time.monotonic(),
@@ -216,7 +218,7 @@ class Client:
         if failure.is_retried or self._memory.retried >= self._timing.connections // _BACKGROUND_SHARE:
             return
         task = Task(
-            HandshakeRequest(question, self._offer),
+            HandshakeRequest(question, self._offer, repeated=self._repeated),
             lambda task: self._asked_again(task, question),
             timing=self._timing,
             now_s=time.monotonic(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import final
 
@@ -55,7 +56,7 @@ def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpo
         raise ConfigurationError("invalid-endpoint", f"port {port!r} is not {least} to 65535", port=port)
     if host == "*":
         return Endpoint(host, port)
-    address = _address_of(host)
+    address = _address_of(host) if len(host) <= _MAX_HOST_CHARS else None
     if address is not None:
         return Endpoint(str(address), port, address)
     labels = host.rstrip(".").split(".")
@@ -84,6 +85,7 @@ def parse_endpoint(text: str) -> Endpoint:
     return endpoint_of(host, int(port))
 
 
+@lru_cache(maxsize=1024)
 def _address_of(host: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(host)

@@ -7,6 +7,7 @@ __all__ = [
     "MAX_ENGINE_ID_CHARS",
     "MAX_ENVELOPE_BYTES",
     "MAX_FACTORS",
+    "MAX_HEARTBEAT_IDS",
     "MAX_LIST_BYTES",
     "MAX_NOTIFICATION_BYTES",
     "MAX_QUERY_BYTES",
@@ -50,6 +51,8 @@ MAX_ENGINE_ID_CHARS = 512
 MAX_FACTORS = 256
 MAX_REQUEST_ID_BYTES = 4096
 MAX_NOTIFICATION_BYTES = 1024 * 1024
+MAX_HEARTBEAT_IDS = 8192
+"""Requests that one heartbeat keeps alive: vLLM sends those of all reads at a peer in one. They are read in 10 ms."""
 
 NUMBER_END = 1 << 53
 """Numbers that travel through JSON stay below this: many readers keep them as 64-bit floats, which are exact up to here."""

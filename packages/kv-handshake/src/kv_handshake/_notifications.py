@@ -25,7 +25,13 @@ import msgspec
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._limits import MAX_ENGINE_ID_CHARS, MAX_NOTIFICATION_BYTES, MAX_READER_COUNT, MAX_REQUEST_ID_BYTES
+from kv_handshake._limits import (
+    MAX_ENGINE_ID_CHARS,
+    MAX_HEARTBEAT_IDS,
+    MAX_NOTIFICATION_BYTES,
+    MAX_READER_COUNT,
+    MAX_REQUEST_ID_BYTES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,6 +86,10 @@ def parse_notification(payload: bytes) -> Notification:
         return _unknown("oversized")
     if payload.startswith(_PUSH.encode()):
         return _unknown("push-registration")
+    # ``HB:a,b`` has one comma fewer than ids, ``HB:,KVH:[["a","1"],["b","2"]]`` two an id. They cost next to nothing to count.
+    commas_per_id = 2 if payload.startswith(_OUR_HEARTBEAT.encode()) else 1
+    if payload.count(b",") > MAX_HEARTBEAT_IDS * commas_per_id:
+        return _unknown("oversized")
     try:
         text = payload.decode("utf-8")
     except UnicodeDecodeError:
@@ -211,6 +221,8 @@ def _decode(decoder: msgspec.json.Decoder[T], text: str) -> T | None:
 def _is_request_id(request_id: str) -> bool:
     if not request_id or len(request_id) > MAX_REQUEST_ID_BYTES:
         return False
+    if request_id.isascii():
+        return True
     try:
         return len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
     except UnicodeEncodeError:

@@ -3,32 +3,25 @@
 Every function returns a checked value or raises a `WireError` with a code. Types, keys and ranges come from the classes in
 `kv_handshake._messages`.
 
-The ranks of an engine send the same factors, region names and block sizes, and differ in addresses. So lists and factors are
-cut out of a message as bytes (`msgspec.Raw`) first, and a session hands in a `Repeated` that keeps the last value of each: equal
-bytes are opened and checked once. For 8 ranks of 128 regions that halves the time of reading, which is a third of a whole
-handshake over loopback (``tools/bench/handshake.py``). The result never depends on it.
+The ranks of an engine, and the engines of a fleet, send the same factors, region names and block sizes, and differ in addresses.
+So lists and factors are cut out of a message as bytes (`msgspec.Raw`) first, and a client hands in a `Repeated` that keeps the
+last value of each: equal bytes are opened and checked once. For 8 ranks of 128 regions that halves the time of reading, which
+is a third of a whole handshake over loopback (``tools/bench/handshake.py``). The result never depends on it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import asdict
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import WireError
-from kv_handshake._limits import (
-    MAX_DEPTH,
-    MAX_ENGINE_ID_CHARS,
-    MAX_ENVELOPE_BYTES,
-    MAX_FACTORS,
-    MAX_LIST_BYTES,
-    MAX_REGIONS,
-    MAX_REPLY_BYTES,
-)
+from kv_handshake._limits import MAX_DEPTH, MAX_ENGINE_ID_CHARS, MAX_ENVELOPE_BYTES, MAX_FACTORS, MAX_REPLY_BYTES
 from kv_handshake._messages import (
     METADATA_FIELDS,
     AgentMetadata,
@@ -36,50 +29,16 @@ from kv_handshake._messages import (
     checksum_of,
     usable_capabilities,
 )
+from kv_handshake._repeated import Repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from msgspec.structs import FieldInfo
 
-__all__ = ["Repeated", "decode_clock", "decode_envelope", "decode_metadata", "reconstruct_blocks_ratio"]
+__all__ = ["decode_clock", "decode_envelope", "decode_metadata", "reconstruct_blocks_ratio"]
 
 _ADDRESS_END = 1 << 64
-
-
-@final
-class Repeated:
-    """The last value of each list and of the factors, with their bytes; for one session."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Raw, Any]] = {}
-
-    def open(self, name: str, raw: Raw, decoder: Callable[[Raw], Any]) -> Any:  # noqa: ANN401 - the decoder's type
-        """Return the decoded value: the last one of this name if its bytes are equal."""
-        known = self._known.get(name)
-        if known is None or known[0] != raw:
-            if len(memoryview(raw)) > MAX_LIST_BYTES or _entries(raw) > MAX_REGIONS:
-                raise WireError(
-                    "malformed-metadata" if name != "factors" else "malformed-envelope",
-                    f"{name} has {_entries(raw)} entries in {len(memoryview(raw))} bytes; at most {MAX_REGIONS} in "
-                    f"{MAX_LIST_BYTES} are read",
-                )
-            known = self._known[name] = (raw, decoder(raw))
-        return known[1]
-
-
-def _entries(raw: Raw) -> int:
-    """Return the entries of a list or a map from its first bytes; 0 for any other value.
-
-    Example: ``dd 00 01 00 00`` begins a list of 65 536.
-    """
-    head = bytes(memoryview(raw)[:5])
-    kind = head[0] if head else 0
-    if kind in (0xDC, 0xDE):
-        return int.from_bytes(head[1:3], "big")
-    if kind in (0xDD, 0xDF):
-        return int.from_bytes(head[1:5], "big")
-    return kind & 0x0F if 0x80 <= kind <= 0x9F else 0
 
 
 def _is_long(info: FieldInfo) -> bool:
@@ -113,8 +72,6 @@ _METADATA_INFOS = [each.info for each in METADATA_FIELDS]
 _ENVELOPE_INFOS = msgspec.structs.fields(Envelope)
 _LISTS = {each.name: msgspec.msgpack.Decoder(each.type).decode for each in _METADATA_INFOS if _is_long(each)}
 
-_NAMES = tuple(each.name for each in METADATA_FIELDS)
-_ENVELOPE_NAMES = tuple(each.name for each in _ENVELOPE_INFOS if each.name != "factors")
 _PER_REGION = tuple(each.name for each in METADATA_FIELDS if each.wire.is_per_region)
 
 _envelope_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentEnvelope", _ENVELOPE_INFOS, ("factors",)))
@@ -152,7 +109,9 @@ def decode_envelope(frame: bytes, repeated: Repeated | None = None) -> Envelope:
             f"the CRC-32 of {len(metadata)} metadata bytes is not the announced one; ask again",
             size_bytes=len(metadata),
         )
-    return Envelope(**{name: getattr(sent, name) for name in _ENVELOPE_NAMES}, factors=factors)
+    values = asdict(sent)
+    values["factors"] = factors
+    return Envelope(**values)
 
 
 def _decode_factors(raw: Raw) -> dict[str, Any]:
@@ -189,7 +148,7 @@ def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> Age
     repeated = repeated or Repeated()
     try:
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
-        values = {name: getattr(sent, name) for name in _NAMES}
+        values = asdict(sent)
         for name, decoder in _LISTS.items():
             values[name] = repeated.open(name, values[name], decoder)
     except DECODE_ERRORS as error:

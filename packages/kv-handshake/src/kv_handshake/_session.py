@@ -20,7 +20,8 @@ from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, 
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, check_rank_count, encode_query
-from kv_handshake._reading import Repeated, decode_clock, decode_envelope, decode_metadata
+from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
+from kv_handshake._repeated import Repeated
 from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._text import shortened
 
@@ -60,6 +61,7 @@ class ClientSession:
         engine_id: The engine that must answer; empty if any may.
         generation: The registration generation that the ticket was made with; None to accept any.
         keeps_replies: Whether `replies` keeps the bytes of accepted replies.
+        repeated: Values that sessions on one thread share.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for no or repeated ranks or ranks that the dialect cannot ask for,
@@ -75,6 +77,7 @@ class ClientSession:
         engine_id: str = "",
         generation: int | None = None,
         keeps_replies: bool = False,
+        repeated: Repeated | None = None,
     ) -> None:
         check_rank_count(ranks)
         if not ranks or len(set(ranks)) != len(ranks):
@@ -91,7 +94,7 @@ class ClientSession:
         self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
-        self._repeated = Repeated()
+        self._repeated = Repeated(repeated)
         self._judged: Envelope | None = None
         self._verdict = Verdict()
         self._error: HandshakeError | None = None
@@ -216,7 +219,8 @@ class ClientSession:
 
     def _step(self, cause: Cause) -> bool:
         """Move to the state that the table gives; fail the session and return False if it gives none."""
-        step = next_step(self._state, cause, self._ranks_left)
+        left: RanksLeft = "outstanding" if self._outstanding else "unasked" if self._queries else "none"
+        step = next_step(self._state, cause, left)
         if not isinstance(step, IllegalEvent):
             self._state = step
             return True
@@ -226,12 +230,6 @@ class ClientSession:
             else ConfigurationError("illegal-event", f"a session that is {step.state} cannot take {step.cause}")
         )
         return False
-
-    @property
-    def _ranks_left(self) -> RanksLeft:
-        if self._outstanding:
-            return "outstanding"
-        return "unasked" if self._queries else "none"
 
     def _take_reply(self, now_s: float) -> None:
         frames, self._frames = self._frames, []

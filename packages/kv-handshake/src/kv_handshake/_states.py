@@ -21,7 +21,7 @@ and for bytes before the first query, the peer for bytes that answer no query.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,14 +114,26 @@ class IllegalEvent(NamedTuple):
     fault: Literal["local", "peer"]
 
 
-def next_step(state: State, cause: Cause, left: RanksLeft) -> State | IllegalEvent:
-    """Return the next state, or the illegal event if the table has none for this cause."""
+def _look_up(state: State, cause: Cause, left: RanksLeft) -> State | IllegalEvent:
     for event, target in TRANSITIONS[state].items():
         trigger = EVENTS[event]
         if trigger.cause == cause and trigger.left in (None, left):
             return target
     is_peer = cause in _PEER_CAUSES and state != INITIAL_STATE
     return IllegalEvent(state, cause, "peer" if is_peer else "local")
+
+
+_STEPS: Mapping[tuple[State, Cause, RanksLeft], State | IllegalEvent] = {
+    (state, cause, left): _look_up(state, cause, left)
+    for state in TRANSITIONS
+    for cause in get_args(Cause)
+    for left in get_args(RanksLeft)
+}
+
+
+def next_step(state: State, cause: Cause, left: RanksLeft) -> State | IllegalEvent:
+    """Return the next state, or the illegal event if the table has none for this cause."""
+    return _STEPS[state, cause, left]
 
 
 def state_diagram() -> str:

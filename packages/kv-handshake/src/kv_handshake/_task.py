@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kv_handshake._endpoint import Endpoint
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
+    from kv_handshake._repeated import Repeated
     from kv_handshake._timing import Timing
 
 __all__ = ["HandshakeRequest", "Question", "Session", "Task", "TaskRequest", "may_retry"]
@@ -106,11 +107,12 @@ class Question:
 @final
 @dataclass(frozen=True, slots=True)
 class HandshakeRequest:
-    """A question together with this engine's side of the comparison."""
+    """A question together with this engine's side of the comparison, and what its sessions share with others."""
 
     question: Question
     offer: LocalOffer
     keeps_replies: bool = False
+    repeated: Repeated | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -130,6 +132,7 @@ class HandshakeRequest:
             engine_id=self.question.engine_id,
             generation=self.question.generation,
             keeps_replies=self.keeps_replies,
+            repeated=self.repeated,
         )
 
 

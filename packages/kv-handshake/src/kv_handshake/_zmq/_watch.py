@@ -125,6 +125,8 @@ class _Means:
             undo.callback(self.arrivals.close)
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._bell)
+            self._rest = select.poll()
+            self._rest.register(self._bell, select.POLLIN)
             url = f"inproc://watch-{uuid.uuid4().hex}"
             sock.monitor(url, _EVENTS)
             undo.callback(sock.disable_monitor)
@@ -141,8 +143,12 @@ class _Means:
             poller.register(each, zmq.POLLIN)
         return poller
 
+    def rest(self, seconds: float) -> bool:
+        """Wait, unless the bell has been rung; return whether it was. One call: a query may be under way on another thread."""
+        return bool(self._rest.poll(seconds * 1000))
+
     def wake(self) -> None:
-        """Make the poller return."""
+        """Ring the bell: the poller returns."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
@@ -229,7 +235,7 @@ class ConnectionWatch:
         next_round_s = time.monotonic() + _ROUND_S
         while not self._ended.is_set():
             poller.poll(int(_ROUND_S * 1000))
-            if self._ended.wait(_GRAIN_S):
+            if means.rest(_GRAIN_S):
                 break
             try:
                 now_s = time.monotonic()
