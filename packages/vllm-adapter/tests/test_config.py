@@ -11,11 +11,13 @@ import pytest
 from factories import facts
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_engine import TEXT, Engine
 
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.registration import read_limits
 
 SEALED = {"ticket_secret_files": ["/run/secrets/kv"]}
@@ -47,6 +49,10 @@ def test_every_default_passes_its_own_check() -> None:
         ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
         ({"remote_hosts": ["10.0.0.0/99"]}, "out-of-range", "10.0.0.0/99"),
         ({"unsigned_hosts": ["10.0.0.0/99"]}, "out-of-range", "'unsigned_hosts' holds '10.0.0.0/99'"),
+        ({"peer_ports": 5600}, "wrong-type", "must be str"),
+        ({"peer_ports": "5600-5599"}, "out-of-range", "FIRST-LAST within 1 to 65535, got '5600-5599'"),
+        ({"peer_ports": "0-70000"}, "out-of-range", "got '0-70000'"),
+        ({"peer_ports": "a-b"}, "out-of-range", "got 'a-b'"),
         ({"ticket_policy": "requires"}, "out-of-range", "did you mean 'require'"),
         ({"ticket_policy": "accept-unsigned"}, "incomplete-keys", "needs ticket_secret_files"),
         ({**SEALED, "ticket_policy": "accept-unsigned"}, "incomplete-keys", "go together"),
@@ -61,6 +67,21 @@ def test_a_wrong_key_or_value_names_what_is_right(extra: dict[str, object], code
         load_settings(extra)
     assert caught.value.code == code
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "port", "codes"), [({}, 5600, []), ({}, 80, ["ticket-host"]), ({"peer_ports": "80"}, 80, [])]
+)
+def test_a_ticket_names_only_ports_within_peer_ports(given: dict[str, object], port: int, codes: list[str]) -> None:
+    settings, _ = load_settings(given)
+    ticket = Engine("P").prefill("p", TEXT)
+    assert ticket is not None
+    ticket["remote_port"] = port
+    consumer = Engine("D")
+    consumer.parts.make_state = SchedulerParts(consumer.facts, settings).make_state  # type: ignore[method-assign]
+    consumer.side = SchedulerSide(consumer.facts, consumer.parts)  # type: ignore[arg-type]
+    consumer.admit("d", ticket, TEXT)
+    assert consumer.refusals() == codes
 
 
 def test_seals_are_required_as_soon_as_there_is_a_secret() -> None:

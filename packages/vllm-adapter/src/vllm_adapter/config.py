@@ -114,6 +114,11 @@ class Settings:
     remote_hosts: tuple[str, ...] = _key(
         (), "Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then refused."
     )
+    peer_ports: str = _key(
+        "1024-65535",
+        "First and last side-channel port that a ticket may name, such as 5600-5663; those below 1024 belong to the machines' "
+        "own services.",
+    )
     ticket_secret_files: tuple[str, ...] = _key(
         (),
         "Files with the fleet's secrets, one per line of 16 bytes or more: the first one of all seals this engine's tickets, all "
@@ -163,6 +168,11 @@ class Settings:
         return "never" if choice == "never" else "always" if choice == "always" else "auto"
 
     @property
+    def peer_port_range(self) -> tuple[int, int]:
+        """`peer_ports` as numbers."""
+        return _port_range(self.peer_ports)
+
+    @property
     def heartbeat_s(self) -> float:
         """Seconds between two heartbeats to one engine. Source: vLLM's own connector sends six per lease."""
         return self.kv_lease_duration / 6
@@ -206,6 +216,7 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
     settings = Settings(**values)
     check_networks("remote_hosts", settings.remote_hosts)
     check_networks("unsigned_hosts", settings.unsigned_hosts)
+    _ = settings.peer_port_range
     return settings, tuple(notes)
 
 
@@ -252,3 +263,20 @@ def check_whole(settings: Settings) -> None:
 
 def _incomplete(reason: str) -> ConfigurationError:
     return ConfigurationError(f"kv_connector_extra_config: {reason}", code="incomplete-keys")
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    """Return the two ports of a text such as ``5600-5663``; a single port is a range of one.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
+    first, _, last = text.partition("-")
+    ports = [int(each) for each in (first, last or first) if each.isascii() and each.isdigit() and len(each) <= 5]
+    if len(ports) != 2 or not 1 <= ports[0] <= ports[1] <= 65_535:
+        raise ConfigurationError(
+            f"kv_connector_extra_config: 'peer_ports' must be FIRST-LAST within 1 to 65535, got {text!r}",
+            code="out-of-range",
+            context={"key": "peer_ports", "value": text},
+        )
+    return ports[0], ports[1]

@@ -82,6 +82,7 @@ class SchedulerParts:
             nonce_seed=secrets.token_hex(16),
             uses_host_buffer=self.uses_host_buffer,
             peer_networks=settings.remote_hosts,
+            peer_ports=settings.peer_port_range,
             unsealed_networks=settings.unsigned_hosts,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,

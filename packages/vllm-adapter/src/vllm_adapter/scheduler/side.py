@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
+from vllm_adapter.scheduler.cause_log import CauseLog
 from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.gauges import Gauges
 from vllm_adapter.scheduler.mirror_saves import MirrorSaves
@@ -70,7 +71,7 @@ class SchedulerSide:
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports()
         self._stats = Recorder()
-        self._tickets = TicketLog(self._stats)
+        self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
         self._followed: set[str] = set()
@@ -83,7 +84,7 @@ class SchedulerSide:
     # ---------------------------------------------------------------------------------------------- requests
 
     def arrived(self, arrival: Arrival) -> None:
-        """Admit a request; a refused ticket means local prefill and one logged reason."""
+        """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
         with Refusals("arrival", request_id):
             self._seals.look(self._now_s())

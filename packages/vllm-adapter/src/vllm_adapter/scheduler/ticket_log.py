@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.scheduler.cause_log import CauseLog
 
 __all__ = ["TicketLog"]
 
@@ -18,15 +19,17 @@ _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
 
 @final
 class TicketLog:
-    """Counts every such ticket by its code, and logs one line for it."""
+    """Counts every such ticket by its code, and logs a line for it as far as lines of this code are not held back."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, log: CauseLog) -> None:
         self._recorder = recorder
+        self._log = log
 
     def refused(self, request_id: str, code: str, message: str) -> None:
         """Note a request that came with a ticket that is not believed."""
         self._recorder.observe("ticket_refusal_codes", code)
-        _logger.warning(
+        self._log.warning(
+            code,
             "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
             request_id,
             code,
@@ -37,7 +40,7 @@ class TicketLog:
         """Note a finished request whose response has no ticket."""
         self._recorder.observe("withheld_ticket_codes", code)
         if code not in _COUNTED_ONLY:
-            _logger.warning("request %s: its prompt is not handed over (%s)", request_id, code)
+            self._log.warning(code, "request %s: its prompt is not handed over (%s)", request_id, code)
 
     def not_shortened(self, request_id: str) -> None:
         """Note a prompt whose last tokens the consumer was to compute, and which could not be shortened."""

@@ -1,0 +1,61 @@
+"""Warnings that clients can cause by the thousand, limited per cause."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CauseLog"]
+
+# A child of the host's logger, so that its format and level apply.
+_logger = logging.getLogger("vllm.vllm_adapter")
+
+_LINES = 10
+_PERIOD_S = 10.0
+_MOST_CAUSES = 256
+"""Causes that are told apart; codes are few, and all further ones count as one."""
+
+
+@dataclass(slots=True)
+class _Period:
+    began_s: float
+    lines: int = 0
+    held_back: int = 0
+
+
+@final
+class CauseLog:
+    """Logs at most ten lines per cause and ten seconds; the next line of the cause says how many were held back.
+
+    Example: 300 forged tickets in 2 s, all refused as ``ticket-seal``, make 10 lines. The 301st, 11 s after the first, is logged
+    with "290 more like this were not logged".
+
+    Args:
+        now_s: The monotonic clock.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._periods: dict[str, _Period] = {}
+
+    def warning(self, cause: str, text: str, *values: object) -> None:
+        """Log a warning, unless its cause has had its lines. A cause is a code, never a request, a peer or a peer's text."""
+        now_s = self._now_s()
+        if cause not in self._periods and len(self._periods) >= _MOST_CAUSES:
+            cause = ""
+        period = self._periods.get(cause)
+        held_back = 0
+        if period is None or now_s - period.began_s >= _PERIOD_S:
+            held_back = period.held_back if period is not None else 0
+            period = self._periods[cause] = _Period(now_s)
+        if period.lines >= _LINES:
+            period.held_back += 1
+            return
+        period.lines += 1
+        if held_back:
+            text, values = f"{text}; %d more like this were not logged", (*values, held_back)
+        _logger.warning(text, *values)
