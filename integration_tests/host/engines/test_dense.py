@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, prompt, started_pair
+from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, VLLM, Fleet, client, prompt, started_pair
+
+from kvdev.engines import local_model
 
 ANSWERED = "vllm:request_success_total"
 
@@ -117,6 +124,69 @@ def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> Non
     asyncio.run(leave())
     pair.assert_same_as_alone([prompt(300)])
     pair.assert_all_blocks_free(within_s=60)
+
+
+def status(*words: str) -> str:
+    """Return what `vllm-adapter status`, as installed beside vLLM, prints."""
+    python, _ = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
+    command = [python.with_name("vllm-adapter"), "status", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def parts(engine_id: str) -> dict[str, dict[str, Any]]:
+    """Return the answers of an engine's processes, by part."""
+    (answers,) = json.loads(status(engine_id, "--json"))["engines"].values()
+    return {str(answer["part"]): answer for answer in answers}
+
+
+def reach(wanted: Callable[[], bool], within_s: float = 20) -> None:
+    until_s = time.monotonic() + within_s
+    while not wanted():
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+
+
+def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: Fleet) -> None:
+    text = prompt(150, 90)
+
+    async def leave_unread() -> dict[str, Any]:
+        async with client() as session:
+            return await pair.ticket(session, text, "prefill", {})
+
+    async def read(ticket: dict[str, Any]) -> None:
+        async with client() as session:
+            await pair.post(session, "decode", {"prompt": text, "max_tokens": 2, "kv_transfer_params": ticket})
+
+    ticket = asyncio.run(leave_unread())
+    prefill = str(ticket["remote_engine_id"])
+    reach(lambda: parts(prefill)["0.0"]["leases"] == 1)
+    told = parts(prefill)
+    assert set(told) == {"scheduler", "0.0"}
+    assert told["scheduler"]["pid"] != told["0.0"]["pid"], "each process answers for itself"
+    assert told["scheduler"]["leases"] == 1
+    assert told["scheduler"]["leased_bytes"] > 0
+    assert told["scheduler"]["heartbeat_s"] == told["scheduler"]["lease_s"] / 6
+    (lease,) = told["0.0"]["oldest_leases"]
+    assert lease["left_s"] > 0
+    assert lease["request_id"] == ticket["remote_request_id"]
+    asyncio.run(read(ticket))
+    reach(lambda: parts(prefill)["scheduler"]["leases"] == 0)
+    every = json.loads(status("--json"))["engines"]
+    (decode,) = [
+        answer
+        for answers in every.values()
+        for answer in answers
+        for peer in answer.get("peer_engines") or ()
+        if peer["engine_id"] == prefill and answer["engine_id"] != prefill
+    ]
+    assert decode["thread"]["state"] == "running"
+    assert decode["figures"]["transfers_done"] >= 1
+    assert decode["reads"] == 0
+    table = status(prefill)
+    assert [part for part in ("scheduler", "running", prefill) if part not in "".join(table.split())] == []
+    pair.assert_all_blocks_free()
 
 
 HOSTILE: list[object] = [

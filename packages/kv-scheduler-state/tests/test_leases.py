@@ -87,6 +87,20 @@ def test_observed_time_never_runs_backwards_nor_jumps(readings, max_step_s):
         before, observed = reading, after
 
 
+@given(st.lists(READINGS, min_size=1, max_size=30), READINGS, st.sampled_from((0.5, 5.0, math.inf)))
+def test_a_peek_says_what_an_observation_would_and_advances_nothing(readings, last, max_step_s):
+    clock = ObservedClock(max_step_s)
+    assert clock.peek(last) == last
+    for reading in readings:
+        clock.observe(reading)
+    before = clock.observed_s
+    peeked = clock.peek(last)
+    assert clock.observed_s == before
+    assert clock.observe(last) == pytest.approx(peeked, abs=1e-6)
+    with pytest.raises(InvalidEvent):
+        clock.peek(math.inf)
+
+
 def test_readers_count_once_each_and_only_as_announced():
     table = granted()
     calls = [("a", 3), ("a", 3), ("b", 2), ("b", 0), ("b", True), ("", 3), (7, 3), ("b", 5000), ("b", 3)]

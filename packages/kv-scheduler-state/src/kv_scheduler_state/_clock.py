@@ -67,10 +67,19 @@ class ObservedClock:
             return now_s
         return self._observe_unusual(now_s)
 
+    def peek(self, now_s: float) -> float:
+        """Return what `observe` would return, and advance nothing; any thread.
+
+        Raises:
+            InvalidEvent: As `observe`.
+        """
+        now_s, last_s = _checked(now_s), self._last_s
+        if last_s == math.inf or (self._is_real and last_s <= now_s <= last_s + self._max_step_s):
+            return now_s
+        return self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
+
     def _observe_unusual(self, now_s: float) -> float:
-        if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
-            raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
-        last_s, now_s = self._last_s, float(now_s)
+        now_s, last_s = _checked(now_s), self._last_s
         self._last_s = now_s
         if last_s == math.inf:
             self.observed_s = now_s  # the first reading is taken as it is
@@ -85,3 +94,9 @@ class ObservedClock:
     def to_reading(self, observed_s: float) -> float:
         """Return the clock reading at which observed time reaches `observed_s`, if it is watched until then."""
         return self._from_reading_s + (observed_s - self._from_s)
+
+
+def _checked(now_s: float) -> float:
+    if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
+        raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
+    return float(now_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kv_scheduler_state._machine import describe_trace
@@ -17,8 +18,8 @@ __all__ = ["describe_leases", "lease_violations"]
 _TRACE_LENGTH: Final = 16
 
 
-def describe_leases(leases: Mapping[str, Lease], at_s: float) -> tuple[dict[str, object], ...]:
-    """Return leases as plain values, oldest first."""
+def describe_leases(leases: Mapping[str, Lease], at_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
+    """Return the oldest `most` leases as plain values, oldest first; all of them without a limit."""
     return tuple(
         [
             {
@@ -31,7 +32,7 @@ def describe_leases(leases: Mapping[str, Lease], at_s: float) -> tuple[dict[str,
                 "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
                 **describe_trace(lease.trace, _TRACE_LENGTH, at_s),
             }
-            for request_id, lease in leases.items()
+            for request_id, lease in islice(leases.items(), most)
         ]
     )
 

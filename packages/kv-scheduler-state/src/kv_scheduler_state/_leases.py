@@ -308,9 +308,9 @@ class LeaseTable:
         """Count this identity no longer; what it reported stays counted."""
         self._readers.discard(reader)
 
-    def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
-        """Return every lease with its state, age, readers and the time left, oldest first."""
-        return describe_leases(self._leases, self._clock.observe(now_s))
+    def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
+        """Return leases with state, age, readers and the time left, oldest first; at most `most` of them."""
+        return describe_leases(self._leases, self._clock.observe(now_s), most)
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""

@@ -364,16 +364,17 @@ class SchedulerState:
         at_s = self._clock.observe(now_s)
         void_all(self._requests, self._consumers, self._producers, at_s)
 
-    def snapshot(self, *, now_s: float) -> tuple[dict[str, object], ...]:
-        """Return every live request with its age, its states, its traces and the event that it waits for, oldest first."""
-        at_s = self._clock.observe(now_s)
-        return tuple(
-            [describe(name, request, at_s, self._config.trace_length) for name, request in self._requests.items()]
-        )
+    def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
+        """Return live requests with age, states, traces and the event that each waits for, oldest first; `most` of them.
+
+        Changes nothing, time included, so another thread may look; a request that changes meanwhile may show both states.
+        """
+        at_s, found = self._clock.peek(now_s), list(self._requests.items())[:most]
+        return tuple([describe(name, request, at_s, self._config.trace_length) for name, request in found])
 
     def state_counts(self) -> dict[str, int]:
-        """Return how many live requests are in each state, such as `producer-leased`. Costs a scan."""
-        return count_states(self._requests.values())
+        """Return how many live requests are in each state, such as `producer-leased`. Costs a scan; any thread."""
+        return count_states(list(self._requests.values()))
 
     def explain(self, request_id: str, *, now_s: float) -> dict[str, object]:
         """Return one live request as `snapshot` does.
@@ -382,7 +383,7 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
         """
         request = self._find(request_id, "explain")
-        return describe(request_id, request, self._clock.observe(now_s), self._config.trace_length)
+        return describe(request_id, request, self._clock.peek(now_s), self._config.trace_length)
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""

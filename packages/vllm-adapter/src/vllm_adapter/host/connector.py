@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.config import load_settings
+from vllm_adapter.host.answering import open_status
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.devices import device_selector
 from vllm_adapter.host.factory import register_connector
@@ -76,8 +77,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if is_worker:
             self._worker = make_worker_side(vllm_config, facts, settings)
+            self._status = open_status(f"{facts.pp_rank}.{facts.tp_rank}", self._worker.status)
         else:
             self._scheduler = make_scheduler_side(vllm_config, facts, settings)
+            labels = labels_of(vllm_config, settings)
+            self._status = open_status("scheduler", self._scheduler.status, labels, settings)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -129,6 +133,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
+        self._status.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

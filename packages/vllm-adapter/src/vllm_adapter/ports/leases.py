@@ -76,8 +76,8 @@ class LeaseTable(Protocol):
         ...
 
     def live_count(self) -> int: ...
-    def snapshot(self, *, now_s: float) -> Sequence[Mapping[str, object]]:
-        """Return every lease that is expected or granted, oldest first; `request_id` is among its values."""
+    def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]:
+        """Return leases that are expected or granted, oldest first, at most `most`; `request_id` is among the values."""
         ...
 
 

@@ -46,6 +46,11 @@ class ServedRegistration:
         return self._generation
 
     @property
+    def rank_count(self) -> int:
+        """Number of ranks whose report is needed."""
+        return len(self._ranks)
+
+    @property
     def question(self) -> int:
         """Number of the question for this step's orders; 0 for none."""
         return 0 if self._is_sure else self._question

@@ -19,6 +19,7 @@ from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.scheduler.side_channel import SideChannel
+from vllm_adapter.scheduler.status import scheduler_status
 from vllm_adapter.scheduler.ticket_log import TicketLog
 from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.steps import StepOrders
@@ -286,6 +287,12 @@ class SchedulerSide:
         """
         self._served.expect(envelopes if ranks is None else ranks, served=envelopes.keys())
         self._channel.serve(envelopes)
+
+    def status(self) -> Mapping[str, object]:
+        """Return what this engine holds, as plain values; any thread."""
+        ranks, now_s = self._served.rank_count, self._now_s()
+        status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
+        return {**status, "seals": self._seals.fingerprints}
 
     def close(self) -> None:
         """Stop serving; idempotent."""

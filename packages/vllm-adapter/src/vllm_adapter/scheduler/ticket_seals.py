@@ -32,6 +32,11 @@ class TicketSeals:
         if secrets is not None:
             state.set_secrets(secrets.current)
 
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """A digest of each secret, in order, for comparing two engines; the first one's seals this engine's tickets."""
+        return self._secrets.fingerprints if self._secrets is not None else ()
+
     def look(self, now_s: float) -> None:
         """Take over secrets that have changed."""
         if self._secrets is not None and self._secrets.changed(now_s):

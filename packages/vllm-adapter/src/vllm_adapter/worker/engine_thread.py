@@ -18,10 +18,11 @@ from vllm_adapter.worker.completion import ReadCompletion
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
 from vllm_adapter.worker.sleep import fail_reads, failed_instead
+from vllm_adapter.worker.status import worker_status
 from vllm_adapter.worker.thread_watch import ThreadWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.ports import StepPlan
@@ -296,3 +297,7 @@ class WorkerSide:
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations of the last interval by key, None for none."""
         return self._recorder.take()
+
+    def status(self) -> Mapping[str, object]:
+        """Return what this rank holds, as plain values; any thread."""
+        return worker_status(self._facts, self._registration, is_asleep=self._is_asleep)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.worker.transfer.describing import describe_lease
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -156,3 +158,9 @@ class LeaseKeeper:
     def live_count(self) -> int:
         """Return how many leases are open."""
         return self._leases.live_count()
+
+    def describe(self, most: int) -> list[dict[str, object]]:
+        """Return the oldest `most` leases as an operator is shown them."""
+        now_s = self._parts.now_s()
+        entries = self._leases.snapshot(now_s=now_s, most=most)
+        return [describe_lease(entry, self._heard_s.get(str(entry["request_id"])), now_s) for entry in entries]

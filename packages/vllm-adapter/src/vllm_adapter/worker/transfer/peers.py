@@ -68,6 +68,10 @@ class PeerDirectory:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def engines(self) -> tuple[PeerEngine, ...]:
+        """Return the engines that are known or being met."""
+        return tuple(self._engines.values())
+
     # ---------------------------------------------------------------------------------------------- reads
 
     def submit(self, read: Read) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, final
 
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.conversion import conversion_steps, page_ranges
+from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
 from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.parts import code_of
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
@@ -75,6 +76,12 @@ class ReadCoordinator:
     def snapshot(self) -> dict[str, int]:
         """Return how many engines and transfers there are, for diagnosis."""
         return {"engines": len(self._peers), "transfers": len(self._transfers)}
+
+    def describe(self, most: int) -> dict[str, object]:
+        """Return counts, and at most `most` reads and peers each, as an operator is shown them."""
+        now_s, engines = self._parts.now_s(), self._peers.engines()
+        reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
+        return {**reads, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
 
     # ---------------------------------------------------------------------------------------------- orders
 

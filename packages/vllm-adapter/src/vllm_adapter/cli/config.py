@@ -1,8 +1,7 @@
-"""`vllm-adapter`: print the configuration that the connector takes, and check one without starting an engine."""
+"""`vllm-adapter config`: print the configuration that the connector takes, and check one without starting an engine."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -13,19 +12,16 @@ from vllm_adapter.config import describe_keys
 from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
 
-__all__ = ["main"]
+__all__ = ["add_config", "read_source", "run_config"]
 
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "tuple[str, ...]": "array"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 1 for a wrong configuration, or 2 for bad usage."""
-    parser = argparse.ArgumentParser(prog="vllm-adapter", description="Tools for operators of the vLLM adapter.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    config = commands.add_parser("config", help="explain the connector's own keys, or check a --kv-transfer-config")
-    what = config.add_mutually_exclusive_group(required=True)
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's words."""
+    what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--explain", action="store_true", help="every key with default, range and meaning")
     what.add_argument("--schema", action="store_true", help="the same as a JSON schema")
     what.add_argument(
@@ -33,8 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="CONFIG",
         help="check a --kv-transfer-config: its JSON text, a file with it, or - for standard input",
     )
-    config.add_argument("--json", action="store_true", help="with --check: the result as JSON")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="with --check: the result as JSON")
+    parser.set_defaults(run=run_config)
+
+
+def run_config(options: argparse.Namespace) -> int:
+    """Print what was asked for; return 0, or 1 for a wrong configuration."""
     if options.explain:
         print(_explanation())
     elif options.schema:
@@ -97,8 +97,7 @@ def _check(source: str, *, as_json: bool) -> int:
 
 def _verdict(source: str) -> Verdict:
     try:
-        # No file name of an operator begins as a JSON object or list does.
-        text = source if source.lstrip()[:1] in {"{", "["} else _read(source)
+        text = read_source(source)
     except OSError as error:
         return Verdict((Problem("unreadable", "", f"{source}: {error}"),))
     try:
@@ -107,7 +106,11 @@ def _verdict(source: str) -> Verdict:
         return Verdict((Problem("not-json", "", str(error)),))
 
 
-def _read(source: str) -> str:
+def read_source(source: str) -> str:
+    """Return the text of a configuration: the words themselves, a file's content, or standard input for `-`."""
+    # No file name of an operator begins as a JSON object or list does.
+    if source.lstrip()[:1] in {"{", "["}:
+        return source
     return sys.stdin.read() if source == "-" else Path(source).read_text()
 
 

@@ -1,0 +1,99 @@
+"""Answers of the live processes of this machine's engines, asked over their Unix sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm_adapter.observe.status_folder import SUFFIX, status_folders
+from vllm_adapter.observe.status_socket import REQUEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["Answer", "ask_all", "of_engine"]
+
+Answer = dict[str, Any]
+"""A process's answer; `error` and `socket` alone if it gave none that can be read."""
+
+_MOST_BYTES = 4 << 20
+_AT_ONCE = 16
+
+
+def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0) -> list[Answer]:
+    """Ask every process that has a socket; return the answers, ordered by engine and part.
+
+    Args:
+        folders: Where to look; where engines of this user put their sockets, if none is named.
+        timeout_s: Longest wait for each process.
+    """
+    files = [file for folder in folders or status_folders() for file in sorted(folder.glob("*" + SUFFIX))]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = [answer for answer in pool.map(_ask, files, repeat(timeout_s)) if answer is not None]
+    return sorted(answers, key=_order)
+
+
+def _order(answer: Answer) -> tuple[str, bool, str]:
+    part = str(answer.get("part", ""))
+    return str(answer.get("engine_id", "")), part != "scheduler", part
+
+
+def _ask(file: Path, timeout_s: float) -> Answer | None:
+    """Return one process's answer; None if the process is gone, whose socket is removed then."""
+    try:
+        text = _exchange(file, time.monotonic() + timeout_s)
+    except FileNotFoundError:
+        return None
+    except ConnectionRefusedError:
+        with suppress(OSError):
+            file.unlink()
+        return None
+    except OSError as error:
+        return {"socket": str(file), "error": f"no answer within {timeout_s:g} s: {error}"}
+    try:
+        answer: object = json.loads(text)
+    except ValueError as error:
+        return {"socket": str(file), "error": f"{len(text)} bytes that are no JSON: {error}"}
+    known = cast("Answer", answer) if isinstance(answer, dict) else {"error": "an answer that is no JSON object"}
+    return {"socket": str(file), **known}
+
+
+def _exchange(file: Path, until_s: float) -> bytes:
+    chunks: list[bytes] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(_left(until_s))
+        client.connect(str(file))
+        client.sendall(REQUEST)
+        while chunk := _receive(client, until_s):
+            chunks.append(chunk)
+            if sum(map(len, chunks)) > _MOST_BYTES:
+                raise OSError(f"more than {_MOST_BYTES} bytes")
+    return b"".join(chunks)
+
+
+def _receive(client: socket.socket, until_s: float) -> bytes:
+    client.settimeout(_left(until_s))
+    return client.recv(1 << 16)
+
+
+def _left(until_s: float) -> float:
+    return max(0.01, until_s - time.monotonic())
+
+
+def of_engine(answers: Iterable[Answer], engine: str) -> list[Answer]:
+    """Return the answers of one engine: by its id, by a beginning of it that no other engine shares, or by a process id."""
+    answers = list(answers)
+    names = {str(answer["engine_id"]) for answer in answers if "engine_id" in answer}
+    for answer in answers:
+        if engine.isdigit() and answer.get("pid") == int(engine) and "engine_id" in answer:
+            engine = str(answer["engine_id"])
+            break
+    found = [name for name in names if name.startswith(engine)]
+    wanted = engine if engine in names else found[0] if len(found) == 1 else ""
+    return [answer for answer in answers if wanted and answer.get("engine_id") == wanted]

@@ -1,0 +1,81 @@
+"""`vllm-adapter status`: what live engines hold, asked of each of their processes and merged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_adapter.cli.asking import ask_all, of_engine
+from vllm_adapter.cli.status_table import print_tables, troubles
+from vllm_adapter.observe.status_folder import status_folders
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from vllm_adapter.cli.asking import Answer
+
+__all__ = ["add_status", "run_status"]
+
+_WELL = 0
+_TROUBLE = 1
+_NO_TOOL = 2
+_NOT_FOUND = 3
+
+_EPILOG = """exit codes:
+  0  every process answered, and no transfer thread is dead or stuck
+  1  a process did not answer, or its transfer thread is dead or stuck
+  2  wrong usage, or rich is not installed (--json does without it)
+  3  no such engine runs on this machine for this user
+"""
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's words."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "engine", nargs="?", metavar="ENGINE", help="engine id, the beginning of one, or a process id; default: all"
+    )
+    parser.add_argument("--requests", action="store_true", help="also the oldest requests, leases, reads and the peers")
+    parser.add_argument("--json", action="store_true", help="the processes' answers as JSON")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="wait per process (default 3)")
+    parser.add_argument(
+        "--folder", metavar="FOLDER", help="where the sockets are; default: where this user's engines put them"
+    )
+    parser.set_defaults(run=run_status)
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Ask, print, and return the exit code."""
+    folders = (Path(options.folder),) if options.folder else status_folders()
+    answers = ask_all(folders, timeout_s=options.timeout)
+    found = of_engine(answers, options.engine) if options.engine else answers
+    if options.json:
+        print(json.dumps({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
+    elif found and not print_tables(found, with_requests=options.requests):
+        print("vllm-adapter status: tables need rich: install vllm-adapter[cli], or use --json", file=sys.stderr)
+        return _NO_TOOL
+    if not found:
+        print(f"vllm-adapter status: {_not_found(options.engine, answers, folders)}", file=sys.stderr)
+        return _NOT_FOUND
+    return _TROUBLE if troubles(found) else _WELL
+
+
+def _by_engine(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    engines: dict[str, list[Answer]] = {}
+    for answer in answers:
+        engines.setdefault(str(answer.get("engine_id", "")), []).append(answer)
+    return engines
+
+
+def _not_found(engine: str | None, answers: Sequence[Answer], folders: Sequence[Path]) -> str:
+    names = sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer})
+    if engine and names:
+        return f"no engine, or more than one, is meant by {engine!r}; there are {', '.join(names)}"
+    looked = " and ".join(map(str, folders))
+    return (
+        f"no live engine found in {looked}. An engine answers to its own user, on its own machine and in its own container: "
+        "run this command there. Its log says so if it could open no socket"
+    )

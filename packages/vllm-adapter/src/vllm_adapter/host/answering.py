@@ -1,0 +1,52 @@
+"""The socket on which this process answers `vllm-adapter status`, with what the connector says of itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from vllm_adapter import __version__
+from vllm_adapter.observe.status_socket import StatusSocket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_adapter.config import Settings
+
+__all__ = ["SCHEMA", "open_status"]
+
+SCHEMA = 1
+"""Version of the answer; keys may be added to it without a new one."""
+
+
+def open_status(
+    part: str,
+    describe: Callable[[], Mapping[str, object]],
+    labels: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
+) -> StatusSocket:
+    """Open this process's socket, if that is possible here.
+
+    Args:
+        part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
+        describe: Returns what it holds, on the socket's thread.
+        labels: What the connector says of itself at start.
+        settings: The configuration, of which the figures that peers depend on are told.
+    """
+    began_s = time.monotonic()
+    fixed: dict[str, object] = {"schema": SCHEMA, "pid": os.getpid(), "adapter_version": __version__, **(labels or {})}
+    if settings is not None:
+        fixed |= {
+            "lease_s": settings.kv_lease_duration,
+            "heartbeat_s": settings.heartbeat_s,
+            "requires_seals": settings.requires_seals,
+            "is_encrypted": bool(settings.side_channel_key),
+        }
+
+    def answer() -> Mapping[str, object]:
+        return {**fixed, "up_s": time.monotonic() - began_s, **describe()}
+
+    status = StatusSocket(part, answer)
+    status.open()
+    return status

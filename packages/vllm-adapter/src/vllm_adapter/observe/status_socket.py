@@ -1,0 +1,137 @@
+"""Unix socket on which a process of an engine tells the operator what it holds.
+
+Theory of operation. A thread of its own sleeps in `accept`, so a process that nobody asks pays nothing. Who connects must send
+one short line; the answer is one JSON object, and the connection is closed. One connection is served at a time, for a second at
+most, and there is a pause after each, so that asking in a loop cannot take the process's time. Folder (0700) and socket (0600)
+are the user's alone. The socket appears under its name only once it listens: one that refuses connections is a dead process's
+and may be removed by whoever finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.observe.status_folder import SUFFIX, make_private, status_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+__all__ = ["REQUEST", "StatusSocket", "remove_stale"]
+
+# A child of the host's logger, so that its format and level apply.
+_logger = logging.getLogger("vllm.vllm_adapter")
+REQUEST = b"status\n"
+"""The line that a client sends."""
+_MOST_REQUEST_BYTES = 64
+_BACKLOG = 4
+_CLIENT_S = 1.0
+_PAUSE_S = 0.1
+
+
+@final
+class StatusSocket:
+    """Answers with `describe()` on a socket of its own; a socket that cannot be opened is one line in the log.
+
+    Args:
+        part: The process's part of its engine, for the name of the file: `scheduler`, or a rank as `0.1`.
+        describe: Returns plain values; called on the socket's thread, any time.
+        folder: Where the socket goes; None for the user's own.
+    """
+
+    def __init__(self, part: str, describe: Callable[[], Mapping[str, object]], *, folder: Path | None = None) -> None:
+        self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
+        self._describe = describe
+        self._folder = folder or status_folder()
+        self._listening: socket.socket | None = None
+        self._thread = threading.Thread(target=self._serve, name="kv-status", daemon=True)
+
+    @property
+    def path(self) -> Path:
+        """The socket's file."""
+        return self._folder / (self._name + SUFFIX)
+
+    def open(self) -> bool:
+        """Begin to answer; False if that is not possible here, which the log says."""
+        try:
+            make_private(self._folder)
+            remove_stale(self._folder)
+            self._listening = self._listen()
+        except OSError as error:
+            _logger.info("vllm-adapter status cannot ask this process: no socket in %s: %s", self._folder, error)
+            return False
+        self._thread.start()
+        return True
+
+    def _listen(self) -> socket.socket:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unfinished = self._folder / (self._name + ".new")
+        try:
+            listening.bind(str(unfinished))
+            unfinished.chmod(0o600)
+            listening.listen(_BACKLOG)
+            unfinished.rename(self.path)
+        except BaseException:
+            listening.close()
+            unfinished.unlink(missing_ok=True)
+            raise
+        return listening
+
+    def close(self) -> None:
+        """Stop answering and remove the socket; idempotent."""
+        listening, self._listening = self._listening, None
+        if listening is None:
+            return
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+        self._thread.join(2 * _CLIENT_S)
+        listening.close()
+
+    # Everything below runs on the socket's thread.
+
+    def _serve(self) -> None:
+        listening = self._listening
+        while listening is not None and self._listening is listening:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                if self._listening is listening:
+                    time.sleep(_PAUSE_S)  # no file descriptor left: later there may be
+                continue
+            with suppress(OSError), connection:
+                self._answer(connection)
+            time.sleep(_PAUSE_S)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_CLIENT_S)
+        if connection.recv(_MOST_REQUEST_BYTES) == REQUEST:
+            connection.sendall(self._text())
+
+    def _text(self) -> bytes:
+        try:
+            return json.dumps(self._describe(), default=str).encode()
+        except Exception as error:  # noqa: BLE001  (whatever a look at live state provokes, the thread goes on)
+            return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the sockets of processes that are gone."""
+    for file in folder.glob("*" + SUFFIX):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(_CLIENT_S)
+            try:
+                client.connect(str(file))
+            except ConnectionRefusedError:
+                file.unlink(missing_ok=True)
+            except OSError:
+                continue

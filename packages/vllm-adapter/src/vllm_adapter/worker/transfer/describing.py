@@ -1,0 +1,91 @@
+"""Reads, peers and leases as an operator is shown them: plain values, without nonces and fence words. Transfer thread only."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vllm_adapter.worker.transfer.records import PeerEngine, Read
+
+__all__ = ["describe_lease", "describe_peers", "describe_reads"]
+
+
+def describe_reads(posted: Iterable[Read], engines: Iterable[PeerEngine], now_s: float, most: int) -> dict[str, object]:
+    """Return how many reads there are, by stage, and the first `most` of them.
+
+    Args:
+        posted: Reads that have transfers, each once.
+        engines: The engines for which the others wait.
+        now_s: The clock that reads are stamped by.
+        most: Reads to describe.
+    """
+    waiting = [read for engine in engines for read in engine.waiting]
+    reads = [*posted, *waiting]
+    return {
+        "reads": len(reads),
+        "reads_waiting_for_a_peer": len(waiting),
+        "oldest_reads": [_read(read, now_s) for read in reads[:most]],
+    }
+
+
+def _read(read: Read, now_s: float) -> dict[str, object]:
+    order = read.order
+    entry: dict[str, object] = {
+        "request_id": order.request_id,
+        "peer_request_id": order.peer_request_id,
+        "peer_engine_id": order.peer.engine_id,
+        "tokens": order.tokens,
+        "stage": _stage(read),
+        "age_s": now_s - read.times.ordered_s,
+        "attempt": read.attempt,
+        "transfers_left": len(read.transfers),
+    }
+    if read.attempt:
+        entry["deadline_in_s"] = read.deadline_s - now_s
+    if read.code:
+        entry["code"], entry["message"] = read.code, read.message
+    return entry
+
+
+def _stage(read: Read) -> str:
+    if not read.transfers:
+        return "waits for its peer"
+    return "in quarantine" if read.unquiet else "on the wire"
+
+
+def describe_peers(engines: Iterable[PeerEngine], now_s: float, most: int) -> list[dict[str, object]]:
+    """Return the first `most` engines that this rank reads from, or is about to."""
+    return [_peer(engine, now_s) for engine in islice(engines, most)]
+
+
+def _peer(engine: PeerEngine, now_s: float) -> dict[str, object]:
+    address, plan = engine.address, engine.plan
+    return {
+        "engine_id": engine.engine_id,
+        "side_channel": f"{address.host}:{address.port}",
+        "phase": engine.phase,
+        "ranks_read": [f"{pp}.{tp}" for pp, tp in plan.producer_ranks] if plan is not None else [],
+        "bytes_per_token": plan.bytes_per_token if plan is not None else None,
+        "is_fenced": engine.is_fenced,
+        "reads_in_flight": engine.reads_in_flight,
+        "reads_waiting": len(engine.waiting),
+        "unused_s": now_s - engine.last_used_s,
+        "silent_s": now_s - engine.last_answer_s,
+        "silent_probes": engine.silent_probes,
+    }
+
+
+def describe_lease(entry: Mapping[str, object], heard_s: float | None, now_s: float) -> dict[str, object]:
+    """Return a lease as the table shows it, less what would let a reader of this end it."""
+    readers = cast("Sequence[object]", entry.get("readers") or ())
+    return {
+        "request_id": entry["request_id"],
+        "state": entry["state"],
+        "left_s": entry.get("left_s"),
+        "readers_done": len(readers),
+        "readers_needed": entry.get("readers_needed"),
+        "last_heartbeat_s": None if heard_s is None else now_s - heard_s,
+    }

@@ -1,0 +1,439 @@
+"""`vllm-adapter status`: the socket of each process, what is told there, and how the command merges it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import ELEMENT_BYTES, HEAD_SIZE, TOKENS, attention_cache, facts
+from fakes import Outcome, Stall, order
+from read_bench import Bench
+from scheduler_engine import Engine
+from test_leases import Bench as LeaseBench
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.cli import main
+from vllm_adapter.cli.asking import ask_all, of_engine
+from vllm_adapter.config import Settings
+from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe.status_socket import StatusSocket
+from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.worker import status as worker_status_module
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
+
+TEXT = "a prompt of forty characters, no more..."
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder that engines and the command use here."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "vllm-adapter"
+
+
+@pytest.fixture
+def opened() -> Iterator[list[StatusSocket]]:
+    sockets: list[StatusSocket] = []
+    yield sockets
+    for each in sockets:
+        each.close()
+
+
+def serve(opened: list[StatusSocket], answer: Any, part: str = "scheduler") -> StatusSocket:
+    served = StatusSocket(part, answer if callable(answer) else lambda: answer)
+    assert served.open()
+    opened.append(served)
+    return served
+
+
+def ask(path: Path, request: bytes = b"status\n") -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(5)
+        client.connect(str(path))
+        client.sendall(request)
+        text = b""
+        try:
+            while chunk := client.recv(65536):
+                text += chunk
+        except ConnectionResetError:
+            pass  # closed with unread words of ours
+        return text
+
+
+# -------------------------------------------------------------------------------------------------------- the socket
+
+
+def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(
+    folder: Path, opened: list[StatusSocket]
+) -> None:
+    served = serve(opened, {"engine_id": "P"})
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
+    assert json.loads(ask(served.path)) == {"engine_id": "P"}
+    served.close()
+    served.close()
+    assert list(folder.iterdir()) == []
+    assert not served._thread.is_alive()
+
+
+@pytest.mark.parametrize("spoil", ["open", "link", "file"])
+def test_a_folder_that_others_could_have_made_is_one_line_and_no_engine_ends(
+    folder: Path, spoil: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if spoil == "open":
+        folder.mkdir(mode=0o755)
+    elif spoil == "link":
+        (folder.parent / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(folder.parent / "elsewhere")
+    else:
+        folder.write_text("")
+    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
+        refused = StatusSocket("scheduler", dict)
+        assert not refused.open()
+        refused.close()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert str(folder) in record.getMessage()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_one_line_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
+        assert not StatusSocket("scheduler", dict, folder=tmp_path / ("x" * 120)).open()
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(
+    folder: Path, opened: list[StatusSocket]
+) -> None:
+    first = serve(opened, {"engine_id": "P"})
+
+    def leave_behind(name: str) -> Path:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+            dead.bind(str(folder / name))
+            dead.listen()
+        return folder / name
+
+    stale = leave_behind("1-scheduler-0000.sock")
+    second = serve(opened, {"engine_id": "D"})
+    assert not stale.exists(), "the next process to start removes it"
+    stale = leave_behind("2-scheduler-0000.sock")
+    assert [answer["engine_id"] for answer in ask_all()] == ["D", "P"]
+    assert not stale.exists(), "and so does the command"
+    assert first.path.exists()
+    assert second.path.exists()
+
+
+def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(
+    folder: Path, opened: list[StatusSocket]
+) -> None:
+    asked: list[int] = []
+    served = serve(opened, lambda: asked.append(1) or {"engine_id": "P"})
+    assert ask(served.path, b"GET / HTTP/1.1\r\n") == b""
+    assert ask(served.path, b"x" * 100_000) == b""
+    assert asked == [], "nothing is described for them"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(served.path))
+        began_s = time.monotonic()
+        assert json.loads(ask(served.path)) == {"engine_id": "P"}
+        assert time.monotonic() - began_s < 3
+
+
+def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(folder: Path, opened: list[StatusSocket]) -> None:
+    served = serve(opened, {"engine_id": "P"})
+    began_s = time.monotonic()
+    for _ in range(6):
+        ask(served.path)
+    assert time.monotonic() - began_s >= 0.5
+
+
+def test_a_look_that_fails_is_told_and_the_next_one_is_answered(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    moods = iter([KeyError("gone"), None])
+
+    def describe() -> dict[str, object]:
+        mood = next(moods)
+        if mood is not None:
+            raise mood
+        return {"engine_id": "P"}
+
+    serve(opened, describe)
+    assert main(["status"]) == 1
+    assert "KeyError: 'gone'" in capsys.readouterr().out
+    assert main(["status", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["engines"]) == ["P"]
+
+
+# ------------------------------------------------------------------------------------------------------- the scheduler
+
+
+def test_a_scheduler_tells_leases_and_why_requests_wait_but_nothing_that_would_end_a_lease() -> None:
+    engine = Engine("P")
+    ticket = engine.prefill("r1", TEXT)
+    assert ticket is not None
+    reader = Engine("D")
+    reader.admit("r2", ticket, TEXT)
+    told = json.loads(json.dumps(engine.side.status()))
+    assert (told["part"], told["engine_id"], told["leases"], told["served_ranks"]) == ("scheduler", "P", 1, 1)
+    assert told["leased_blocks"] == 3
+    assert told["fence_slots_used"] == 1
+    assert told["requests_by_state"] == {"producer-leased": 1}
+    (request,) = told["oldest_requests"]
+    assert request["waits_for"] == "the workers, to report that its readers are done or its lease has expired"
+    assert ticket["kv_nonce"] not in json.dumps(told)
+    assert "fence" not in request
+    (waiting,) = json.loads(json.dumps(reader.side.status()))["oldest_requests"]
+    assert (waiting["state"], waiting["peer_engine_id"]) == ("queued", "P")
+    assert waiting["waits_for"] == "the engine, to allocate blocks for the read"
+
+
+def test_looking_changes_nothing_of_the_machines_not_even_their_time() -> None:
+    engine = Engine("P")
+    engine.prefill("r1", TEXT)
+    engine.now_s = 5.0
+    before = engine.state._clock.observed_s
+    assert engine.side.status()["oldest_requests"][0]["age_s"] == 5.0  # type: ignore[index]
+    assert engine.state._clock.observed_s == before
+
+
+def test_a_look_from_another_thread_never_fails_while_the_engine_works() -> None:
+    engine = Engine("P", fence_slots=64)
+    failures: list[Exception] = []
+    looks = 0
+    is_over = threading.Event()
+
+    def look() -> None:
+        nonlocal looks
+        while not is_over.is_set():
+            try:
+                told = engine.side.status()
+            except Exception as error:
+                failures.append(error)
+                return
+            looks += bool(told["requests_by_state"])
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    until_s = time.monotonic() + 1.5
+    number = 0
+    while time.monotonic() < until_s:
+        number += 1
+        engine.now_s += 0.001
+        engine.prefill(f"r{number}", TEXT)
+        if number > 40:
+            engine.report(sent=(f"r{number - 40}",))
+    is_over.set()
+    watcher.join()
+    assert failures == []
+    assert looks > 20
+
+
+def test_many_requests_are_all_counted_and_the_oldest_described() -> None:
+    engine = Engine("P", fence_slots=256)
+    for number in range(120):
+        engine.prefill(f"r{number}", TEXT)
+    told = engine.side.status()
+    assert told["leases"] == 120
+    described: Any = told["oldest_requests"]
+    assert [entry["request_id"] for entry in described] == [f"r{number}" for number in range(50)]
+
+
+# --------------------------------------------------------------------------------------------------------- the workers
+
+
+def test_a_worker_tells_the_health_of_its_thread_and_what_it_holds() -> None:
+    memory = np.zeros(2 * 8 * 4 * TOKENS * 2 * HEAD_SIZE, np.float32)
+    layer_bytes = 8 * 4 * TOKENS * 2 * HEAD_SIZE * ELEMENT_BYTES
+    address = int(memory.ctypes.data)
+    caches = [
+        attention_cache(f"layers.{number}", address=address + number * layer_bytes, blocks=8) for number in (0, 1)
+    ]
+    here = facts(blocks=8, engine_id="D")
+    worker = WorkerSide(here, WorkerParts(here, Settings(), port_factory=FakeFabric().port))
+    assert worker.status() == {"part": "0.0", "engine_id": "D", "is_asleep": False, "is_registered": False}
+    worker.register(caches)
+    try:
+        told: Any = json.loads(json.dumps(worker.status()))
+        assert (told["thread"]["state"], told["thread"]["errors"]) == ("running", 0)
+        assert (told["leases"], told["reads"], told["peers"], told["stalled_transfers"]) == (0, 0, 0, 0)
+        assert told["quarantined_bytes"] == 0
+        assert told["figures"]["transfers_done"] == 0
+    finally:
+        worker.close()
+    assert worker.status()["is_registered"] is False
+
+
+def test_reads_are_told_by_stage_and_peers_by_phase() -> None:
+    bench = Bench()
+    bench.reads.read(order())
+    bench.now_s += 2
+    told: Any = bench.reads.describe(10)
+    assert (told["reads"], told["reads_waiting_for_a_peer"]) == (1, 1)
+    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    assert (read["request_id"], read["stage"], read["age_s"]) == ("r1", "waits for its peer", 2.0)
+    assert (peer["engine_id"], peer["phase"], peer["reads_waiting"]) == ("P", "wiring", 1)
+    bench.handshakes.answer(Outcome())
+    told = bench.reads.describe(10)
+    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    assert (read["stage"], read["deadline_in_s"], read["transfers_left"]) == ("on the wire", 60.0, 1)
+    assert (peer["phase"], peer["ranks_read"], peer["reads_in_flight"]) == ("ready", ["0.0"], 1)
+    bench.finish(outcome="timed-out", code="timed-out", is_memory_quiet=False)
+    told = bench.reads.describe(10)
+    assert (told["oldest_reads"][0]["stage"], told["oldest_reads"][0]["code"]) == ("in quarantine", "timed-out")
+    assert bench.reads.describe(0)["oldest_reads"] == []
+
+
+def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
+    bench = LeaseBench()
+    bench.expect()
+    bench.grant(nonce="a-secret-nonce")
+    bench.beat(4.0, nonce="a-secret-nonce")
+    bench.now_s += 1
+    (lease,) = bench.leases.describe(10)
+    assert lease["last_heartbeat_s"] == 1.0
+    assert lease["state"] == "granted"
+    assert isinstance(lease["left_s"], float)
+    assert "secret" not in json.dumps(lease)
+
+
+def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_status_module, "_ANSWER_S", 0.01)
+    health = SimpleNamespace(state="stuck", calls_waiting=7, callback_errors=1, loop_errors=2, last_error="E: x")
+    agent: Any = SimpleNamespace(
+        health=lambda: health,
+        quarantine=lambda: [SimpleNamespace(bytes_at_risk=4096)],
+        stalls=lambda: [Stall("r1/0.0", 1.0)],
+        statistics=lambda: {"transfers_done": 3.0, "other": 1.0},
+        call_soon=lambda _function: None,
+    )
+    untyped: Any = None
+    registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
+    told: Any = worker_status_module.worker_status(facts(), registration, is_asleep=False)
+    assert told["thread"] == {"state": "stuck", "calls_waiting": 7, "errors": 3, "last_error": "E: x"}
+    assert told["is_silent"] is True
+    assert (told["quarantined_transfers"], told["quarantined_bytes"]) == (1, 4096)
+    assert (told["stalled_transfers"], told["stalled_bytes"]) == (1, 4096)
+    assert told["figures"] == {"transfers_done": 3.0}
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+WORKER = {
+    "engine_id": "prefill-0",
+    "part": "0.0",
+    "pid": 12,
+    "thread": {"state": "running", "last_error": ""},
+    "leases": 2,
+    "reads": 0,
+    "peers": 0,
+    "quarantined_transfers": 1,
+    "quarantined_bytes": 13312,
+    "stalled_transfers": 0,
+    "figures": {"transfers_done": 4.0, "bytes_moved": 8 << 20, "recent_bytes_per_s": 2.5e9},
+}
+SCHEDULER = {
+    "engine_id": "prefill-0",
+    "part": "scheduler",
+    "pid": 11,
+    "leases": 2,
+    "leased_blocks": 3,
+    "leased_bytes": 2048,
+    "oldest_requests": [{"request_id": "[r1]", "state": "leased", "age_s": 1.25, "waits_for": "the workers"}],
+}
+
+
+def test_the_processes_of_an_engine_are_rows_of_one_table(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(opened, WORKER, "0.0")
+    serve(opened, SCHEDULER)
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (scheduler,) = [line for line in lines if " scheduler " in line]
+    (worker,) = [line for line in lines if " 0.0 " in line]
+    assert lines.index(scheduler) < lines.index(worker)
+    assert "2 (3 blocks, 2.0 KiB)" in scheduler
+    for part in ("prefill-0", "running", "1 (13.0 KiB)", "4 in 8.0 MiB, 2.50 GB/s lately"):
+        assert part in worker
+    assert main(["status", "--requests"]) == 0
+    assert "[r1]" in capsys.readouterr().out, "an id is no markup"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"thread": {"state": "dead", "last_error": "OSError: gone"}}, "has died; restart this engine (OSError: gone)"),
+        ({"thread": {"state": "stuck", "last_error": ""}}, "does not answer"),
+        ({"is_silent": True}, "does not answer"),
+    ],
+)
+def test_a_thread_in_trouble_is_said_and_is_the_exit_code(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    serve(opened, {**WORKER, **change}, "0.0")
+    assert main(["status"]) == 1
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["status", "--json"]) == 1
+    assert said in json.loads(capsys.readouterr().out)["troubles"][0]
+
+
+def test_a_process_that_does_not_answer_in_time_is_a_trouble(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_over = threading.Event()
+    serve(opened, lambda: is_over.wait(10) and {})
+    try:
+        assert main(["status", "--timeout", "0.2"]) == 1
+    finally:
+        is_over.set()
+    assert "no answer within 0.2 s" in capsys.readouterr().out
+
+
+def test_no_engine_is_an_error_that_says_where_was_looked(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status"]) == 3
+    assert f"no live engine found in {folder} and {folder.parent}/tmp/vllm-adapter-" in capsys.readouterr().err
+    serve(opened, SCHEDULER)
+    assert main(["status", "decode-7"]) == 3
+    assert "'decode-7'; there are prefill-0" in capsys.readouterr().err
+    assert main(["status", "decode-7", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out) == {"engines": {}, "troubles": []}
+
+
+def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process() -> None:
+    answers: list[dict[str, Any]] = [
+        {"engine_id": name, "pid": pid} for name, pid in (("ab", 1), ("ab", 2), ("abc", 3), ("x1", 4))
+    ]
+    meant = {
+        word: [answer["pid"] for answer in of_engine(answers, word)] for word in ("ab", "abc", "a", "x", "3", "2", "y")
+    }
+    assert meant == {"ab": [1, 2], "abc": [3], "a": [], "x": [4], "3": [3], "2": [1, 2], "y": []}
+
+
+def test_without_rich_the_answers_are_there_as_json(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(opened, SCHEDULER)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert main(["status"]) == 2
+    assert "install vllm-adapter[cli], or use --json" in capsys.readouterr().err
+    assert main(["status", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["engines"]["prefill-0"]
+    assert answer["oldest_requests"] == SCHEDULER["oldest_requests"]
+    assert Path(answer["socket"]).name.startswith(f"{os.getpid()}-scheduler-")
