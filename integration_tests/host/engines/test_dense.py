@@ -126,18 +126,18 @@ def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> Non
     pair.assert_all_blocks_free(within_s=60)
 
 
-def status(*words: str) -> str:
-    """Return what `vllm-adapter status`, as installed beside vLLM, prints."""
+def adapter(*words: str, code: int = 0) -> str:
+    """Return what `vllm-adapter`, as installed beside vLLM, prints."""
     python, _ = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
-    command = [python.with_name("vllm-adapter"), "status", *words]
+    command = [python.with_name("vllm-adapter"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done
+    assert done.returncode == code, done
     return done.stdout
 
 
 def parts(engine_id: str) -> dict[str, dict[str, Any]]:
     """Return the answers of an engine's processes, by part."""
-    (answers,) = json.loads(status(engine_id, "--json"))["engines"].values()
+    (answers,) = json.loads(adapter("status", engine_id, "--json"))["engines"].values()
     return {str(answer["part"]): answer for answer in answers}
 
 
@@ -173,7 +173,7 @@ def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: 
     assert lease["request_id"] == ticket["remote_request_id"]
     asyncio.run(read(ticket))
     reach(lambda: parts(prefill)["scheduler"]["leases"] == 0)
-    every = json.loads(status("--json"))["engines"]
+    every = json.loads(adapter("status", "--json"))["engines"]
     (decode,) = [
         answer
         for answers in every.values()
@@ -184,9 +184,32 @@ def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: 
     assert decode["thread"]["state"] == "running"
     assert decode["figures"]["transfers_done"] >= 1
     assert decode["reads"] == 0
-    table = status(prefill)
+    table = adapter("status", prefill)
     assert [part for part in ("scheduler", "running", prefill) if part not in "".join(table.split())] == []
     pair.assert_all_blocks_free()
+
+
+def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_break(pair: Fleet) -> None:
+    prefill, decode = (f"127.0.0.1:{pair.engines[name].side_channel_port}" for name in ("prefill", "decode"))
+    result = json.loads(adapter("check", prefill, decode, "--json"))
+    assert result["is_go"], result
+    told = {(each["topic"], each["level"]) for each in result["findings"]}
+    # Both run on this machine, so their own processes tell lease, keys and seals.
+    assert {(topic, "ok") for topic in ("reach", "factors", "plan", "clock", "lease", "keys", "seals")} <= told
+    short = json.dumps(
+        {
+            "kv_connector": "KVTransferConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kv_lease_duration": 2},
+        }
+    )
+    refused = json.loads(adapter("check", prefill, decode, "--prefill-config", short, "--json", code=1))
+    assert [each["code"] for each in refused["findings"] if each["level"] == "no-go"] == [
+        "lease-shorter-than-heartbeat"
+    ]
+    http = f"127.0.0.1:{pair.engines['decode'].port}"
+    assert "NO GO: 1 reason" in adapter("check", prefill, http, "--timeout", "2", code=1)
+    pair.assert_same_as_alone([prompt(160)])
 
 
 HOSTILE: list[object] = [

@@ -11,7 +11,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
+from kv_handshake import Client, Codec, Listener, LocalOffer, Timing, dialect_of_vllm
+from kv_handshake.inspect import Recording, Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
@@ -38,7 +39,15 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
 
-__all__ = ["SchedulerParts", "WorkerParts", "prompt_digest"]
+__all__ = [
+    "PairPlan",
+    "ProbedEngine",
+    "SchedulerParts",
+    "WorkerParts",
+    "connector_version",
+    "probe_engine",
+    "prompt_digest",
+]
 
 _SEED_BITS = 52
 _NULL_BLOCK = 0
@@ -232,6 +241,95 @@ class WorkerParts:
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
+
+
+# ----------------------------------------------------------------------------------------- engines seen from outside
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProbedEngine:
+    """An engine's answers on its side channel, asked once and by hand.
+
+    Attributes:
+        peers: Metadata by (pp, tp) rank.
+        clock_offset_s: Its clock minus ours, seconds; None if it does not say.
+        recording: The frames as they came.
+    """
+
+    peers: Mapping[tuple[int, int], ports.PeerMetadata]
+    clock_offset_s: float | None
+    recording: Recording
+
+    def differences_to(self, producer: ProbedEngine) -> ports.Comparison:
+        """Compare this engine, as the consumer, with a producer."""
+        return compare(
+            Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording), supposed=None
+        )
+
+
+def probe_engine(
+    host: str,
+    port: int,
+    ranks: Sequence[tuple[int, int]],
+    *,
+    dialect: int,
+    timeout_s: float,
+    key_files: tuple[str, str] | None = None,
+) -> ProbedEngine:
+    """Ask a listener for the metadata of some ranks; raises coded errors.
+
+    Args:
+        host: Address of the side channel.
+        port: Its port.
+        ranks: (pp, tp) ranks to ask for.
+        dialect: The engine's connector version.
+        timeout_s: Longest wait for each reply.
+        key_files: Our secret certificate and the engine's public one, for an encrypted side channel.
+    """
+    security = ClientSecurity.read(*key_files) if key_files is not None else None
+    seen = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=timeout_s, security=security)
+    return ProbedEngine(seen.peers, seen.clock_offset_s, seen.recording)
+
+
+def connector_version(vllm: str) -> int:
+    """Return the connector version of a vLLM release, e.g. 14 for 0.32.0; raises a coded error for one that is not known."""
+    return dialect_of_vllm(vllm).version
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """Plans what a rank of one engine reads from another, from documents that both sent.
+
+    Attributes:
+        memory_kind: Memory of the pages that are read into.
+        gigabytes_per_s: Speed of the wire, for the cost; None for shared memory on one host.
+    """
+
+    memory_kind: ports.MemoryKind
+    gigabytes_per_s: float | None = None
+
+    @property
+    def planner(self) -> ports.Planner:
+        """Plans as an engine with `receive_conversion` "auto" does."""
+        return self._planner
+
+    @property
+    def _planner(self) -> Planner:
+        permute = _PERMUTE_GB_S[self.memory_kind]
+        speed = self.gigabytes_per_s
+        cost = (
+            CostModel(permute_gb_s=permute) if speed is None else CostModel(bandwidth_gb_s=speed, permute_gb_s=permute)
+        )
+        return Planner(staging="auto", cost=cost)
+
+    def plan(
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
+    ) -> tuple[ports.PeerPlan, ports.PlanEstimate]:
+        """Return the plan of one rank and what it costs; raises coded errors for pairs that cannot be joined."""
+        plan = self._planner.plan(local, peers, peer_tp=peer_tp)
+        return plan, plan.estimate
 
 
 def _wants_progress_thread(choice: str) -> bool:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn, final
 
 from vllm_adapter import __version__
+from vllm_adapter.cli.check import add_check
 from vllm_adapter.cli.config import add_config
 from vllm_adapter.cli.status import add_status
 
@@ -19,6 +20,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "config": ("explain the connector's own keys, or check a --kv-transfer-config", add_config),
+    "check": ("tell whether two live engines can hand over, and why not", add_check),
     "status": ("show what live engines of this machine hold: leases, reads, peers, stalls, health", add_status),
 }
 

@@ -35,7 +35,13 @@ def open_status(
         settings: The configuration, of which the figures that peers depend on are told.
     """
     began_s = time.monotonic()
-    fixed: dict[str, object] = {"schema": SCHEMA, "pid": os.getpid(), "adapter_version": __version__, **(labels or {})}
+    fixed: dict[str, object] = {
+        "schema": SCHEMA,
+        "pid": os.getpid(),
+        "adapter_version": __version__,
+        "ucx_tls": os.environ.get("UCX_TLS", ""),
+        **(labels or {}),
+    }
     if settings is not None:
         fixed |= {
             "lease_s": settings.kv_lease_duration,

@@ -36,6 +36,7 @@ from vllm_adapter.ports.orders import (
     ReadOrder,
     StepPlan,
 )
+from vllm_adapter.ports.preflight import Comparison, Difference, PlanEstimate
 from vllm_adapter.ports.requests import (
     Admission,
     FinishDecision,
@@ -66,6 +67,8 @@ __all__ = [
     "AxisEntry",
     "BlockIds",
     "BlockList",
+    "Comparison",
+    "Difference",
     "FenceOrder",
     "FieldDocument",
     "FinishDecision",
@@ -90,6 +93,7 @@ __all__ = [
     "PeerPlan",
     "PeerSizes",
     "PeerSpec",
+    "PlanEstimate",
     "Planner",
     "PromptIdentity",
     "QuarantineEntry",

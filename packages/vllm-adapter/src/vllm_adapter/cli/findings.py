@@ -1,0 +1,81 @@
+"""Findings of the pre-flight check: what was looked at, whether it forbids a hand-over, why, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Finding", "Findings", "Topic", "code_of"]
+
+Topic = Literal["reach", "ranks", "factors", "plan", "lease", "keys", "seals", "transport", "clock"]
+Level = Literal["ok", "note", "no-go"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: `ok`; `note` for what an operator should know, or what could not be looked at; `no-go`.
+        topic: What was looked at.
+        code: Stable, kebab-case; empty for `ok`.
+        message: What was found, with names and numbers.
+        advice: What to do; empty if nothing is to be done.
+    """
+
+    level: Level
+    topic: Topic
+    code: str
+    message: str
+    advice: str = ""
+
+
+@final
+class Findings:
+    """All findings of a check, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.made: list[Finding] = []
+
+    def ok(self, topic: Topic, message: str) -> None:
+        """Note that something is as it should be."""
+        self.made.append(Finding("ok", topic, "", message))
+
+    def note(self, topic: Topic, code: str, message: str, advice: str = "") -> None:
+        """Note what an operator should know, but which forbids nothing."""
+        self.made.append(Finding("note", topic, code, message, advice))
+
+    def refuse(self, topic: Topic, code: str, message: str, advice: str = "") -> None:
+        """Note a reason why no hand-over can work."""
+        self.made.append(Finding("no-go", topic, code, message, advice))
+
+    @property
+    def is_go(self) -> bool:
+        """Whether nothing forbids a hand-over."""
+        return all(finding.level != "no-go" for finding in self.made)
+
+    def as_values(self) -> list[Mapping[str, object]]:
+        """Return the findings as plain values."""
+        return [asdict(finding) for finding in self.made]
+
+    def as_text(self) -> str:
+        """Return a line per finding, and its advice under it."""
+        lines: list[str] = []
+        for each in self.made:
+            code = f" ({each.code})" if each.code else ""
+            lines.append(f"{each.level:5}  {each.topic:9}  {each.message}{code}")
+            if each.advice:
+                lines.append(f"{'':18}-> {each.advice}")
+        reasons = sum(finding.level == "no-go" for finding in self.made)
+        lines.append("GO" if self.is_go else f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}")
+        return "\n".join(lines)
+
+
+def code_of(error: Exception) -> str:
+    """Return the code of a coded error, or the name of any other."""
+    code: object = getattr(error, "code", None)
+    return code if isinstance(code, str) else type(error).__name__

@@ -1,0 +1,442 @@
+"""`vllm-adapter check`: prepared faults between real listeners, each named with its reason, and what must not matter."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from factories import TOKENS, attention_cache, facts
+
+from kv_handshake import Listener
+from kv_handshake.security import ServerSecurity
+from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.cli import main
+from vllm_adapter.config import Settings
+from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe.status_socket import StatusSocket
+from vllm_adapter.wiring import WorkerParts
+
+FACTORS: dict[str, object] = {
+    "vllm_version": "0.32.0",
+    "nixl_connector_version": 14,
+    "model": "tiny",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 4,
+    "head_size": 64,
+    "num_hidden_layers": 2,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
+    "is_hma_enabled": False,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
+TERMS = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both"}
+Rank = tuple[int, int]
+
+
+def config(**keys: object) -> str:
+    return json.dumps({**TERMS, "kv_connector_extra_config": keys})
+
+
+def envelopes(
+    name: str,
+    *,
+    tp: int = 1,
+    tokens: int = TOKENS,
+    heads: int = 4,
+    factors: dict[str, object] | None = None,
+    **changes: Any,
+) -> dict[Rank, bytes]:
+    """Return what the ranks of an engine serve, as their connectors would make it."""
+    made: dict[Rank, bytes] = {}
+    group = facts().groups[0]
+    groups = (type(group)(group.kind, tokens, 0, 0, group.layers),)
+    for rank in range(tp):
+        here = facts(
+            engine_id=name,
+            tp=tp,
+            rank=rank,
+            factors={**FACTORS, **(factors or {})},
+            groups=groups,
+            heads=heads,
+            **changes,
+        )
+        caches = [
+            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=heads // tp, tokens=tokens)
+            for number, layer in enumerate(group.layers)
+        ]
+        agent: Any = SimpleNamespace(agent_metadata=lambda: b"agent", fence=(0xF000, 0, 16))
+        parts = WorkerParts(here, Settings())
+        made[0, rank] = parts.encode_envelope(caches, local_document(here, caches), agent, generation=1)
+    return made
+
+
+def silenced(frames: dict[Rank, bytes]) -> dict[Rank, bytes]:
+    """Return the same as vLLM's own connector sends it: a hash, and metadata without our keys."""
+    made: dict[Rank, bytes] = {}
+    for rank, frame in frames.items():
+        whole = msgspec.msgpack.decode(frame)
+        inner = {
+            key: value
+            for key, value in msgspec.msgpack.decode(whole["agent_metadata_bytes"]).items()
+            if "kvh_" not in key
+        }
+        made[rank] = msgspec.msgpack.encode(
+            {"compatibility_hash": whole["compatibility_hash"], "agent_metadata_bytes": msgspec.msgpack.encode(inner)}
+        )
+    return made
+
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep real engines of this machine out of sight."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve envelopes on a real listener; return its address."""
+    listeners: list[Listener] = []
+
+    def run(frames: dict[Rank, bytes], security: ServerSecurity | None = None, **more: Any) -> str:
+        listener = Listener("127.0.0.1", 0, payloads=frames, security=security, **more)
+        listener.start()
+        listeners.append(listener)
+        return f"127.0.0.1:{listener.port}"
+
+    yield run
+    for listener in listeners:
+        listener.close()
+
+
+class Checked:
+    """The result of a check."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+        capsys.readouterr()
+        self.code = main(["check", "--json", "--timeout", "2", *words])
+        said = capsys.readouterr()
+        result = json.loads(said.out) if said.out else {"is_go": None, "findings": []}
+        self.error, self.is_go, self.findings = said.err, result["is_go"], result["findings"]
+
+    def reasons(self) -> list[tuple[str, str]]:
+        return [(each["topic"], each["code"]) for each in self.findings if each["level"] == "no-go"]
+
+    def codes(self, level: str) -> set[str]:
+        return {each["code"] for each in self.findings if each["level"] == level}
+
+    def message(self, code: str) -> str:
+        (found,) = [f"{each['message']} -> {each['advice']}" for each in self.findings if each["code"] == code]
+        return found
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
+    return lambda *words: Checked(capsys, *words)
+
+
+Check = Callable[..., Checked]
+
+
+def test_two_engines_that_fit_are_a_go_with_plan_and_cost(serve: Serve, check: Check) -> None:
+    same = (config(), config())
+    found = check(
+        serve(envelopes("P", tp=2)),
+        serve(envelopes("D", tp=1)),
+        "--prefill-config",
+        same[0],
+        "--decode-config",
+        same[1],
+    )
+    assert (found.code, found.is_go, found.reasons()) == (0, True, [])
+    texts = [each["message"] for each in found.findings]
+    # 2 layers x 4 heads x (64 + 64) channels x 4 bytes: 4096 bytes a token, 4 MiB in 1024 tokens.
+    assert any("decode rank 0.0 reads from prefill ranks 0.0, 0.1: 4096 bytes a token" in text for text in texts)
+    assert any("1024 tokens moves 4.0 MiB" in text for text in texts)
+    assert any("all 2 ranks answer" in text for text in texts)
+    topics = {each["topic"] for each in found.findings if each["level"] == "ok"}
+    assert topics == {"reach", "ranks", "factors", "plan", "clock", "lease", "keys", "seals"}
+
+
+def test_the_cost_follows_the_speed_of_the_wire(serve: Serve, check: Check) -> None:
+    addresses = serve(envelopes("P")), serve(envelopes("D"))
+
+    def cost(*words: str) -> str:
+        return next(each["message"] for each in check(*addresses, *words).findings if "1024 tokens" in each["message"])
+
+    assert "shared memory" in cost()
+    assert "at 0.01 GB/s" in cost("--gbps", "0.01")
+    # 4 MiB at 10 MB/s are 419 ms.
+    assert "about 419" in cost("--gbps", "0.01")
+
+
+def test_a_wrong_port(serve: Serve, check: Check) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        found = check(f"127.0.0.1:{unused.getsockname()[1]}", serve(envelopes("D")))
+    assert found.code == 1
+    assert found.reasons() == [("reach", "connection-refused")]
+    assert "not its HTTP port" in found.message("connection-refused")
+    assert "prefill 127.0.0.1" in found.message("connection-refused")
+
+
+def test_a_port_that_a_firewall_blocks(serve: Serve, check: Check) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        began_s = time.monotonic()
+        found = check(serve(envelopes("P")), f"127.0.0.1:{mute.getsockname()[1]}")
+    assert found.reasons() == [("reach", "timed-out")]
+    assert "decode 127.0.0.1" in found.message("timed-out")
+    assert "firewall" in found.message("timed-out")
+    assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize(
+    ("factor", "value", "said"),
+    [
+        ("model", "other", 'model: prefill has "other", decode "tiny"'),
+        ("dtype", "torch.float16", 'dtype: prefill has "torch.float16", decode "torch.bfloat16"'),
+        ("cache_dtype", "fp8", 'cache_dtype: prefill has "fp8", decode "auto"'),
+    ],
+)
+def test_a_factor_that_must_match(serve: Serve, check: Check, factor: str, value: str, said: str) -> None:
+    found = check(serve(envelopes("P", factors={factor: value})), serve(envelopes("D")))
+    assert found.reasons() == [("factors", "factors-differ")]
+    assert said in found.message("factors-differ")
+    off = check(serve(envelopes("P", factors={factor: value})), serve(envelopes("D")), "--policy", "off")
+    assert off.code == 0
+    assert "the text will be wrong" in off.message("factors-differ")
+
+
+def test_a_factor_that_may_differ_is_refused_by_the_exact_rule_alone(serve: Serve, check: Check) -> None:
+    addresses = serve(envelopes("P", factors={"attn_backend_name": "FLASHINFER"})), serve(envelopes("D"))
+    exact = check(*addresses)
+    assert exact.reasons() == [("factors", "hash-mismatch")]
+    assert '"compatibility_policy": "negotiated"' in exact.message("hash-mismatch")
+    assert check(*addresses, "--policy", "negotiated").code == 0
+    assert check(*addresses, "--decode-config", config(compatibility_policy="negotiated")).code == 0
+
+
+def test_a_block_size_that_the_kernels_own_order_cannot_join(serve: Serve, check: Check) -> None:
+    frames = [envelopes(name, tokens=tokens, kernel_order="amx") for name, tokens in (("P", 128), ("D", 64))]
+    found = check(*map(serve, frames))
+    assert found.reasons() == [("plan", "packing-differs")]
+    assert "amx:64" in found.message("packing-differs")
+    assert "amx:128" in found.message("packing-differs")
+    good = [envelopes(name, tokens=tokens) for name, tokens in (("P", 128), ("D", 64))]
+    assert check(*map(serve, good)).code == 0, "without such an order they can be joined"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_dead_rank(serve: Serve, check: Check, side: str) -> None:
+    whole, broken = envelopes("P", tp=2), envelopes("D", tp=2)
+    del (whole if side == "prefill" else broken)[0, 1]
+    found = check(serve(whole), serve(broken))
+    assert found.reasons() == [("ranks", "rank-missing")]
+    assert f"{side} 127.0.0.1" in found.message("rank-missing")
+    assert "rank 0.1 does not answer" in found.message("rank-missing")
+
+
+def test_a_lease_that_ends_before_it_is_renewed(serve: Serve, check: Check) -> None:
+    addresses = serve(envelopes("P")), serve(envelopes("D"))
+
+    def leases(prefill_s: float, decode_s: float) -> Checked:
+        words = config(kv_lease_duration=prefill_s), config(kv_lease_duration=decode_s)
+        return check(*addresses, "--prefill-config", words[0], "--decode-config", words[1])
+
+    short = leases(6, 30)
+    assert short.reasons() == [("lease", "lease-shorter-than-heartbeat")]
+    assert "renews that to 4 s, and decode sends one every 5 s" in short.message("lease-shorter-than-heartbeat")
+    assert leases(12, 30).codes("note") == {"one-heartbeat-to-spare"}
+    assert leases(30, 30).codes("note") == set()
+
+
+def test_a_peer_that_sends_only_its_hash_is_named_for_what_it_differs_in(serve: Serve, check: Check) -> None:
+    decode = serve(envelopes("D"))
+    equal = check(serve(silenced(envelopes("P"))), decode)
+    assert (equal.code, equal.reasons()) == (0, [])
+    assert {"no-fences", "terms-not-known"} <= equal.codes("note")
+    assert any("decode rank 0.0 reads from prefill ranks 0.0: 4096 bytes" in each["message"] for each in equal.findings)
+    assert any("vLLM's leaves out cannot be compared" in each["message"] for each in equal.findings)
+    other = check(serve(silenced(envelopes("P", factors={"dtype": "torch.float16"}))), decode)
+    assert other.reasons() == [("factors", "factors-differ")]
+    assert 'dtype: prefill has "torch.float16"' in other.message("factors-differ")
+    stranger = check(serve(silenced(envelopes("P", factors={"model": "other"}))), decode)
+    assert ("factors", "factors-differ") in stranger.reasons()
+    assert any("model probably differs" in each["message"] for each in stranger.findings)
+    swapped = check(decode, serve(silenced(envelopes("P"))))
+    assert swapped.code == 0
+    assert "plan-not-known" in swapped.codes("note")
+
+
+def test_a_silent_peers_ranks_are_asked_for_only_if_the_operator_names_them(
+    check: Check, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own listener ends on a question for a rank that it does not serve."""
+    from vllm_adapter.cli import looking
+    from vllm_adapter.wiring import probe_engine as real
+
+    asked: list[list[Rank]] = []
+
+    def noting(host: str, port: int, ranks: Any, **way: Any) -> Any:
+        asked.append(list(ranks))
+        return real(host, port, ranks, **way)
+
+    monkeypatch.setattr(looking, "probe_engine", noting)
+    addresses = serve(silenced(envelopes("P", tp=2))), serve(envelopes("D"))
+    check(*addresses)
+    assert asked == [[(0, 0)], [(0, 0)]]
+    asked.clear()
+    found = check(*addresses, "--prefill-tp", "2")
+    assert asked == [[(0, 0)], [(0, 0), (0, 1)], [(0, 0)]]
+    assert found.code == 0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """Make keys of three engines."""
+    from kv_handshake._cli import main as handshake
+
+    for name in ("prefill", "decode", "stranger"):
+        assert handshake(["keygen", str(tmp_path / "keys"), name]) == 0
+        folder = tmp_path / f"knows-{name}"
+        folder.mkdir()
+        (folder / f"{name}.key").write_bytes((tmp_path / "keys" / f"{name}.key").read_bytes())
+    return tmp_path
+
+
+def locked(keys: Path, own: str, server: str, clients: str) -> str:
+    return config(
+        side_channel_key=str(keys / "keys" / f"{own}.key_secret"),
+        side_channel_server_key=str(keys / "keys" / f"{server}.key"),
+        side_channel_clients=str(keys / f"knows-{clients}"),
+    )
+
+
+def test_a_wrong_key(serve: Serve, check: Check, keys: Path) -> None:
+    def listening(own: str, admits: str) -> str:
+        security = ServerSecurity.read(keys / "keys" / f"{own}.key_secret", keys / f"knows-{admits}")
+        return serve(envelopes(own), security)
+
+    addresses = listening("prefill", "decode"), listening("decode", "prefill")
+    prefill = locked(keys, "prefill", "decode", "decode")
+    good = check(
+        *addresses, "--prefill-config", prefill, "--decode-config", locked(keys, "decode", "prefill", "prefill")
+    )
+    assert (good.code, good.reasons()) == (0, [])
+    for decode in (locked(keys, "stranger", "prefill", "prefill"), locked(keys, "decode", "stranger", "prefill")):
+        wrong = check(*addresses, "--prefill-config", prefill, "--decode-config", decode)
+        assert wrong.reasons() == [("keys", "authentication-refused")]
+        assert "prefill 127.0.0.1" in wrong.message("authentication-refused")
+    bare = check(*addresses, "--prefill-config", config(), "--decode-config", config())
+    assert set(bare.reasons()) == {("keys", "authentication-refused")}
+
+
+def test_keys_on_one_side_alone(serve: Serve, check: Check, keys: Path) -> None:
+    addresses = serve(envelopes("P")), serve(envelopes("D"))
+    decode = locked(keys, "decode", "prefill", "prefill")
+    found = check(*addresses, "--prefill-config", config(), "--decode-config", decode)
+    assert ("keys", "keys-on-one-side") in found.reasons()
+    assert "give the prefill engine side_channel_key" in found.message("keys-on-one-side")
+
+
+def test_a_wrong_seal(serve: Serve, check: Check, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("first", "second", "both")}
+    secrets = {"first": "a" * 32, "second": "b" * 32}
+    for name, text in {**secrets, "both": f"{secrets['second']}\n{secrets['first']}"}.items():
+        files[name].write_text(text)
+        files[name].chmod(0o600)
+    addresses = serve(envelopes("P")), serve(envelopes("D"))
+
+    def seals(prefill: str, decode: str) -> Checked:
+        words = [config(ticket_secret_files=[str(files[name])]) if name else config() for name in (prefill, decode)]
+        return check(*addresses, "--prefill-config", words[0], "--decode-config", words[1])
+
+    assert seals("first", "second").reasons() == [("seals", "seal-not-known")]
+    assert seals("both", "first").reasons() == [("seals", "seal-not-known")], "the first one seals"
+    assert seals("first", "both").code == 0
+    assert seals("", "first").reasons() == [("seals", "seal-missing")]
+    assert seals("first", "").codes("note") == {"seals-not-verified"}
+    said = json.dumps([each.findings for each in (seals("first", "second"), seals("first", "both"))])
+    assert not any(secret in said for secret in secrets.values())
+
+
+def test_a_skewed_clock_does_not_matter(serve: Serve, check: Check) -> None:
+    prefill = serve(envelopes("P"), clock=lambda: time.perf_counter() + 3600)
+    found = check(prefill, serve(envelopes("D")))
+    assert (found.code, found.reasons()) == (0, [])
+    (clock,) = [each["message"] for each in found.findings if each["topic"] == "clock"]
+    assert "3600.0 s apart, which is no matter" in clock
+
+
+def test_one_engine_under_both_addresses(serve: Serve, check: Check) -> None:
+    assert check(serve(envelopes("P")), serve(envelopes("P"))).reasons() == [("factors", "same-engine")]
+
+
+def test_terms_are_those_of_live_engines_of_this_machine(serve: Serve, check: Check) -> None:
+    addresses = {name: serve(envelopes(name)) for name in ("engine-p", "engine-d")}
+    terms = {
+        "part": "scheduler",
+        "heartbeat_s": 5.0,
+        "compatibility_policy": "exact",
+        "seals": [],
+        "requires_seals": False,
+        "is_encrypted": False,
+        "ucx_tls": "",
+    }
+    answers = {
+        name: {**terms, "engine_id": name, "side_channel": address, "lease_s": lease_s}
+        for (name, address), lease_s in zip(addresses.items(), (6.0, 30.0), strict=True)
+    }
+    answers["engine-p"]["ucx_tls"] = "tcp"
+    live = [StatusSocket("scheduler", lambda name=name: answers[name]) for name in answers]  # type: ignore[misc]
+    try:
+        assert all(each.open() for each in live)
+        found = check("engine-p", "engine-d")
+        assert found.reasons() == [("lease", "lease-shorter-than-heartbeat")]
+        assert found.codes("note") == {"tcp-only"}
+        assert "lets the prefill engine use no network but TCP" in found.message("tcp-only")
+        assert check(addresses["engine-p"], addresses["engine-d"]).reasons() == found.reasons()
+        assert check("engine-p", "engine-d", "--prefill-config", config()).code == 0, "a configuration goes first"
+    finally:
+        for each in live:
+            each.close()
+
+
+def test_what_cannot_be_asked_is_wrong_usage(serve: Serve, check: Check) -> None:
+    decode = serve(envelopes("D"))
+    for words, said in (
+        (("nobody", decode), "neither HOST:PORT nor the id of a live engine"),
+        (("127.0.0.1:0", decode), "is not HOST:PORT"),
+        (("127.0.0.1:http", decode), "is not HOST:PORT"),
+        ((decode, decode, "--prefill-config", '{"kv_rol": 1}'), "did you mean 'kv_role'?"),
+        ((decode, decode, "--prefill-config", "/nowhere.json"), "/nowhere.json"),
+        ((decode, decode, "--vllm", "0.1"), "0.1"),
+    ):
+        found = check(*words)
+        assert (found.code, found.is_go) == (2, None), words
+        assert said in found.error
+
+
+def test_the_answer_in_words(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = serve(envelopes("P", factors={"dtype": "torch.float16"})), serve(envelopes("D"))
+    assert main(["check", prefill, decode]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"ok     reach      prefill {prefill}: engine P, tp 1, pp 1; this connector")
+    assert 'no-go  factors    dtype: prefill has "torch.float16", decode "torch.bfloat16" (factors-differ)' in lines
+    assert lines[-1] == "NO GO: 1 reason"
+    assert main(["check", serve(envelopes("P")), decode]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "GO"
