@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import vllm_adapter.cli
 from vllm_adapter import __version__
 from vllm_adapter.cli import main
+from vllm_adapter.cli.command import make_parser
+
+PAGES = Path(__file__).parents[3] / "docs" / "operate"
+SOURCES = Path(vllm_adapter.cli.__file__).parent
 
 MODULE = [sys.executable, "-m", "vllm_adapter"]
 
@@ -37,3 +45,19 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
         command.stdout.close()
         assert command.stderr.read() == b""
     assert command.returncode == 0
+
+
+@pytest.mark.parametrize("page", ["check.md", "status.md"])
+def test_the_commands_of_a_page_are_understood(page: str) -> None:
+    commands = re.findall(r"^vllm-adapter (.*)$", (PAGES / page).read_text(), re.MULTILINE)
+    assert commands
+    for words in commands:
+        assert callable(make_parser().parse_args(shlex.split(words)).run)
+
+
+def test_every_code_of_the_check_is_on_its_page() -> None:
+    page = (PAGES / "check.md").read_text()
+    text = "".join((SOURCES / name).read_text() for name in ("pairing.py", "looking.py", "check.py"))
+    codes = set(re.findall(r"""findings\.(?:refuse|note)\(\s*"[a-z]+",\s*"([a-z-]+)\"""", text))
+    assert len(codes) > 12
+    assert [code for code in sorted(codes) if f"`{code}`" not in page] == []

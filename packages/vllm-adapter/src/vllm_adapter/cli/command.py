@@ -16,7 +16,7 @@ from vllm_adapter.cli.status import add_status
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _COMMANDS = {
     "config": ("explain the connector's own keys, or check a --kv-transfer-config", add_config),
@@ -27,13 +27,8 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code, which each command's help lists."""
-    parser = _Parser(prog="vllm-adapter", description="Tools for operators of the vLLM adapter.")
-    parser.add_argument("--version", action="version", version=f"vllm-adapter {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, (text, add) in _COMMANDS.items():
-        add(commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter))
     try:
-        options = parser.parse_args(arguments)
+        options = make_parser().parse_args(arguments)
         code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -43,6 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the words."""
+    parser = _Parser(prog="vllm-adapter", description="Tools for operators of the vLLM adapter.")
+    parser.add_argument("--version", action="version", version=f"vllm-adapter {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, (text, add) in _COMMANDS.items():
+        add(commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter))
+    return parser
 
 
 @final
