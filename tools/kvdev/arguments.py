@@ -20,7 +20,21 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the verb it finds is `options.verb`."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_demo, _test, _check, _bench, _lock, _env, _router, _release, _dist, _affected, _metrics, _newest):
+    for add in (
+        _demo,
+        _test,
+        _check,
+        _bench,
+        _lock,
+        _env,
+        _router,
+        _release,
+        _dist,
+        _docs,
+        _affected,
+        _metrics,
+        _newest,
+    ):
         add(verbs)
     return parser
 
@@ -80,6 +94,10 @@ def _dist(verbs: Verbs) -> None:
     parser.add_argument(
         "folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)"
     )
+
+
+def _docs(verbs: Verbs) -> None:
+    verbs.add_parser("docs", help="build the documentation site in .dev/site; any warning is an error")
 
 
 def _affected(verbs: Verbs) -> None:

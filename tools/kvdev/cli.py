@@ -112,6 +112,12 @@ def _env(uv: Path, options: Namespace) -> int:
     return 0
 
 
+def _docs(uv: Path, _options: Namespace) -> int:
+    from kvdev.site.building import run_docs
+
+    return run_docs(uv)
+
+
 def _router(_uv: Path, options: Namespace) -> int:
     from kvdev.router import serve_forever
 
@@ -134,6 +140,7 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "router": _router,
     "release": _release,
     "dist": _dist,
+    "docs": _docs,
     "metrics": _metrics,
     "newest": _newest,
 }

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
+    "browser_environment",
     "deploy_environment",
     "describe",
+    "docs_environment",
     "fleet_environment",
     "host_environment",
     "lowest_environment",
@@ -156,6 +158,16 @@ def release_environment(uv: Path) -> Path:
 def deploy_environment(uv: Path) -> Path:
     """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
     return _group_environment(uv, "deploy", _KUBECTL)
+
+
+def docs_environment(uv: Path) -> Path:
+    """Make an environment of the tools that build the documentation site; return its python."""
+    return _group_environment(uv, "docs")
+
+
+def browser_environment(uv: Path) -> Path:
+    """Make an environment of the tools that drive a browser; return its python."""
+    return _group_environment(uv, "browser")
 
 
 def _group_environment(uv: Path, group: str, *alone: str) -> Path:

@@ -201,7 +201,7 @@ def test_metadata_is_complete_and_its_links_lead_somewhere_from_an_index(bench: 
     assert [need for need in needs if need.startswith(("nixl", "vllm")) and ("<" not in need or ">=" not in need)] == []
 
 
-PAGES = ["README.md", "docs/operate/install.md", *(f"packages/{name}/README.md" for name in PACKAGES)]
+PAGES = ["README.md", "docs/start.md", "docs/operate/install.md", *(f"packages/{name}/README.md" for name in PACKAGES)]
 INSTALL = re.compile(r"(?:^ *|`)((?:uv )?pip install [^#\n`]+)", re.MULTILINE)
 LINES = sorted({(page, line.strip()) for page in PAGES for line in INSTALL.findall((ROOT / page).read_text())})
 IN_THE_MATRIX = [shlex.join(words) for words in WAYS.values()]

@@ -169,9 +169,8 @@ class SchedulerState:
         Raises:
             UnknownRequest: `unknown-request`.
             IllegalTransition: `illegal-transition`, for instance on a second read.
-            InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
-
-            With external tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
+            InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds. With external
+                tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
         """
         try:
             request = self._find(request_id, "allocate")
@@ -265,10 +264,9 @@ class SchedulerState:
                 a plan's `failures` come back here.
 
         Raises:
-            UnknownRequest: `unknown-request`.
+            UnknownRequest: `unknown-request`; like the other, only after every legal id has been applied, for the first that
+                was not.
             IllegalTransition: `illegal-transition`.
-
-            Either is raised only after every legal id has been applied, and then for the first that was not.
         """
         self._reports.apply(sent, received, failed)
 

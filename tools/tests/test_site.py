@@ -1,0 +1,146 @@
+"""The site builds without a warning, its links and pictures lead somewhere, and its search finds what a symptom needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from kvdev.paths import ROOT
+from kvdev.site.building import SITE, build_site
+from kvdev.site.drawings import FOLDER, PICTURES
+from kvdev.site.gathering import link_inside
+from kvdev.site.reference import configuration_page, metric_names_page
+from kvdev.uvtool import find_or_install_uv
+from vllm_adapter.config import describe_keys
+
+# Words of an operator, the page that must be among the first three, and a text that its section must hold.
+SYMPTOMS = [
+    ("engine does not start port already in use", "troubleshoot/", "side-channel-port"),
+    ("slow transfer TCP fallback instead of RDMA", "troubleshoot/", "kv-nixl doctor"),
+    ("lease expired unread no heartbeat", "troubleshoot/", "kv_lease_duration"),
+    ("hash mismatch engines incompatible dtype", "troubleshoot/", "--against"),
+    ("quarantined bytes grow memory does not come back", "troubleshoot/", "quiet"),
+    ("handshake timed out firewall", "troubleshoot/", "side channel"),
+    ("cannot import nixl", "troubleshoot/", "kv-nixl doctor"),
+    ("unknown key in kv_connector_extra_config misspelt", "troubleshoot/", "config --check"),
+    ("rolling restart without losing requests", "operate/drain/", "SIGTERM"),
+    ("go back to vllm's own connector", "operate/migrate/", "Take the key out"),
+]
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.pictures: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag == "img":
+            self.pictures.append(values.get("src", ""))
+        elif tag == "script" and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("rel") == "stylesheet":
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    build_site(find_or_install_uv())
+    return SITE
+
+
+def pages_of(site: Path) -> dict[Path, _Page]:
+    found: dict[Path, _Page] = {}
+    for file in sorted(site.rglob("index.html")):
+        found[file] = _Page()
+        found[file].feed(file.read_text())
+    return found
+
+
+def test_links_pictures_scripts_and_styles_lead_somewhere(site: Path) -> None:
+    pages = pages_of(site)
+    assert len(pages) > 50
+    missing = []
+    for file, page in pages.items():
+        for link in (*page.links, *page.pictures, *page.loaded):
+            parts = urlsplit(link)
+            if parts.scheme in {"https", "http", "mailto"} and link not in (*page.pictures, *page.loaded):
+                continue
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists():
+                missing.append(f"{file.relative_to(site)}: {link}")
+    assert missing == []
+    assert sum(len(page.pictures) for page in pages.values()) >= 8
+
+
+def words_of(text: str) -> list[str]:
+    return [word.removesuffix("s") for word in re.findall(r"[a-z0-9]+", re.sub(r"<[^>]+>", " ", text).lower())]
+
+
+def ranked(index: list[dict[str, str]], query: str) -> list[dict[str, str]]:
+    """Return the sections of the index by BM25, titles counted three times: the measure that lunr uses."""
+    bags = [Counter(words_of(one["title"]) * 3 + words_of(one["text"])) for one in index]
+    mean = sum(bag.total() for bag in bags) / len(bags)
+    scores = [0.0] * len(bags)
+    for word in set(words_of(query)):
+        holders = sum(word in bag for bag in bags)
+        rarity = math.log(1 + (len(bags) - holders + 0.5) / (holders + 0.5))
+        for number, bag in enumerate(bags):
+            length = 1.2 * (0.25 + 0.75 * bag.total() / mean)
+            scores[number] += rarity * bag[word] * 2.2 / (bag[word] + length)
+    order = sorted(range(len(bags)), key=lambda number: -scores[number])
+    return [index[number] for number in order]
+
+
+@pytest.mark.parametrize(("query", "page", "holds"), SYMPTOMS, ids=[row[0] for row in SYMPTOMS])
+def test_a_search_for_a_symptom_finds_its_page(site: Path, query: str, page: str, holds: str) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    first: list[str] = []
+    for section in ranked(index, query):  # as the search box does, sections are shown under their page
+        place = section["location"].partition("#")[0]
+        first += [place] if place not in first else []
+        if len(first) == 3:
+            break
+    assert page in first
+    assert any(holds in section["text"] for section in index if section["location"].startswith(page))
+
+
+def test_the_pictures_are_those_that_the_source_draws() -> None:
+    assert {file.name: file.read_text() for file in FOLDER.glob("*.svg")} == {n: draw() for n, draw in PICTURES.items()}
+
+
+def test_every_key_and_metric_is_in_the_reference() -> None:
+    page = configuration_page()
+    assert {str(key["key"]) for key in describe_keys()} == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    assert len(re.findall(r"^\| `vllm:\w+`", metric_names_page(), re.MULTILINE)) > 30
+
+
+def test_codes_of_the_troubleshooting_page_exist() -> None:
+    page = (ROOT / "docs" / "troubleshoot.md").read_text()
+    known = "".join(file.read_text() for file in (ROOT / "packages").glob("*/src/**/*.py"))
+    codes = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", page))
+    metrics = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:\{|`)", page))
+    assert len(codes) > 10
+    assert {code for code in codes if f'"{code}"' not in known} == set()
+    assert {name for name in metrics if not re.search(rf"\b\w*{name}\b", known)} == {"kv_load_failure_policy"} & metrics
+
+
+def test_links_of_the_repository_become_links_of_the_site() -> None:
+    code = "\n```\n[x](../README.md)\n```\n"
+    text = "[a](../README.md#try-it) [b](../tools/dev.py) ![c](layout/uneven.svg) [w](wire/README.md)"
+    assert link_inside(text + code, "docs/metrics.md", "metrics.md") == (
+        "[a](project.md#try-it) b (`tools/dev.py`) ![c](layout/uneven.svg) [w](wire/README.md)" + code
+    )
+    assert link_inside("[d](docs/adr/)", "README.md", "project.md") == "[d](adr/README.md)"
