@@ -1,16 +1,20 @@
 """Documents say what the code does: generated pages, the README's example, the embedding example, the tables."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kv_handshake import _limits, compatibility_id
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import CODES
 from kv_handshake._factors import FACTOR_GROUPS
-from kv_handshake._messages import METADATA_FIELDS
+from kv_handshake._messages import METADATA_FIELDS, Envelope
 from kv_handshake._states import state_diagram
 
 PACKAGE = Path(__file__).parent.parent
@@ -56,13 +60,77 @@ def test_embedded_engine_runs():
     assert 'factors-differ: dtype: local "float32", peer "float16"' in lines[4]
 
 
+def absent(info):
+    """Return how a table says which value stands for a key that is absent."""
+    if info.required:
+        return "refused"
+    value = info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
+    return "nil" if value is None else str(value) if isinstance(value, int) else "empty"
+
+
+def table(page, title):
+    """Return the rows under a heading of a page of docs/wire, cell by cell, without the table's head."""
+    (part,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", (WIRE / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in part.splitlines() if row.startswith("| `")]
+
+
+def names(cell):
+    return re.findall(r"`([\w-]+)`", cell)
+
+
 @needs_docs
-def test_protocol_page_gives_each_field_its_first_dialect():
-    page = (WIRE / "protocol.md").read_text().split("## Agent metadata")[1].split("## Clock")[0]
-    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \| (\w+) \|", page, re.MULTILINE)
-    documented = {name: first for names, first in rows for name in re.findall(r"`(\w+)`", names)}
-    first = {each.key: str(max(2, each.wire.since)) if each.wire.since else "ours" for each in METADATA_FIELDS}
-    assert documented == first
+def test_protocol_page_describes_the_metadata():
+    rows = [(name, *row[1:4]) for row in table("protocol.md", "Agent metadata") for name in names(row[0])]
+    assert [(name, since, missing) for name, _, since, missing in rows] == [
+        (each.key, str(max(2, each.wire.since)) if each.wire.since else "ours", absent(each.info))
+        for each in METADATA_FIELDS
+    ]
+    assert [name for name, kind, _, _ in rows if kind.endswith("or nil")] == [
+        each.key for each in METADATA_FIELDS if absent(each.info) == "nil"
+    ]
+
+
+@needs_docs
+def test_protocol_page_describes_the_envelope():
+    rows = table("protocol.md", "Envelope")
+    fields = msgspec.structs.fields(Envelope)
+    assert [(*names(row[0]), row[2]) for row in rows] == [(each.encode_name, absent(each)) for each in fields]
+    assert all(row[1].endswith("or nil") is (row[2] == "nil") for row in rows)
+
+
+@needs_docs
+def test_protocol_page_has_the_limits():
+    found = {
+        row[0].strip("`"): int(re.split(r"\D", row[1])[0])
+        for row in table("protocol.md", "Codes of a reader")
+        if row[0][1].isupper()
+    }
+    assert found == {name: getattr(_limits, name) for name in _limits.__all__}
+
+
+def raised_in(*modules):
+    """Return the codes that modules name in calls."""
+    text = "".join((PACKAGE / "src" / "kv_handshake" / f"{name}.py").read_text() for name in modules)
+    return {
+        *re.findall(r'(?:WireError|Verdict|refuse)\(\s*"([a-z-]+)"', text),
+        *re.findall(r'code = "([a-z-]+)"', text),
+    }
+
+
+@needs_docs
+def test_protocol_page_lists_the_codes():
+    listener = {name for row in table("protocol.md", "Refusal") for name in names(row[0])}
+    assert listener == raised_in("_queries", "_server", "_listener")
+    reader = [name for row in table("protocol.md", "Codes of a reader") for name in names(row[0]) if name.islower()]
+    assert {*reader} == raised_in("_reading", "_session", "_policy") | {"malformed-metadata", "invalid-metadata"}
+    assert {*reader, *listener} <= {*CODES}
+
+
+@needs_docs
+def test_protocol_page_lists_the_reasons_of_dropped_notifications():
+    source = (PACKAGE / "src" / "kv_handshake" / "_notifications.py").read_text()
+    listed = {*names("".join(row[0] for row in table("protocol.md", "Notifications") if row[0][1].islower()))}
+    assert listed == {*re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)*)"', "".join(re.findall(r"_unknown\(.*", source)))}
 
 
 @needs_docs
@@ -80,3 +148,18 @@ def test_compatibility_page_lists_the_factors_of_the_id():
     section = (WIRE / "compatibility.md").read_text().split("## Compatibility id")[1]
     listed = re.findall(r"`(\w+)`", section.split("Two engines share")[0].split("`model` is left out")[0])
     assert listed == [name for name, group in FACTOR_GROUPS.items() if group == "must-match"]
+
+
+@needs_docs
+def test_compatibility_page_lists_the_groups():
+    page = (WIRE / "compatibility.md").read_text()
+    (may_differ,) = re.findall(r"May differ: (.*?)\. A factor", page, re.DOTALL)
+    assert {*names(may_differ)} == {name for name, group in FACTOR_GROUPS.items() if group == "may-differ"}
+    (informative,) = re.findall(r"^\| informative \| (.*?);", page, re.MULTILINE)
+    assert {*names(informative)} == {name for name, group in FACTOR_GROUPS.items() if group == "informative"}
+
+
+@needs_docs
+def test_compatibility_page_works_out_an_id():
+    factors, hashed, identity = re.findall(r"`([^`]+)`", (WIRE / "compatibility.md").read_text().split("Example: ")[-1])
+    assert compatibility_id(json.loads(factors)) == identity == hashlib.sha256(hashed.encode()).hexdigest()[:32]

@@ -12,14 +12,16 @@ import pytest
 from scheduler_helpers import scheduler
 
 import kv_scheduler_state
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import LeaseTable, prompt_digest
 from kv_scheduler_state.__main__ import main
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
+from kv_scheduler_state._ticket import KNOWN_KEYS
 from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
 from kv_scheduler_state.testing._model import demand_refusal
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parents[1] / "docs" / "state-machines.md"
+TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="the package is tested outside its repository")
@@ -27,6 +29,14 @@ def test_the_diagrams_are_those_of_the_tables(capsys):
     assert main(["--check", str(PAGE)]) == 0
     assert main(["--check", str(PAGE), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_equal"] is True
+
+
+@pytest.mark.skipif(not TICKET_PAGE.is_file(), reason="the package is tested outside its repository")
+def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
+    page = TICKET_PAGE.read_text()
+    unsealed = {"kv_seal"}
+    assert all(f"`{key}`" in page for key in KNOWN_KEYS - unsealed)
+    assert prompt_digest([1, 2, 3]) in page
 
 
 def test_the_module_runs(monkeypatch, capsys):

@@ -1,0 +1,70 @@
+"""`kvh_geometry` as docs/wire/geometry.md describes it: Go finds every element where our layouts put it."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+from gopher import Gopher
+
+from kv_topology import Group, to_document
+from kv_topology.layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
+
+SHAPE = AttentionShape(kv_heads=4, head_dim=8, page_tokens=4, tp_size=2, tp_rank=1)
+LAYOUTS = {
+    "HND": packed_layout(SHAPE, "HND"),
+    "NHD": packed_layout(SHAPE, "NHD"),
+    "halves": halves_layout(SHAPE, "HND"),
+}
+BASE, PAGES = 1 << 46, 16
+
+
+def document(name: str) -> dict[str, Any]:
+    regions = layer_regions(["layers.0", "layers.1"], LAYOUTS[name], base_address=BASE, page_count=PAGES)
+    return dict(to_document(rank_geometry([Group("attention", 4)], regions, tp_size=2, tp_rank=1)))
+
+
+def ask(gopher: Gopher, made: dict[str, Any], **place: Any) -> dict[str, Any]:
+    return gopher.answer("geometry", hex=json.dumps(made).encode().hex(), **place)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_byte_of_a_page_is_one_element_once(gopher: Gopher, name: str) -> None:
+    made = document(name)
+    found: list[int] = []
+    for field, token, head, channel in product(("key", "value"), range(4), (2, 3), range(8)):
+        indices = {"token": token, "head": head, "channel": channel}
+        answer = ask(gopher, made, layer="layers.1", field=field, page=7, indices=indices)
+        found.append(answer["ok"])
+    region = made["regions"][1]
+    assert sorted(found) == list(
+        range(*(region["base_address"] + 7 * region["page_bytes"] + at for at in (0, region["page_bytes"])), 2)
+    )
+
+
+def test_the_worked_example_of_the_page(gopher: Gopher) -> None:
+    shape = AttentionShape(kv_heads=4, head_dim=64, page_tokens=16, tp_size=2, tp_rank=1)
+    regions = layer_regions(["layers.0"], packed_layout(shape, "HND"), base_address=65536, page_count=100)
+    made = dict(to_document(rank_geometry([Group("attention", 32, pages_per_block=2)], regions, tp_size=2, tp_rank=1)))
+    indices = {"token": 4, "head": 3, "channel": 5}
+    assert ask(gopher, made, layer="layers.0", field="value", page=7, indices=indices)["ok"] == 128138
+
+
+def test_what_a_rank_does_not_hold_and_what_is_no_document(gopher: Gopher) -> None:
+    made = document("HND")
+    place: dict[str, Any] = {
+        "layer": "layers.0",
+        "field": "key",
+        "page": 0,
+        "indices": {"token": 0, "head": 1, "channel": 0},
+    }
+    assert ask(gopher, made, **place)["code"] == "not-held"
+    assert ask(gopher, {**made, "version": 2}, **place)["code"] == "document-version"
+    assert ask(gopher, {**made, "regions": [{**made["regions"][0], "members": [["layers.0", 9, 0, 0]]}]}, **place)[
+        "code"
+    ] == ("document-malformed")
+    assert (
+        ask(gopher, {**made, "unknown": 1}, **{**place, "indices": {"token": 0, "head": 2, "channel": 0}})["ok"] == BASE
+    )
