@@ -178,8 +178,9 @@ class _Search:
     def add(self, layer: str, mine: Placed, theirs: Placed) -> None:
         """Add every place at which members of one layer meet."""
         groups = (mine[0][1].group, theirs[0][1].group)
-        pairing = self._pairing(groups, layer)
-        known = self._overlaps.setdefault(groups, {})
+        known = self._overlaps.get(groups)
+        if known is None:
+            known = self._begin(groups, layer)
         if not self._has_same_names(mine, theirs, known):
             check_names_match(mine, theirs, layer)
         for local_region, one in mine:
@@ -187,16 +188,16 @@ class _Search:
                 pair = (one.layout, two.layout)
                 found = known.get(pair)
                 if found is None:
+                    pairing = self._pairings[groups]
                     boxes = _layout_boxes(one.layout, two.layout, pairing, self._local, self._peer, layer)
                     found = known[pair] = Overlap(boxes, [])
                 found.places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
 
-    def _pairing(self, groups: tuple[int, int], layer: str) -> Pairing:
-        """Return the pairing of a local and a peer group, checked when it is first asked for."""
-        found = self._pairings.get(groups)
-        if found is None:
-            check_groups_match(self._local.groups[groups[0]], self._peer.groups[groups[1]], layer)
-            found = self._pairings[groups] = pairing_of(self._local, self._peer, *groups)
+    def _begin(self, groups: tuple[int, int], layer: str) -> dict[tuple[Layout, Layout], Overlap]:
+        """Pair a local with a peer group, by the first layer that both hold, and return their overlaps: none yet."""
+        check_groups_match(self._local.groups[groups[0]], self._peer.groups[groups[1]], layer)
+        self._pairings[groups] = pairing_of(self._local, self._peer, *groups)
+        found = self._overlaps[groups] = {}
         return found
 
     def _has_same_names(self, mine: Placed, theirs: Placed, known: Mapping[tuple[Layout, Layout], Overlap]) -> bool:
