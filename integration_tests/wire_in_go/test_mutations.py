@@ -120,6 +120,18 @@ def test_notifications(gopher: Gopher) -> None:
         assert tuple(read["request_ids"] or ()) == ours.request_ids, frame
 
 
+def test_heartbeats_of_too_many_requests(gopher: Gopher) -> None:
+    pairs = [f'["{number}","n"]' for number in range(8194)]
+    for count in (8192, 8193, 8194):
+        plain = "HB:" + ",".join(map(str, range(count)))
+        ours = f"HB:,KVH:[{','.join(pairs[:count])}]"
+        for text in (plain, ours, "x" + plain + ":1", "PUSH_REG:" + plain):
+            parsed = Codec().parse_notification(text.encode())
+            assert gopher.ok("notification", hex=text.encode().hex())["notification"]["reason"] == parsed.reason, text[
+                :20
+            ]
+
+
 def test_a_go_listener_outlives_mutated_queries_and_connections(gopher: Gopher) -> None:
     port = listen(gopher)
     draw = random.Random(6)

@@ -13,6 +13,7 @@ const (
 	maxRequestBytes      = 4096
 	maxReaders           = 65536
 	maxNotificationBytes = 1 << 20
+	maxHeartbeatIDs      = 8192
 )
 
 // Notification is what a reader reports to the worker that it reads from.
@@ -33,6 +34,8 @@ func parseNotification(payload []byte) Notification {
 		return unknown("oversized")
 	case bytes.HasPrefix(payload, []byte("PUSH_REG:")):
 		return unknown("push-registration")
+	case bytes.Count(payload, []byte(",")) > maxCommas(payload):
+		return unknown("oversized")
 	case !utf8.Valid(payload):
 		return unknown("not-utf8")
 	}
@@ -44,6 +47,14 @@ func parseNotification(payload []byte) Notification {
 		return parseHeartbeat(rest)
 	}
 	return parseRead(text)
+}
+
+// maxCommas counts two commas a request in the form with nonces, one in the other.
+func maxCommas(payload []byte) int {
+	if bytes.HasPrefix(payload, []byte("HB:,KVH:")) {
+		return 2 * maxHeartbeatIDs
+	}
+	return maxHeartbeatIDs
 }
 
 func parseHeartbeat(rest string) Notification {
