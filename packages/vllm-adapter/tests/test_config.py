@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import facts
@@ -78,7 +79,8 @@ def test_a_ticket_names_only_ports_within_peer_ports(given: dict[str, object], p
     assert ticket is not None
     ticket["remote_port"] = port
     consumer = Engine("D")
-    consumer.parts.make_state = SchedulerParts(consumer.facts, settings).make_state  # type: ignore[method-assign]
+    parts: Any = consumer.parts
+    parts.make_state = SchedulerParts(consumer.facts, settings).make_state
     consumer.side = SchedulerSide(consumer.facts, consumer.parts)  # type: ignore[arg-type]
     consumer.admit("d", ticket, TEXT)
     assert consumer.refusals() == codes

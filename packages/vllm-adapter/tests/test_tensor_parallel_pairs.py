@@ -149,12 +149,12 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
         tokens=len(PEER_IDS) * TOKENS, nonce="n",
     )  # fmt: skip
     reads.read(wanted)
-    (asked,) = handshakes.asked
-    peers = {
-        (pp, tp): Metadata(geometry=pack_document(producers[tp].document), agent_metadata=b"%d" % tp)
-        for pp, tp in asked["ranks"]
-    }
-    handshakes.answer(Outcome(peers=peers))
+    for asked in handshakes.asked:  # the first rank alone, then those that are needed
+        peers = {
+            (pp, tp): Metadata(geometry=pack_document(producers[tp].document), agent_metadata=b"%d" % tp)
+            for pp, tp in asked["ranks"]
+        }
+        asked["on_done"](Outcome(peers=peers))
     for transfer_id in agent.moved:
         reads.transfer_ended(Result(transfer_id))
     assert [(done.end.code, done.end.message) for done in finished] == [("", "")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
 from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.worker.transfer.parts import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
@@ -193,3 +197,46 @@ def test_convolution_rows_are_derived_where_all_their_parts_shrink_alike_and_ref
     with pytest.raises(TopologyError) as caught:
         derived(local, facts_of(halves[0, 0], engine(2)), tp=4)
     assert caught.value.code == "layout-not-dense"
+
+
+@pytest.mark.parametrize(("true_tp", "told_tp"), [pair for pair in product((1, 2, 4), (1, 2, 4)) if pair[0] != pair[1]])
+def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: int) -> None:
+    """A rank that is not there must not be asked for. Latent attention is replicated, so its pages are the same at any size."""
+    for model, is_told in ((DENSE, True), (HYBRID, True), (LATENT, False)):
+        engine = EngineSpec(true_tp, block_tokens=96, kernel_block_tokens=32)
+        ours = build_engine(model, EngineSpec(1, block_tokens=96, kernel_block_tokens=32))[0, 0]
+        first: Any = SimpleNamespace(
+            geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None, region_names=None
+        )
+        vars(first).update(facts_of(build_engine(model, engine)[0, 0], engine))
+        planner = PeerPlanner(
+            with_names(to_document(ours)),
+            PeerGeometry(Planner().reshard, [False] * len(ours.groups)),
+            Planner(),
+            "DRAM",
+        )
+        address: Any = Sizes(told_tp)
+        with pytest.raises(AdapterError) if is_told else nullcontext() as caught:
+            planner.check_sizes(address, first)
+        assert not is_told or caught.value.code in {"page-bytes-differ", "state-bytes-differ"}
+        planner.check_sizes(Sizes(true_tp), first)  # type: ignore[arg-type]
+
+
+def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
+    engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
+    whole = build_engine(DENSE, engine)[0, 0]
+    document = with_names(to_document(whole))
+    planner = PeerPlanner(document, PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM")
+    first: Any = SimpleNamespace(geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None)
+    vars(first).update(facts_of(whole, engine))
+    told: Any = Sizes(1, pp=2)
+    with pytest.raises(AdapterError, match="pipeline ranks") as caught:
+        planner.check_sizes(told, first)
+    assert caught.value.code == "pipeline-size-differs"
+    names = first.region_names
+    for field in ("kv_caches_base_addr", "block_lens", "block_strides", "region_names"):
+        setattr(first, field, getattr(first, field)[: len(names) // 2])
+    planner.check_sizes(told, first)  # the first stage of two
+    first.geometry = b"{}"
+    first.region_names = names
+    planner.check_sizes(told, first)  # ours: its listener refuses a rank that is not there

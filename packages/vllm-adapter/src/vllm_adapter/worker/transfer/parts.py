@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.errors import AdapterError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.observe.recorder import Recorder
@@ -69,6 +71,27 @@ class PeerPlanner:
         """Return the ranks whose metadata is needed before `plan`; raises a coded error for sizes that cannot be."""
         return self.planner.target_ranks(self.document, peer_tp=peer.tp, peer_pp=peer.pp, peer_dcp=peer.dcp)
 
+    def check_sizes(self, peer: PeerAddress, first: PeerMetadata) -> None:
+        """Raise a coded error if the metadata of rank (0, 0) of vLLM's own connector shows that its engine has other sizes.
+
+        Our own listeners refuse a rank that is not there, and live.
+        """
+        if first.geometry is not None or first.capabilities:
+            return
+        if peer.pp > 1 and {*_layers(self.document)} <= {*(first.region_names or ())}:
+            raise AdapterError(
+                f"a ticket says that the peer has {peer.pp} pipeline ranks, but the first holds all layers of this one",
+                code="pipeline-size-differs",
+                fault="peer",
+                context={"pp": peer.pp},
+            )
+        try:
+            self.peer_geometry.document(self.document, first, (0, 0), peer)
+        except AdapterError as error:
+            # Of a pipeline's first rank only some layers may be held here; what is held is compared when the reads are planned.
+            if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
+                raise
+
     def plan(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerPlan:
         """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
         documents = {
@@ -79,6 +102,10 @@ class PeerPlanner:
     def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
         """Return where a peer rank's pages live."""
         return self.peer_geometry.memory_kind(metadata)
+
+
+def _layers(document: GeometryDocument) -> Iterator[str]:
+    return (member.layer for region in document["regions"] for member in region["members"])
 
 
 def code_of(error: Exception) -> str:

@@ -22,7 +22,7 @@ from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
     from vllm_adapter.steps import Rank
@@ -142,17 +142,53 @@ class PeerDirectory:
         engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
         self._engines[peer] = engine
         try:
+            ranks = self._planner.target_ranks(peer)
+        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
+            self._fail(engine, code_of(error), str(error))
+            return
+        if self._limits.only_ours or set(ranks) == {(0, 0)}:
+            self._ask(engine, ranks, self._handshake_ended)
+        else:  # no seal is required, so the sizes are a client's word
+            self._ask(engine, ((0, 0),), self._first_rank_told)
+
+    def _ask(
+        self, engine: PeerEngine, ranks: Sequence[Rank], told: Callable[[PeerEngine, HandshakeOutcome], None]
+    ) -> None:
+        peer = engine.address
+        try:
             self._parts.handshakes.request(
                 host=peer.host,
                 port=peer.port,
-                ranks=self._planner.target_ranks(peer),
+                ranks=ranks,
                 engine_id=peer.engine_id,
                 dialect=self._dialect_for(peer),
                 generation=peer.generation,
-                on_done=lambda outcome: self._parts.agent.call_soon(lambda: self._handshake_ended(engine, outcome)),
+                on_done=lambda outcome: self._parts.agent.call_soon(lambda: told(engine, outcome)),
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
+
+    def _first_rank_told(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
+        """Ask for the other ranks that a ticket names, unless rank (0, 0) of vLLM's own connector shows that it lies.
+
+        A listener of vLLM itself ends on a query for a rank that it does not have. Every engine has rank (0, 0), and the length
+        of its pages says how many heads a rank holds. Example: pages of 8 heads of 8 belong to tp 1; a ticket that says tp 2 is
+        refused (`page-bytes-differ`) before rank (0, 1) is asked for.
+        """
+        if self._engines.get(engine.address) is not engine:
+            return
+        try:
+            if outcome.is_ok:
+                self._planner.check_sizes(engine.address, outcome.peers[0, 0])
+            ranks = self._planner.target_ranks(engine.address)
+        except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
+            self._parts.recorder.count("num_failed_handshakes")
+            self._fail(engine, code_of(error), f"engine {engine.engine_id} is not asked for further ranks: {error}")
+            return
+        if outcome.is_ok and set(ranks) - outcome.peers.keys():
+            self._ask(engine, ranks, self._handshake_ended)
+        else:
+            self._handshake_ended(engine, outcome)
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to ask in: the ticket's, unless its queries have another shape than the configured one's.
