@@ -105,7 +105,7 @@ class Admissions:
             return Admission("none", error.code, str(error))
         if kind == "none":
             return BYSTANDER
-        if request_id.startswith(self._reserved):
+        if self._reserved and request_id.startswith(self._reserved):
             request.rejected_code = "ticket-id-reserved"
             message = (
                 f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"

@@ -36,13 +36,13 @@ class ObservedClock:
             raise InvalidConfig(f"max_step_s is {max_step_s}, must be positive")
         # Finite, so that no infinite reading is within a step.
         self._max_step_s = min(max_step_s, _LARGEST)
-        # Before the first reading: one that no reading is within a step of.
+        # Observed time is the reading itself from the first one until a pause or a step back.
+        self._is_real = False
+        # The last reading after that; infinite before the first.
         self._last_s = math.inf
-        # Observed time runs with the readings since this one; a pause or a step back begins anew.
+        # Observed time then runs with the readings since this one; each pause or step back begins anew.
         self._from_reading_s = 0.0
         self._from_s = 0.0
-        # Nothing unusual has happened: observed and real time are equal.
-        self._is_real = True
         self.observed_s = 0.0
 
     @property
@@ -60,10 +60,10 @@ class ObservedClock:
         Raises:
             InvalidEvent: `invalid-event`, for a reading that is no finite number of at least zero.
         """
-        last_s = self._last_s
+        last_s = self.observed_s
         # Nearly every reading. What is not before a good reading and not far after it is good itself.
         if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s and self._is_real:
-            self._last_s = self.observed_s = now_s
+            self.observed_s = now_s
             return now_s
         return self._observe_unusual(now_s)
 
@@ -73,23 +73,29 @@ class ObservedClock:
         Raises:
             InvalidEvent: As `observe`.
         """
-        now_s, last_s = _checked(now_s), self._last_s
+        now_s, last_s = _checked(now_s), self._last_reading()
         if last_s == math.inf or (self._is_real and last_s <= now_s <= last_s + self._max_step_s):
             return now_s
         return self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
 
     def _observe_unusual(self, now_s: float) -> float:
-        now_s, last_s = _checked(now_s), self._last_s
-        self._last_s = now_s
+        now_s = _checked(now_s)
+        last_s = self._last_reading()
         if last_s == math.inf:
+            self._is_real = True
             self.observed_s = now_s  # the first reading is taken as it is
-        elif last_s <= now_s <= last_s + self._max_step_s:
+            return now_s
+        if last_s <= now_s <= last_s + self._max_step_s:
             self.observed_s = self._from_s + (now_s - self._from_reading_s)
         else:
             self._is_real = False
             self.observed_s += max(0.0, min(now_s - last_s, self._max_step_s))
             self._from_s, self._from_reading_s = self.observed_s, now_s
+        self._last_s = now_s
         return self.observed_s
+
+    def _last_reading(self) -> float:
+        return self.observed_s if self._is_real else self._last_s
 
     def to_reading(self, observed_s: float) -> float:
         """Return the clock reading at which observed time reaches `observed_s`, if it is watched until then."""

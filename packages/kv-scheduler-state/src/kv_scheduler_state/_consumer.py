@@ -122,7 +122,7 @@ class Consumers:
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
         tokens = record.loadable_tokens - computed_tokens
-        if tokens <= 0 or (record.ticket.kind == "readback" and tokens < self._config.recompute_threshold_tokens):
+        if tokens <= 0 or (tokens < self._config.recompute_threshold_tokens and record.ticket.kind == "readback"):
             return 0
         if hand_over is None:
             return tokens
@@ -162,7 +162,8 @@ class Consumers:
         if record.hand_over is not None:
             record.hand_over.read()
         if "order-read" in row.effects:
-            self._outbox.read(_read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True))
+            order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            self._outbox.read(request_id, order)
 
     def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Read nothing for a request that has a ticket, and tell the peer unless another request needs the hand-over.
@@ -173,7 +174,9 @@ class Consumers:
         state, hand_over = record.state, record.hand_over
         is_waiting = state == "queued"
         rows = self._on_hit[is_waiting and hand_over is not None and hand_over.is_wanted_by_others]
-        self.settle(request_id, record, rows.get(state) or self.table.refuse(request_id, state, "hit"), now_s)
+        row = rows.get(state) or self.table.refuse(request_id, state, "hit")
+        if row.effects or row.target != state:
+            self.settle(request_id, record, row, now_s)
         if is_waiting:
             self.hand_overs.leave(record)
 
@@ -217,7 +220,7 @@ class Consumers:
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order that the peer is told: nobody reads the hand-over."""
-        self._outbox.read(_read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+        self._outbox.read(request_id, _read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Give up a ticket that was not used yet; order the bad end of a read under way."""

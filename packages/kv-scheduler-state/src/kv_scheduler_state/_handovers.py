@@ -127,4 +127,5 @@ class HandOvers:
 
 def key_of(ticket: HandoffTicket) -> TicketKey:
     """Return what the requests that hold the same ticket have in common."""
-    return ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence
+    _, peer, peer_request_id, _, _, _, fence, nonce, _, _, _, _, _ = ticket
+    return peer.engine_id, peer_request_id, nonce, fence

@@ -88,9 +88,9 @@ class Outbox:
         )
         self._rare: Final = self._parts[_COMMON:]
 
-    def read(self, order: ReadOrder) -> None:
+    def read(self, request_id: str, order: ReadOrder) -> None:
         """Order a read, or replace the one that waits."""
-        self.reads[order.request_id] = order
+        self.reads[request_id] = order
         self.has_orders = True
 
     def expect(self, request_id: str, fence: tuple[int, int] | None) -> None:

@@ -52,7 +52,10 @@ class Outstanding:
 
     def has_room(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether the quotas admit one more lease, of these blocks."""
-        return len(self) < self._max_leases and sum(self._blocks) + sum(self._counts(block_ids)) <= self._max_blocks
+        if len(self) >= self._max_leases:
+            return False
+        nulls = 0 if self._null is None else sum(ids.count(self._null) for ids in block_ids)
+        return sum(self._blocks) + sum(map(len, block_ids)) - nulls <= self._max_blocks
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -62,9 +65,13 @@ class Outstanding:
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
         self._leased[request_id] = record
-        record.leased_blocks = counts = tuple(map(len, block_ids)) if self._null is None else self._counts(block_ids)
-        for group, count in enumerate(counts):
+        null = self._null
+        counts: list[int] = []
+        for group, ids in enumerate(block_ids):
+            count = len(ids) if null is None else len(ids) - ids.count(null)
+            counts.append(count)
             self._blocks[group] += count
+        record.leased_blocks = counts
 
     def revoke(self, request_id: str, now_s: float) -> None:
         """Note a lease that was taken back: the workers have yet to end it."""
@@ -86,9 +93,3 @@ class Outstanding:
     def oldest(self) -> tuple[str, ProducerRecord] | None:
         """Return the lease to take back first; None if none is out, or if blocks of another one are still awaited."""
         return None if self._revoked else next(iter(self._leased.items()), None)
-
-    def _counts(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        null = self._null
-        if null is None:
-            return tuple(map(len, block_ids))
-        return tuple([len(ids) - ids.count(null) for ids in block_ids])

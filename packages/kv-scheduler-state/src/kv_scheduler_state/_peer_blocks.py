@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state._blocks import BlockIds
     from kv_scheduler_state._config import GroupConfig
+    from kv_scheduler_state._ticket import PeerAddress
 
 __all__ = ["PeerBlocks"]
 
@@ -47,13 +48,13 @@ class PeerBlocks:
         self._null = null
         self._is_whole = all(group.kind == "full" for group in groups)
 
-    def lists(self, fields: Mapping[object, object], ids: BlockIds, dcp: int) -> tuple[BlockList, ...]:
+    def lists(self, fields: Mapping[object, object], ids: BlockIds, peer: PeerAddress) -> tuple[BlockList, ...]:
         """Return one block list per group.
 
         Args:
             fields: The ticket.
             ids: Its block ids, checked, as many lists as there are groups.
-            dcp: The peer's decode-context-parallel size.
+            peer: The engine that wrote the ticket.
 
         Raises:
             TicketError: `ticket-first-token`, `ticket-blocks`, `ticket-type`.
@@ -65,7 +66,7 @@ class PeerBlocks:
                 if len(ids) == 1:
                     return (new_tuple(BlockList, (ids[0], 0, null)),)
                 return tuple([new_tuple(BlockList, (group, 0, null)) for group in ids])
-            first = [self._first_token(number, ids, dcp) for number in range(len(ids))]
+            first = [self._first_token(number, ids, peer.dcp) for number in range(len(ids))]
             null = self._null
         else:
             first, null = told, _null_block(fields.get("kv_null_block"))

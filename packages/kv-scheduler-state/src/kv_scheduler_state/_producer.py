@@ -125,8 +125,10 @@ class Producers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        row = self.require_allocation(request_id, record, preemptions)
-        if preemptions != record.preemptions:
+        if preemptions == record.preemptions:
+            row = self._on_allocate.get(record.state) or self.table.refuse(request_id, record.state, "allocate")
+        else:
+            row = self.require_allocation(request_id, record, preemptions)
             preemption = self._on_preempt.get(record.state) if preemptions > record.preemptions else None
             record.preemptions = preemptions
             if preemption is not None:
@@ -225,8 +227,9 @@ class Producers:
         if "grant" not in row.effects:
             return None
         template, _ = self._readback if record.is_readback else self._handoff
-        fence = record.fence
-        tokens = self._tokens_of(record, computed_tokens)
+        fence, tokens = record.fence, computed_tokens
+        if tokens > record.prompt_tokens:
+            tokens = self._tokens_of(record, tokens)
         params = template.copy()
         params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
         params["remote_request_id"] = request_id
@@ -284,17 +287,15 @@ class Producers:
         """Take back the fence slot of a lease that every worker has ended."""
         record.advance(row, now_s)
         self.leases.end(request_id, record)
-        if "return-slot" in row.effects:
-            self._return_slot(record)
+        if "return-slot" in row.effects and record.fence is not None:
+            self.fences.give_back(record.fence[0])
+            record.fence = None
 
     def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
         if not self.outbox.withdraw(request_id):
             self.outbox.add(self.outbox.releases, request_id)
         # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
         # slot's next owner are applied after this one's.
-        self._return_slot(record)
-
-    def _return_slot(self, record: ProducerRecord) -> None:
         if record.fence is not None:
             self.fences.give_back(record.fence[0])
             record.fence = None

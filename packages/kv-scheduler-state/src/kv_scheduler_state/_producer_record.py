@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_scheduler_state._machine import Trace, Transition
 
 __all__ = ["ProducerRecord"]
@@ -36,7 +38,7 @@ class ProducerRecord:
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
         # Per group, while the lease is out.
-        self.leased_blocks: tuple[int, ...] = ()
+        self.leased_blocks: Sequence[int] = ()
         # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
         self.preemptions = 0
         self.is_preemption_due = False

@@ -135,7 +135,7 @@ class TicketReader:
                 kind,
                 peer,
                 self._request_id(get("remote_request_id")),
-                self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer.dcp),
+                self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer),
                 None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
