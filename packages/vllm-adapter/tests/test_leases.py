@@ -2,53 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
-from fakes import FakeAgent, FakeRecorder
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from lease_bench import FENCE, Bench
 
 from kv_handshake import Codec
-from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
-from vllm_adapter.worker.transfer.leases import LeaseKeeper
-from vllm_adapter.worker.transfer.parts import TransferParts
-
-FENCE = (3, 77)
-
-
-class Bench:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-        self.sent: list[str] = []
-        self.agent = FakeAgent()
-        self.recorder = FakeRecorder()
-        self.counts, self.log = self.recorder.counts, self.recorder.lines
-        untyped: Any = (self.agent, None, self.recorder)
-        agent, handshakes, recorder = untyped
-        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P")
-        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
-
-    @property
-    def lags(self) -> list[float]:
-        return [value for key, value in self.recorder.observed if key == "heartbeat_lag"]
-
-    def expect(self, request_id: str = "r") -> None:
-        self.leases.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))
-
-    def grant(self, request_id: str = "r", lease_s: float = 30.0, nonce: str = "") -> None:
-        self.leases.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE, nonce),)))
-
-    def beat(self, after_s: float, *request_ids: str, reader: str = "D", nonce: str = "") -> None:
-        self.now_s += after_s
-        for payload in Codec().heartbeats([(name, nonce) for name in request_ids or ("r",)]):
-            self.leases.notified(reader, payload)
-
-    def read(self, request_id: str = "r", *, reader: str = "D", count: int = 1, nonce: str = "") -> None:
-        self.leases.notified(
-            reader, Codec().read_complete(request_id, count, nonce=nonce, consumer=nonce and "engine D")
-        )
+from kv_scheduler_state import GrantOrder, StepPlan
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from factories import ELEMENT_BYTES, HEAD_SIZE, TOKENS, attention_cache, facts
 from fakes import Outcome, Stall, order
+from lease_bench import Bench as LeaseBench
 from read_bench import Bench
 from scheduler_engine import Engine
-from test_leases import Bench as LeaseBench
 
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.cli import main

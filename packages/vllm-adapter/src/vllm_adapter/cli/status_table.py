@@ -133,8 +133,9 @@ def _thread(answer: Answer, state: str) -> str:
 
 def _leases(answer: Answer) -> str:
     blocks, held = answer.get("leased_blocks"), answer.get("leased_bytes")
-    more = f" ({blocks} blocks, {_size(held)})" if isinstance(held, int) and held else ""
-    return _count(answer, "leases") + more
+    if not blocks:
+        return _count(answer, "leases")
+    return f"{_count(answer, 'leases')} ({blocks} blocks{', ' + _size(held) if held else ''})"
 
 
 def _count(answer: Answer, name: str) -> str:
