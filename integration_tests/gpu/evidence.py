@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import subprocess
@@ -25,7 +26,16 @@ def device_facts():
         "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "vllm": _version("vllm"),
+        "vllm-adapter": _version("vllm-adapter"),
     }
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _driver():
@@ -40,7 +50,7 @@ def commit():
     return done.stdout.strip() or "unknown"
 
 
-def make_evidence(facts, implementation, results, bandwidth):
+def make_evidence(facts, implementation, results, bandwidth, figures=None):
     """Return the evidence; it is green only if a GPU was there, something ran, and all of it passed."""
     is_green = "reason" not in facts and bool(results) and all(outcome == "passed" for outcome in results.values())
     return {
@@ -52,6 +62,7 @@ def make_evidence(facts, implementation, results, bandwidth):
         "python": platform.python_version(),
         "results": dict(results),
         "bandwidth_gb_s": dict(bandwidth),
+        "figures": dict(figures or {}),
         "is_green": is_green,
     }
 
@@ -67,9 +78,8 @@ def render_page(evidence):
     ]
     if "reason" in device:
         return "\n".join([*lines, f"**Not run**: {device['reason']}. Nothing is shown.", ""])
-    verdict = "passed" if evidence["is_green"] else "FAILED"
     lines += [
-        f"**{verdict.capitalize() if verdict == 'passed' else verdict}** at {evidence['taken_at']}, commit {evidence['commit']}.",
+        f"**{_verdict(evidence)}** at {evidence['taken_at']}, commit {evidence['commit']}.",
         "",
         "| what | value |",
         "|---|---|",
@@ -86,7 +96,18 @@ def render_page(evidence):
         *(f"| {place} | {figure} |" for place, figure in sorted(evidence["bandwidth_gb_s"].items())),
         "",
     ]
+    if evidence["figures"]:
+        rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in sorted(evidence["figures"].items()))
+        lines += ["| figure of a test | value |", "|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def _verdict(evidence):
+    """Return the word at the head of the page: a part that did not run is never passed over."""
+    if evidence["is_green"]:
+        return "Passed"
+    outcomes = evidence["results"].values()
+    return "INCOMPLETE" if all(one == "passed" or one.startswith("not run") for one in outcomes) else "FAILED"
 
 
 def _cell(text):

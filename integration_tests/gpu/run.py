@@ -8,9 +8,11 @@ Exit code 0: all passed on a GPU. 1: something failed. 77: there is no GPU, noth
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +56,44 @@ def run_place(torch, place, results, bandwidth):
         print(f"{name}: {results[name]}", flush=True)
 
 
+def outcomes_of(report):
+    """Return the outcome of every test in a JUnit report; a report that is not there is a part that did not run."""
+    part = report.stem
+    if not report.exists():
+        return {part: "not run"}
+    found = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        failure = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skip = case.find("skipped")
+        outcome = "passed"
+        if failure is not None:
+            outcome = f"failed: {failure.get('message', '')}"
+        elif skip is not None:
+            outcome = f"not run: {skip.get('message', '')}"
+        found[f"{part}:{case.get('name')}"] = outcome
+    return found or {part: "not run"}
+
+
+def figures_of(path):
+    """Return what tests noted as figures, by test and name."""
+    if path is None or not path.exists():
+        return {}
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return {f"{line['test']}: {line['name']}": line["value"] for line in lines}
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="gpu-evidence.json", help="file for the evidence (default: %(default)s)")
     parser.add_argument("--record", type=Path, metavar="PAGE", help="also write the evidence as this Markdown page")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        action="append",
+        default=[],
+        help="JUnit report of another part, whose outcomes count too",
+    )
+    parser.add_argument("--figures", type=Path, help="figures that the other parts noted, a line of JSON each")
     parser.add_argument("--control", action="store_true", help="run the DRAM control alone, GPU or not; never green")
     options = parser.parse_args(arguments)
     results: dict[str, str] = {}
@@ -75,7 +111,9 @@ def main(arguments=None):
         probe.close()
         for place in ("dram-to-dram",) if options.control else PLACES:
             run_place(torch, place, results, bandwidth)
-    evidence = make_evidence(facts, implementation, results, bandwidth)
+    for report in options.report:
+        results |= outcomes_of(report)
+    evidence = make_evidence(facts, implementation, results, bandwidth, figures_of(options.figures))
     write_evidence(options.output, evidence)
     if options.record is not None:
         options.record.write_text(render_page(evidence))

@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from evidence import device_facts, make_evidence, render_page, write_evidence  # noqa: E402 - beside this file
+from run import figures_of, outcomes_of  # noqa: E402 - beside this file
 
 FACTS = {"name": "Fake GPU", "count": 1, "driver": "1.2", "torch": "2", "cuda": "12"}
 
@@ -62,6 +63,31 @@ def test_the_page_names_machine_versions_outcomes_and_figures():
         assert row in page.splitlines()
     assert "| vram-to-dram:read | failed: E: a \\| b second line |" in page.splitlines()
     assert "**Passed** at" in render_page(make_evidence(FACTS, "nixl 9", {"a": "passed"}, {}))
+
+
+def test_a_part_that_did_not_run_is_shown_and_never_green(tmp_path):
+    case = '<testcase name="{}">{}</testcase>'
+    cases = [case.format("a", ""), case.format("b", '<skipped message="no room"/>')]
+    report = tmp_path / "gpu-device.xml"
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    results = {**outcomes_of(report), **outcomes_of(tmp_path / "gpu-engines.xml")}
+    assert results == {"gpu-device:a": "passed", "gpu-device:b": "not run: no room", "gpu-engines": "not run"}
+    evidence = make_evidence(FACTS, "nixl 9", results, {})
+    assert evidence["is_green"] is False
+    assert "**INCOMPLETE** at" in render_page(evidence)
+    report.write_text(report.read_text().replace("skipped", "failure"))
+    results = outcomes_of(report)
+    assert results["gpu-device:b"] == "failed: no room"
+    assert "**FAILED** at" in render_page(make_evidence(FACTS, "nixl 9", results, {}))
+
+
+def test_figures_of_tests_are_on_the_page(tmp_path):
+    file = tmp_path / "figures.jsonl"
+    file.write_text('{"test": "t", "name": "host from host, 0..inf", "value": "zero-copy: cma/memory"}\n')
+    figures = figures_of(file)
+    page = render_page(make_evidence(FACTS, "nixl 9", {"a": "passed"}, {}, figures))
+    assert "| t: host from host, 0..inf | zero-copy: cma/memory |" in page.splitlines()
+    assert figures_of(None) == figures_of(tmp_path / "none") == {}
 
 
 def test_the_page_of_a_machine_without_a_gpu_says_not_run_and_nothing_else():

@@ -69,20 +69,15 @@ class Engine:
         self.settings = settings or Settings()
         self.name, self.tp, self.blocks, self.tokens, self.order = name, tp, blocks, tokens, order
         self.generation = next(_request_numbers)
-        self.memory = [
-            [empty_cache(blocks, HEADS // tp, tokens, is_heads_outer=order == "HND") for _ in range(LAYERS)]
-            for _ in range(tp)
-        ]
-        self.mirrors = [NumpyMirror(memory) for memory in self.memory] if has_mirror else []
-        visible = [mirror.arrays for mirror in self.mirrors] or self.memory
-        self.converters = [NumpyPages(memory) for memory in visible]
+        self.memory: list[list[Any]] = [[self._empty_cache() for _ in range(LAYERS)] for _ in range(tp)]
+        self.mirrors: list[Any] = []
+        self.converters: list[Any] = []
         facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
             worker = WorkerSide(facts[rank], WorkerParts(facts[rank], self.settings, port_factory=port_factory))
-            mirror = self.mirrors[rank] if has_mirror else None
-            worker.register(layer_caches(visible[rank]), self.converters[rank], mirror)
+            self._register(worker, self.memory[rank], has_mirror=has_mirror)
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
@@ -122,6 +117,29 @@ class Engine:
             group_ids=(0,),
             factors=dict(factors),
         )
+
+    # ---------------------------------------------------------------------- memory; another kind overrides these four
+
+    def _empty_cache(self) -> Any:
+        return empty_cache(self.blocks, HEADS // self.tp, self.tokens, is_heads_outer=self.order == "HND")
+
+    def _register(self, worker: WorkerSide, caches: list[Any], *, has_mirror: bool) -> None:
+        """Register a worker's layers, or their mirror, with what puts received pages in order."""
+        mirror = NumpyMirror(caches) if has_mirror else None
+        visible = caches if mirror is None else mirror.arrays
+        self.converters.append(NumpyPages(visible))
+        if mirror is not None:
+            self.mirrors.append(mirror)
+        worker.register(layer_caches(visible), self.converters[-1], mirror)
+
+    def _write(self, cache: Any, block: int, first: int, last: int, page: np.ndarray[Any, Any]) -> None:
+        """Compute the tokens [first, last) of a block: take them from `page` (head, token, content)."""
+        cache[block][:, first:last] = page[:, first:last]
+
+    def _read(self, cache: Any, block: int) -> np.ndarray[Any, Any]:
+        """Return a block as (head, token, content)."""
+        page: np.ndarray[Any, Any] = cache[block]
+        return page
 
     # ------------------------------------------------------------------------------------------------ vLLM's hooks
 
@@ -223,7 +241,7 @@ class Engine:
             first, last = max(start - place * self.tokens, 0), min(stop - place * self.tokens, self.tokens)
             if first < last:
                 page = page_of(request_id, layer, place, self.tokens)[rank * share : (rank + 1) * share]
-                self.memory[rank][layer][blocks[place]][:, first:last] = page[:, first:last]
+                self._write(self.memory[rank][layer], blocks[place], first, last, page)
 
     def start_decode(
         self, ticket: Mapping[str, object] | None, tokens: int, *, hit_blocks: int = 0, prompt: Any = None
@@ -263,7 +281,7 @@ class Engine:
         ):
             expected = page_of(source, layer, place, self.tokens)[rank * share : (rank + 1) * share]
             covered = -(-tokens // TOKENS) * TOKENS - place * self.tokens
-            page = self.memory[rank][layer][blocks[place]]
+            page = self._read(self.memory[rank][layer], blocks[place])
             np.testing.assert_array_equal(page[:, :covered], expected[:, :covered])
 
     def finish(self, request_id: str, reason: Any = "length") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["run_checks"]
 
 _BIN = Path(sys.executable).parent
+_NEIGHBOURS = {"gpu/device": "sim", "gpu/engines": "host/engines"}
+"""Folders of `integration_tests` whose tests are bodies of another folder, on another device."""
 
 
 def run_checks(*, fix: bool) -> int:
@@ -79,17 +82,27 @@ def _check_types_of_tests() -> None:
             ".",
         ]
         try:
-            run_step(name, command, cwd=folder, timeout_s=600)
+            run_step(name, command, env=_variables_of(folder), cwd=folder, timeout_s=600)
         except DevError as error:
             failures.append(str(error))
     if failures:
         raise DevError("\n".join(failures))
 
 
+def _variables_of(folder: Path) -> dict[str, str] | None:
+    """Return the variables under which mypy also finds the folder whose test bodies this one runs on another device."""
+    tests = ROOT / "integration_tests"
+    for name, neighbour in _NEIGHBOURS.items():
+        if folder == tests / name:
+            return {**os.environ, "MYPYPATH": str(tests / neighbour)}
+    return None
+
+
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    names = ("never_wrong", "sim", "real_io", "security", "wire_in_go", "gpu", "fleet", "host/inside", "host/engines")
+    plain = ("never_wrong", "sim", "real_io", "security", "wire_in_go", "fleet")
+    names = (*plain, "gpu", *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [
         folder for folder in (*packages, *inner, ROOT / "tools", ROOT / "tools" / "bench") if any(folder.glob("*.py"))

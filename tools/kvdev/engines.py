@@ -102,7 +102,7 @@ class Engine:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             **self.spec.environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_SITE), own_path])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_SITE), own_path, os.environ.get("KVDEV_HOST_SITE", "")])),
         }
 
     @property
@@ -235,8 +235,12 @@ def free_port() -> int:
 
 
 def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:
-    """Return (host python, model directory), making the model on the first call."""
-    python = host_environment(uv, vllm)
+    """Return (host python, model directory), making the model on the first call.
+
+    The host is the one that `KVDEV_HOST_PYTHON` names (the GPU stage's), else the environment of vLLM on CPU.
+    """
+    named = os.environ.get("KVDEV_HOST_PYTHON")
+    python = Path(named) if named else host_environment(uv, vllm)
     folder = STATE / "models" / family
     if not (folder / "made.json").exists():
         shutil.rmtree(folder, ignore_errors=True)

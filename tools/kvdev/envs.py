@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
     "browser_environment",
+    "build_wheels",
     "deploy_environment",
     "describe",
     "docs_environment",
@@ -187,7 +188,7 @@ def _group_environment(uv: Path, group: str, *alone: str) -> Path:
 
 
 def _install_lowest(uv: Path, venv: Path, package: str) -> None:
-    wheels = _build_wheels(uv, [package, *siblings_of(ROOT, package)])
+    wheels = build_wheels(uv, [package, *siblings_of(ROOT, package)])
     env = uv_environment()
     env["UV_FIND_LINKS"] = ",".join(filter(None, [env.get("UV_FIND_LINKS"), str(wheels)]))
     overrides = STATE / "lowest-overrides.txt"
@@ -238,7 +239,7 @@ def _install_vllm(uv: Path, venv: Path, vllm: str) -> None:
 
 def _install_ours(uv: Path, venv: Path) -> None:
     """Install the five wheels of this checkout, siblings found as wheels beside each other."""
-    files = sorted(_build_wheels(uv).glob("*.whl"))
+    files = sorted(build_wheels(uv).glob("*.whl"))
     env = uv_environment()
     run_step(
         "install our packages beside vLLM",
@@ -260,7 +261,7 @@ def _install_fleet(uv: Path, venv: Path) -> None:
     run_step("install Ray and vllm-router beside vLLM", [*pip, *words, *files], env=env, timeout_s=600)
 
 
-def _build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> Path:
+def build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> Path:
     """Build wheels of this checkout, all five unless told otherwise; return their folder, which holds nothing else."""
     wheels = STATE / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)

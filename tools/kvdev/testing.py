@@ -5,8 +5,6 @@ from __future__ import annotations
 import configparser
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdev.envs import DEFAULT_VLLM, fleet_environment, host_environment, lowest_environment, package_environment
+from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, fail, note, run_step
 
@@ -26,6 +25,8 @@ __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
 SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "host", "fleet", "gpu")
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
+_GPU_PARTS = ("gpu-device", "gpu-engines")
+"""Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
 _NO_TESTS_COLLECTED = 5
 
 
@@ -107,26 +108,55 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
     elif scope in {"host", "fleet"}:
         (_host if scope == "host" else _fleet)(uv, tally, options)
     else:
-        _gpu(tally, options, is_asked_for=is_asked_for)
+        _gpu(uv, tally, options, is_asked_for=is_asked_for)
 
 
-def _gpu(tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
-    if _has_gpu():
-        _pytest("gpu", _here(), ROOT / "integration_tests" / "gpu", tally, *options.words)
-        if options.is_recorded:
-            _record_gpu(_here())
+def _gpu(uv: Path, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
+    """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
+    python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
+    if python is None:
+        tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
+        if is_asked_for:
+            tally.failed += 1
+            tally.failures.append("gpu")
         return
-    tally.not_run.append("not run: gpu (this machine has no NVIDIA GPU; the GPU stage is not green, it did not happen)")
-    if is_asked_for:
-        tally.failed += 1
-        tally.failures.append("gpu")
+    site, reports = install_beside(uv, python), STATE / "reports"
+    figures = reports / "gpu-figures.jsonl"
+    for old in (figures, *(reports / f"{name}.xml" for name in _GPU_PARTS)):
+        old.unlink(missing_ok=True)
+    variables = {**os.environ, **gpu_environment(python, site, figures)}
+    inside = {**variables, "PYTHONPATH": str(site)}
+    folder = ROOT / "integration_tests" / "gpu"
+    _pytest("gpu", python, folder / "test_gpu.py", tally, *options.words, env=inside)
+    _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *options.words, env=inside)
+    engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
+    _pytest(
+        "gpu-engines",
+        _here(),
+        folder / "engines",
+        tally,
+        "--timeout=900",
+        *options.words,
+        env=engines,
+        timeout_s=2400,
+    )
+    if options.is_recorded:
+        _record_gpu(python, inside, figures)
 
 
-def _record_gpu(python: Path) -> None:
-    """Run the GPU stage once more by itself and write its page, also where it fails."""
-    run = ROOT / "integration_tests" / "gpu" / "run.py"
-    command: list[str | Path] = [python, run, "--output", STATE / "reports" / "gpu.json", "--record", GPU_PAGE]
-    run_step("record the GPU stage", command, timeout_s=1200)
+def _record_gpu(python: Path, environment: Mapping[str, str], figures: Path) -> None:
+    """Run the agent's part once more by itself and write the page from all parts, also where one failed or did not run."""
+    reports = STATE / "reports"
+    command: list[str | Path] = [
+        python,
+        ROOT / "integration_tests" / "gpu" / "run.py",
+        "--output",
+        reports / "gpu.json",
+    ]
+    for name in _GPU_PARTS:
+        command += ["--report", reports / f"{name}.xml"]
+    command += ["--figures", figures, "--record", GPU_PAGE]
+    run_step("record the GPU stage", command, env=environment, timeout_s=1200)
 
 
 def _check(tally: _Tally) -> None:
@@ -188,9 +218,14 @@ def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
     folder = ROOT / "integration_tests" / "host"
     python = host_environment(uv, options.vllm)
     _pytest("host-inside", python, folder / "inside", tally, *options.words)
+    # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
+    _pytest("host-device", python, ROOT / "integration_tests" / "gpu" / "device", tally, *options.words)
     env = {**os.environ, "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
     words = ["--timeout=900", *options.words]
     _pytest("host-engines", _here(), folder / "engines", tally, *words, env=env, timeout_s=2400)
+    if options.is_long:
+        families = ROOT / "integration_tests" / "gpu" / "engines"
+        _pytest("host-families", _here(), families, tally, *words, env=env, timeout_s=2400)
 
 
 def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
@@ -271,10 +306,3 @@ def _last_part(log: Path, lines: int = 120) -> str:
 
 def _here() -> Path:
     return Path(sys.executable)
-
-
-def _has_gpu() -> bool:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return False
-    return subprocess.run([command, "-L"], capture_output=True, check=False, timeout=60).returncode == 0

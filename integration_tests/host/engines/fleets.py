@@ -31,6 +31,17 @@ LEASE_S = 15
 NO_PREFIX_CACHE = ("mamba", "mamba-one-group", "mla", "mla-calm")
 """vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
 
+DEVICE = os.environ.get("KVDEV_DEVICE", "cpu")
+# Where the processor has AMX, vLLM would choose kernels for latent attention that only take bfloat16.
+_CPU_MLA = ["--attention-backend", "CPU_MLA"]
+_ON_CUDA = ["--block-size", "128"]
+DEVICE_ARGUMENTS: dict[str, dict[str, list[str]]] = {
+    "cpu": {"mla": _CPU_MLA, "mla-calm": _CPU_MLA},
+    # Blocks as on CPU. Latent attention has kernels for 16-bit elements alone there.
+    "cuda": {"dense": _ON_CUDA, "mla": ["--dtype", "bfloat16"], "mla-calm": ["--dtype", "bfloat16"]},
+}
+"""Arguments of a family's engines, by the device that `KVDEV_DEVICE` names (`dev.py test gpu`)."""
+
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 REFUSED = "vllm:kv_transfer_num_refused_tickets_total"
@@ -155,6 +166,18 @@ class Fleet:
                 return
         raise AssertionError(f"{decode} cannot read from {prefill}: {self.log(decode)[-2000:]}")
 
+    def assert_handed_over(self, prefill: str, decode: str, texts: Sequence[str], expected: Sequence[str]) -> None:
+        """Prompts handed over give the expected texts; each is counted, none failed, and nothing was recomputed."""
+        transfers, failed = self.count(decode, TRANSFERS), self.count(decode, FAILED)
+        computed = self.count(decode, COMPUTED, source="local_compute")
+        assert self.answers(texts, prefill=prefill, decode=decode) == expected
+        assert self.count(decode, TRANSFERS) - transfers >= len(texts)
+        assert self.count(decode, FAILED) == failed
+        # State models recompute the last prompt token by design.
+        due = len(texts) if self.family == "mamba" else 0
+        assert self.count(decode, COMPUTED, source="local_compute") - computed <= due
+        self.assert_all_blocks_free()
+
     # ----------------------------------------------------------------------------------------------------- looking
 
     def count(self, engine: str, name: str, **labels: str) -> float:
@@ -210,9 +233,7 @@ def started_fleet(
         **(environment or {}),
     }
     more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
-    if family.startswith("mla"):
-        # Where the processor has AMX, vLLM would choose kernels that only take bfloat16.
-        more += ["--attention-backend", "CPU_MLA"]
+    more += DEVICE_ARGUMENTS[DEVICE].get(family, [])
     allowed = sorted(os.sched_getaffinity(0))
     specs = [
         EngineSpec(

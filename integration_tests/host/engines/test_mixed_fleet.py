@@ -35,18 +35,6 @@ LEASE_S = 4
 MIXED = [("ours", "hosts"), ("hosts", "ours")]
 
 
-def assert_handed_over(fleet: Fleet, prefill: str, decode: str, texts: list[str], expected: list[str]) -> None:
-    transfers, failed = fleet.count(decode, TRANSFERS), fleet.count(decode, FAILED)
-    computed = fleet.count(decode, COMPUTED, source="local_compute")
-    assert fleet.answers(texts, prefill=prefill, decode=decode) == expected
-    assert fleet.count(decode, TRANSFERS) - transfers >= len(texts)
-    assert fleet.count(decode, FAILED) == failed
-    # State models recompute the last prompt token by design.
-    due = len(texts) if fleet.family == "mamba" else 0
-    assert fleet.count(decode, COMPUTED, source="local_compute") - computed <= due
-    fleet.assert_all_blocks_free()
-
-
 @pytest.mark.parametrize("family", ["sliding-window", "mamba"])
 def test_a_family_crosses_in_every_pairing(family: str) -> None:
     """Two engines run at a time: more of them leave two cores too little to answer within vLLM's five seconds."""
@@ -55,7 +43,7 @@ def test_a_family_crosses_in_every_pairing(family: str) -> None:
             fleet.only(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(4)]
             fleet.let_meet(prefill, decode)
-            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+            fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
 
 
 def test_both_connectors_explain_themselves_read_from_one_another_and_renew_each_others_leases() -> None:
@@ -67,7 +55,7 @@ def test_both_connectors_explain_themselves_read_from_one_another_and_renew_each
         for number, (prefill, decode) in enumerate(MIXED):
             fleet.let_meet(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
-            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+            fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
             assert_a_queued_hand_over_arrives(fleet, prefill, decode, prompt(100 + number, 60))
         assert_the_same_is_scraped(fleet)
         says = "vLLM's own connector"
@@ -223,7 +211,7 @@ def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer
             fleet.only(prefill, decode)
             fleet.let_meet(prefill, decode)
             for text, answer in zip(texts, expected, strict=True):
-                assert_handed_over(fleet, prefill, decode, [text], [answer])
+                fleet.assert_handed_over(prefill, decode, [text], [answer])
 
 
 ONE_AND_TWO = {
@@ -251,4 +239,4 @@ def test_unequal_tensor_parallel_sizes(makers: tuple[Any, Any]) -> None:
         for number, (prefill, decode) in enumerate([("one", "two"), ("two", "one")][: 1 if is_mixed else 2]):
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(2)]
             fleet.let_meet(prefill, decode)
-            assert_handed_over(fleet, prefill, decode, texts, fleet.answers(texts, decode=prefill))
+            fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))

@@ -1,7 +1,7 @@
 """Conversion and restores on a device with streams: queued in an order that is right however late the device is; no waits.
 
-The device is a fake that does its work in any order that streams and events allow. No test runs these calls on CUDA yet;
-`integration_tests/gpu` covers NIXL and the agent alone.
+The device is a fake that does its work in any order that streams and events allow. `integration_tests/gpu/device` runs the same
+calls on a real one, where there is one.
 """
 
 from __future__ import annotations

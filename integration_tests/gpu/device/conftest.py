@@ -1,0 +1,60 @@
+"""The device that these tests run on: `KVDEV_DEVICE`, cpu unless it says cuda. The test bodies are the same on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "sim")]
+
+from torch_engine import TorchEngine  # noqa: E402  (beside this file)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "default")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The last device of the kind that was asked for; a test that was asked to run on a GPU never runs without one."""
+    kind = os.environ.get("KVDEV_DEVICE", "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    assert torch.cuda.is_available(), f"KVDEV_DEVICE={kind}, but torch sees no CUDA device"
+    return torch.device(kind, torch.cuda.device_count() - 1)
+
+
+@pytest.fixture
+def make(device: torch.device) -> Iterator[Callable[..., TorchEngine]]:
+    """A maker of engines with their caches on the device, on real NIXL, closed at the end."""
+    made: list[TorchEngine] = []
+
+    def build(name: str, **options: Any) -> TorchEngine:
+        made.append(TorchEngine(name, device, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """Return a function that notes a figure of this test for the evidence (a line of JSON in `KVDEV_FIGURES`)."""
+    path = os.environ.get("KVDEV_FIGURES")
+
+    def note(name: str, value: object) -> None:
+        print(f"{name}: {value}")
+        if path:
+            with Path(path).open("a") as file:
+                file.write(json.dumps({"test": request.node.name, "name": name, "value": str(value)}) + "\n")
+
+    return note
