@@ -188,7 +188,7 @@ def _storm(client: Client, asked: dict[str, Any]) -> dict[str, Any]:
         client.request(
             host="127.0.0.1",
             port=asked["hostile"],
-            ranks=[(0, 0)],  # one: the first bad reply ends a handshake, and no more of the others would be read
+            ranks=[(0, 0)],  # a single rank, since the first bad reply ends a handshake
             engine_id=f"{asked['engine']}{number}",
             dialect=14,
             on_done=ended,

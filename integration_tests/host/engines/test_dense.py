@@ -129,7 +129,7 @@ def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> Non
 def adapter(*words: str, code: int = 0) -> str:
     """Return what `vllm-adapter`, as installed beside vLLM, prints."""
     python, _ = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
-    command = [python.with_name("vllm-adapter"), *words]
+    command = [str(python.with_name("vllm-adapter")), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == code, done
     return done.stdout

@@ -17,7 +17,7 @@ Level = Literal["ok", "note", "no-go"]
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         level: `ok`; `note` for what an operator should know, or what could not be looked at; `no-go`.
