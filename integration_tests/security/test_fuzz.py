@@ -119,10 +119,11 @@ def test_a_client_survives_random_replies(victim: Start, figure: Figure) -> None
 
     server, honest = HostileServer(act), victim("listener")
     asker = victim("client", deadline_s=DEADLINE_S)
-    storm = {"hostile": server.port, "honest": honest.port, "at_once": 4, "honest_every": 8}
+    storm = {"hostile": server.port, "honest": honest.port, "at_once": 2, "honest_every": 8}
     asker.call("storm", **{**storm, "times": 400, "engine": "first-", "honest_every": 1})
     calm = {**storm, "times": 300, "hostile": honest.port, "engine": "", "at_once": 1, "honest_every": 1}
-    before = asker.call("storm", **calm)["honest_s"]
+    asker.call("storm", **calm)
+    before: list[float] = []
     before_mb, sent[0] = asker.resident_mb(), 0
     codes: Counter[str] = Counter()
     during: list[float] = []
@@ -130,6 +131,8 @@ def test_a_client_survives_random_replies(victim: Start, figure: Figure) -> None
     found: dict[str, Any] = {}
     rounds = 0
     while sent[0] < FRAMES and rounds * ROUND < FRAMES:
+        # By turns, since other programs on the machine come and go.
+        before += asker.call("storm", **{**calm, "times": 50})["honest_s"]
         found = asker.call("storm", **storm, times=ROUND, engine=f"round-{rounds}-")
         codes.update(found["codes"])
         during += found["honest_s"]
