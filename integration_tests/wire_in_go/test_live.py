@@ -168,6 +168,7 @@ def test_both_listeners_refuse_bad_queries_by_code(
         b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64),
         b"\xff" + bytes(7) + b"\x01\x7f\x02\x00NULL" + bytes(48) + b"\x04\x06\x05READY",
     ],
+    ids=["nothing", "HTTP", "ZMTP 2"],
 )
 def test_go_refuses_a_server_that_speaks_no_zmtp_3(gopher: Gopher, greeting: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
