@@ -29,15 +29,9 @@ def test_every_code_of_an_error_has_a_row() -> None:
 
 def test_modules_of_the_rooms_exist_where_the_table_has_them() -> None:
     rows = re.findall(r"^\| `([\w/]+/)` \| (.*) \|$", section("The rooms"), re.MULTILINE)
-    assert [room for room, _ in rows] == [
-        "host/",
-        "scheduler/",
-        "worker/",
-        "worker/transfer/",
-        "observe/",
-        "cache/",
-        "ports/",
-    ]
+    assert {"host/", "scheduler/", "worker/", "worker/transfer/", "observe/", "cache/", "ports/"} <= {
+        room for room, _ in rows
+    }
     missing = [
         room + name
         for room, text in rows
