@@ -31,6 +31,14 @@ def test_there_are_commands_in_each_of_these_pages() -> None:
     assert {page for page, _ in COMMANDS} == set(PAGES)
 
 
+def test_the_tests_that_the_readme_calls_as_witnesses_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    files = [*ROOT.glob("packages/*/tests/*.py"), *ROOT.glob("integration_tests/**/*.py")]
+    there = set(re.findall(r"def (test_\w+)\(", "\n".join(file.read_text() for file in files)))
+    assert len(named) == 8
+    assert named - there == set()
+
+
 @pytest.mark.parametrize(("page", "line"), [each for each in COMMANDS if "tools/dev.py" in each[1]])
 def test_a_verb_exists(page: str, line: str) -> None:
     words = shlex.split(line)[2:]

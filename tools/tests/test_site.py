@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from kvdev.envs import browser_environment
 from kvdev.paths import ROOT
 from kvdev.site.building import SITE, build_site
 from kvdev.site.drawings import FOLDER, PICTURES
@@ -144,3 +148,31 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
         "[a](project.md#try-it) b (`tools/dev.py`) ![c](layout/uneven.svg) [w](wire/README.md)" + code
     )
     assert link_inside("[d](docs/adr/)", "README.md", "project.md") == "[d](adr/README.md)"
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+
+
+@pytest.mark.skipif(not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long tools")
+@pytest.mark.skipif(not BROWSER, reason="there is no chromium on this machine")
+def test_every_page_opens_at_two_widths_without_a_fault(site: Path) -> None:
+    python = browser_environment(find_or_install_uv())
+    command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(site), BROWSER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["pages"] > 50
+    assert found["faults"] == []
+
+
+@pytest.mark.skipif(not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long tools")
+@pytest.mark.skipif(not BROWSER, reason="there is no chromium on this machine")
+def test_planted_faults_of_a_page_are_found(tmp_path: Path) -> None:
+    body = '<div style="width: 5000px">x</div><img src="none.png"><script>nothing()</script>'
+    (tmp_path / "index.html").write_text(f"<!doctype html><title>x</title>{body}")
+    python = browser_environment(find_or_install_uv())
+    command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(tmp_path), BROWSER]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    said = "\n".join(json.loads(done.stdout)["faults"])
+    for fault in ("pixels too wide", "not loaded: none.png", "nothing is not defined", "at 1280", "at 390"):
+        assert fault in said
