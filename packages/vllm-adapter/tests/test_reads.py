@@ -21,8 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
-from vllm_adapter.worker.transfer.parts import PeerPlanner
-
 
 @pytest.fixture
 def bench() -> Bench:
@@ -428,40 +426,3 @@ def test_every_reported_request_ends_exactly_once_whatever_the_order(events: lis
             break
     assert Counter(end.order.request_id for end in bench.ends) == Counter(f"r{n + 1}" for n in range(started))
     assert bench.reads.snapshot()["transfers"] == 0
-
-
-def test_ranks_that_a_ticket_names_are_asked_for_only_if_the_first_rank_agrees(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A listener of vLLM itself ends on a query for a rank that it does not have; without seals a ticket is a client's word."""
-    bench.planner.made = Plan(((0, 2), (0, 3)))
-    bench.reads.read(order(peer=peer(tp=4)))
-    assert [asked["ranks"] for asked in bench.handshakes.asked] == [((0, 0),)]
-    with monkeypatch.context() as lie:
-        lie.setattr(PeerPlanner, "check_sizes", lambda *_: (_ for _ in ()).throw(CodedFailure("page-bytes-differ")))
-        bench.handshakes.answer(Outcome(peers={(0, 0): Metadata()}))
-    assert bench.codes() == {"r1": "page-bytes-differ"}
-    assert len(bench.handshakes.asked) == 1, "no rank that is not there is asked for"
-    assert bench.counts["num_failed_handshakes"] == 1
-    assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
-
-    bench.reads.read(order(request_id="r2", peer=peer(tp=4)))
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata()}))
-    assert [asked["ranks"] for asked in bench.handshakes.asked[1:]] == [((0, 0),), [(0, 2), (0, 3)]]
-    bench.handshakes.answer(Outcome(peers={(0, 2): Metadata(), (0, 3): Metadata()}))
-    assert set(bench.agent.posts) == {"r2/0.2", "r2/0.3"}
-
-
-def test_a_first_rank_that_cannot_be_met_fails_the_request(bench: Bench) -> None:
-    bench.planner.made = Plan(((0, 1),))
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="peer-silent", message="no answer"))
-    assert bench.codes() == {"r1": "peer-silent"}
-    assert len(bench.handshakes.asked) == 1
-
-
-def test_sealed_tickets_are_believed_about_ranks() -> None:
-    bench = Bench(only_ours=True)
-    bench.planner.made = Plan(((0, 1),))
-    bench.reads.read(order())
-    assert [asked["ranks"] for asked in bench.handshakes.asked] == [[(0, 1)]]
