@@ -220,11 +220,12 @@ func sealAgent(blob []byte) []byte {
 	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(sealed, sum), ^sum)
 }
 
-// isAgentSound tells if agent metadata is unsealed (vLLM's) or its seal fits. Half a mark is a damaged one.
+// isAgentSound tells if agent metadata is unsealed (vLLM's) or its seal fits. Half a mark is a damaged
+// one, and a whole mark elsewhere that of a seal that was cut or moved.
 func isAgentSound(sealed []byte) bool {
 	end := len(sealed) - 16
 	if end <= 0 {
-		return true
+		return !bytes.Contains(sealed, agentMark)
 	}
 	fitting := 0
 	for number, each := range agentMark {
@@ -232,7 +233,10 @@ func isAgentSound(sealed []byte) bool {
 			fitting++
 		}
 	}
-	return fitting < 4 || bytes.Equal(sealAgent(sealed[:end]), sealed)
+	if fitting < 4 {
+		return !bytes.Contains(sealed, agentMark)
+	}
+	return bytes.Equal(sealAgent(sealed[:end]), sealed)
 }
 
 // promptDigest binds a ticket to what was computed: token ids, adapter, media, cache salt and prompt embeddings.

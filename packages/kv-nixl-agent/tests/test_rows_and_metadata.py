@@ -99,6 +99,15 @@ def test_a_seal_opens_and_no_flip_or_cut_of_it_does(body, data):
             open_metadata(wrong, is_seal_required=True)
 
 
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_cut_seal_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
+    blobs = (b"nixlSerDes|" + number.to_bytes(4, "little") + b"|" for number in range(100_000))
+    sealed = next(sealed for sealed in map(seal_metadata, blobs) if sealed[-cut - 1 : len(sealed) - cut] == b"|")
+    with pytest.raises(AgentError) as refused:
+        open_metadata(sealed[:-cut])
+    assert refused.value.code == "metadata-damaged"
+
+
 def test_metadata_without_a_seal_is_taken_unless_it_is_required():
     blob = b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"
     assert open_metadata(blob) == blob

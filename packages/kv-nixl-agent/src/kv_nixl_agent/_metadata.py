@@ -6,7 +6,8 @@ without this package skip it, and blobs without a trailer are still accepted (un
 
 Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer
 counts as present when at least half of the magic bytes match, so that damage to the trailer itself is damage, not
-absence.
+absence. Whole magic bytes anywhere else are those of a trailer that was cut or moved: a blob without its last byte is damaged
+also where the byte before happens to end like NIXL's blob.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def open_metadata(sealed: bytes, *, is_seal_required: bool = False) -> bytes:
     """
     if len(sealed) > _TRAILER.size:
         magic, checksum, inverted = _TRAILER.unpack(sealed[-_TRAILER.size :])
-        if sum(a == b for a, b in zip(magic, _MAGIC, strict=True)) >= len(_MAGIC) // 2:
+        if sum(a == b for a, b in zip(magic, _MAGIC, strict=True)) >= len(_MAGIC) // 2 or _MAGIC in sealed:
             blob = sealed[: -_TRAILER.size]
             actual = zlib.crc32(blob)
             if magic == _MAGIC and actual == checksum and actual == inverted ^ 0xFFFFFFFF:
