@@ -240,3 +240,36 @@ def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     first.geometry = b"{}"
     first.region_names = names
     planner.check_sizes(told, first)  # ours: its listener refuses a rank that is not there
+
+
+PAIRS = ModelSpec(("attention", "mamba2") * 3, 4, 8, state=STATE)
+"""Six layers that share memory in pairs: (0, 1), (2, 3), (4, 5)."""
+
+
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize(("model", "can_be_told"), [(DENSE, True), (LATENT, True), (HYBRID, False), (PAIRS, False)])
+@pytest.mark.parametrize("true_pp", [1, 2])
+def test_pipelines_are_met_only_where_stages_tell_their_layers(
+    model: ModelSpec, can_be_told: bool, names: bool, true_pp: int
+) -> None:
+    """Stage 0 of two of PAIRS names its regions 0 and 2, and holds no layer 3: it must not be read from there."""
+    specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
+    whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
+    planner = PeerPlanner(
+        with_names(to_document(whole)), PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM"
+    )
+    first: Any = SimpleNamespace(
+        geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None, region_names=None
+    )
+    vars(first).update(facts_of(stage, specs[1], names=names))
+    told: Any = Sizes(1, pp=2)
+    if can_be_told and names and true_pp == 2:
+        planner.check_sizes(told, first)
+        return
+    with pytest.raises(AdapterError) as caught:
+        planner.check_sizes(told, first)
+    assert caught.value.code in {"pipeline-size-differs", "pipeline-regions-ambiguous"}
+    if not can_be_told:
+        with pytest.raises(AdapterError) as caught:
+            planner.plan(told, {(0, 0): first, (1, 0): first})
+        assert caught.value.code == "pipeline-regions-ambiguous"

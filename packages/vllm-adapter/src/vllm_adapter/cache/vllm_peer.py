@@ -69,9 +69,11 @@ def derive_document(
 
     Raises:
         AdapterError: `peer-facts-malformed`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
-            `layer-not-held`; or what the planner raises.
+            `layer-not-held`, `pipeline-regions-ambiguous`; or what the planner raises.
     """
     facts = read_facts(peer_facts)
+    if sizes.pp > 1:
+        _check_stages_can_be_told(local, facts)
     shape = _PeerShape(
         tp_size=sizes.tp,
         tp_rank=rank[1],
@@ -94,6 +96,29 @@ def derive_document(
     return peer
 
 
+def _check_stages_can_be_told(local: GeometryDocument, facts: PeerFacts) -> None:
+    """Refuse a pipeline whose stages do not say which layers they hold.
+
+    A region is named by one layer. Where several layers share a region here, a stage lets its own layers share others.
+    Example: attention layers 0, 2, 4 and states 1, 3, 5 share memory in pairs (0, 1), (2, 3), (4, 5) here. Stage 0 of two holds
+    layers 0 to 2 and names its regions 0 and 2, but that of 2 holds no layer 3.
+    """
+    shared = [slot for slot in _slots(local) if len({layer for view in slot for layer in _layers(local, view)}) > 1]
+    if shared or not facts.names:
+        why = "layers of this model share regions" if shared else "its regions have no names"
+        raise AdapterError(
+            f"the stages of the peer's pipeline do not tell which layers they hold: {why}; read from an engine without pipeline "
+            "stages, or one with this connector",
+            code="pipeline-regions-ambiguous",
+            fault="peer",
+            context={"shared_regions": len(shared), "names": len(facts.names)},
+        )
+
+
+def _layers(local: GeometryDocument, view: int) -> list[str]:
+    return [member.layer for member in local["regions"][view]["members"]]
+
+
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key under which layers.10 follows layers.2, and numbers come before words."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
@@ -106,7 +131,7 @@ def _slots(local: GeometryDocument) -> list[list[int]]:
         by_base.setdefault(region["base_address"], []).append(number)
 
     def first_layer(views: list[int]) -> list[tuple[int, int, str]]:
-        return min(_natural(member.layer) for view in views for member in local["regions"][view]["members"])
+        return min(_natural(layer) for view in views for layer in _layers(local, view))
 
     return sorted(by_base.values(), key=first_layer)
 
@@ -124,7 +149,7 @@ def _assign(local: GeometryDocument, facts: PeerFacts) -> list[tuple[int, list[i
                 context={"local": len(slots), "peer": len(facts.addresses)},
             )
         return list(enumerate(slots))
-    by_layer = {member.layer: slot for slot in slots for view in slot for member in local["regions"][view]["members"]}
+    by_layer = {layer: slot for slot in slots for view in slot for layer in _layers(local, view)}
     pairs: list[tuple[int, list[int]]] = []
     for number, name in enumerate(facts.names):
         if name not in by_layer:
