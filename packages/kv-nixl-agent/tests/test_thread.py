@@ -1,5 +1,6 @@
 """The owner thread on the fake fabric."""
 
+import itertools
 import sys
 import threading
 import time
@@ -243,6 +244,32 @@ def test_a_thread_at_rest_wakes_a_few_times_a_second_whatever_its_timers():
     assert rank.thread.statistics()["thread_turns"] - before <= 11
     assert 2 <= len(ticks) <= 11
     rank.thread.close()
+
+
+def test_timers_of_a_thread_at_rest_run_however_slowly_it_may_poll():
+    """Turns that come more than half a second apart look like a pause of the process, after which timers are held back."""
+    rank = Rank(FakeFabric(), "slow", Pages(1, 8), thread_options=ThreadOptions(slow_poll_s=2.0))
+    ticks: list[float] = []
+    rank.thread.start()
+    rank.thread.call_every(0.05, lambda: ticks.append(time.monotonic()))
+    rank.thread.allow_slow_polling(True)
+    time.sleep(2.0)
+    ticks.clear()
+    time.sleep(2.0)
+    assert len(ticks) >= 4
+    rank.thread.close()
+
+
+def test_a_thread_that_has_quarantine_does_not_rest():
+    """Quarantine ends by polling, and the pages of its reads are held until then."""
+    pacer = Pacer(ThreadOptions(gil_switch_interval_s=None), lambda: 100.0)
+    pacer.may_poll_slowly = True
+    slept: list[float] = []
+    pacer._event.wait = lambda wait_s: bool(slept.append(wait_s))
+    for quiet_s, has_quarantine in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
+        pacer._last_progress_s = 100.0 - quiet_s
+        pacer.wait_idle(101.0, lambda: False, has_quarantine=has_quarantine)
+    assert slept == pytest.approx([0.002, 0.0005, 0.04, 0.01, 0.125, 0.03125, 0.25, 0.05])
 
 
 def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):

@@ -312,7 +312,7 @@ class TransferAgent:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something that a request may wait for is queued or on the wire: anything but probes."""
+        """Whether something is queued or on the wire that is neither a probe nor in quarantine."""
         return not self._transfers.is_only_probing or self._handles.watched_count > 0
 
     @property

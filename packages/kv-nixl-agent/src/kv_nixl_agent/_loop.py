@@ -165,7 +165,7 @@ class Loop:
         elif agent.is_awaited:
             self.pacer.wait_busy()
         else:
-            self.pacer.wait_idle(self.timers.next_s(now_s), self._has_work)
+            self.pacer.wait_idle(self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine)
 
     def _has_work(self) -> bool:
         return len(self.mailbox) > 0 or self.is_closing

@@ -102,8 +102,9 @@ class AgentOptions:
         is_seal_required: Whether to refuse agent metadata without this package's checksum trailer.
         max_prepared_peers: Peers whose prepared lists are kept ready; beyond it the least recently used are released
             and prepared again on demand.
-        progress_thread: Whether NIXL runs its own progress thread, which sleeps between events of its transports. Needed by a rank whose memory is read over transports that the owner of the memory must help along
-            (TCP, or large reads over shared memory) while its own thread sleeps.
+        progress_thread: Whether NIXL runs its own progress thread, which sleeps between events of its transports. Needed
+            by a rank whose memory is read over transports that the owner of the memory must help along (TCP, or large
+            reads over shared memory) while its own thread sleeps.
         sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
         stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
             counter, the trace); it goes on until its deadline. None for no such watch.

@@ -16,6 +16,8 @@ __all__ = ["Pacer", "SwitchInterval"]
 
 _SLOWING = 1 / 8  # 0.25 s after 2 s without work
 _REST_AFTER_S = 0.1
+_MOST_LATE_S = 0.25  # of timers at rest; twice that between turns would count as a pause of the process
+_QUARANTINE_SLOWING, _QUARANTINE_MOST_S = 1 / 32, 0.05
 
 
 @final
@@ -81,16 +83,21 @@ class Pacer:
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
 
-    def wait_idle(self, until_s: float, has_work: Callable[[], bool]) -> None:
+    def wait_idle(self, until_s: float, has_work: Callable[[], bool], *, has_quarantine: bool = False) -> None:
         """Wait for work, at most the idle polling period and not beyond `until_s`.
 
-        A thread at rest waits the whole period, and so runs its timers late, all of them in one turn. Example: 1.6 s after its
-        last work it wakes every 0.2 s, for a timer of 0.05 s, too.
+        A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
+        every 0.2 s, for a timer of 0.05 s, too. Quarantine ends by polling, and pages and new reads wait for that, so a thread
+        that has any does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
         """
         now_s = self._clock()
         may_poll_slowly = self._may_poll_slowly
         wait_s = self._idle_period_s(now_s)
-        if self._is_at_rest(now_s):
+        if has_quarantine:
+            quiet_s = now_s - self._last_progress_s
+            wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
+        if self._is_at_rest(now_s) and not has_quarantine:
+            wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
             self._interval.restore()
         else:
             wait_s = max(0.0, min(wait_s, until_s - now_s))
