@@ -26,6 +26,7 @@ from scheduler_engine import Engine
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.cli import main
 from vllm_adapter.cli.asking import ask_all, of_engine
+from vllm_adapter.cli.status_table import print_tables, troubles
 from vllm_adapter.config import Settings
 from vllm_adapter.observe import status_folder as folders
 from vllm_adapter.observe.status_socket import StatusSocket
@@ -116,6 +117,48 @@ def test_a_path_that_is_too_long_for_a_socket_is_one_line_too(tmp_path: Path, ca
         assert not StatusSocket("scheduler", dict, folder=tmp_path / ("x" * 120)).open()
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert not list(tmp_path.rglob("*.new"))
+
+
+@pytest.mark.parametrize("runtime", ["/" + "x" * 300, "/nowhere", "nowhere/here"])
+def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.is_dir` raises for a name that is too long, and for a folder below one of another user's."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    assert StatusSocket("scheduler", dict).path.parent.name == f"vllm-adapter-{os.getuid()}"
+
+
+def test_a_process_that_can_start_no_thread_goes_on_without_a_socket(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    refused = StatusSocket("scheduler", dict)
+    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        assert not refused.open()
+    refused.close()
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
+    silent = {"socket": "/s", "error": "no answer within 3 s"}
+    answers = [{"engine_id": "P", "part": "scheduler"}, {"engine_id": "D", "part": "scheduler"}, silent]
+    assert of_engine(answers, "P") == [answers[0], silent]
+    assert troubles(of_engine(answers, "P")) == ["/s: no answer within 3 s"]
+    assert of_engine(answers, "X") == []
+
+
+def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    request = {"request_id": "r\x1b]0;owned\x07", "state": "leased\n"}
+    answer = {"engine_id": "P\x1b[2J", "part": "scheduler", "oldest_leases": [request]}
+    assert print_tables([answer, {"socket": "/s", "error": "bad\x1b[2J"}], with_requests=True)
+    printed = capsys.readouterr().out
+    assert "owned" in printed
+    assert "\\x1b" in printed
+    assert not {"\x1b", "\x07"} & set(printed)
 
 
 def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(

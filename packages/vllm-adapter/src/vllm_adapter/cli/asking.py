@@ -87,7 +87,10 @@ def _left(until_s: float) -> float:
 
 
 def of_engine(answers: Iterable[Answer], engine: str) -> list[Answer]:
-    """Return the answers of one engine: by its id, by a beginning of it that no other engine shares, or by a process id."""
+    """Return the answers of one engine: by its id, by a beginning of it that no other engine shares, or by a process id.
+
+    A process that gave no answer does not say whose it is, so it stands among those of any engine that is found.
+    """
     answers = list(answers)
     names = {str(answer["engine_id"]) for answer in answers if "engine_id" in answer}
     for answer in answers:
@@ -96,4 +99,4 @@ def of_engine(answers: Iterable[Answer], engine: str) -> list[Answer]:
             break
     found = [name for name in names if name.startswith(engine)]
     wanted = engine if engine in names else found[0] if len(found) == 1 else ""
-    return [answer for answer in answers if wanted and answer.get("engine_id") == wanted]
+    return [answer for answer in answers if wanted and answer.get("engine_id", wanted) == wanted]

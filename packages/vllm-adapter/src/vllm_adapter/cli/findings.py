@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, final
 
+from vllm_adapter.observe.plain_text import plain_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -67,9 +69,9 @@ class Findings:
         lines: list[str] = []
         for each in self.made:
             code = f" ({each.code})" if each.code else ""
-            lines.append(f"{each.level:5}  {each.topic:9}  {each.message}{code}")
+            lines.append(f"{each.level:5}  {each.topic:9}  {plain_text(each.message)}{code}")
             if each.advice:
-                lines.append(f"{'':18}-> {each.advice}")
+                lines.append(f"{'':18}-> {plain_text(each.advice)}")
         reasons = sum(finding.level == "no-go" for finding in self.made)
         lines.append("GO" if self.is_go else f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}")
         return "\n".join(lines)

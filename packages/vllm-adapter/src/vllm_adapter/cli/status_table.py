@@ -7,6 +7,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm_adapter.observe.plain_text import plain_text
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -89,7 +91,7 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> b
                 headings = [heading for heading, _ in columns]
                 _print(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
     for line in troubles(answers):
-        console.print(line, style="bold red", markup=False, highlight=False)
+        console.print(plain_text(line), style="bold red", markup=False, highlight=False)
     return True
 
 
@@ -98,11 +100,11 @@ def _print(console: Console, title: str, headings: Sequence[str], rows: Sequence
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE, title=Text(title) if title else None, title_justify="left")
+    table = Table(box=box.SIMPLE, title=Text(plain_text(title)) if title else None, title_justify="left")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*[Text(plain_text(cell)) for cell in row])
     console.print(table)
 
 

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_adapter import __version__
 from vllm_adapter.host.refusals import Situation
 from vllm_adapter.host.vllm import CONNECTOR_VERSIONS, check_host, load_failure_policy, wants_host_buffer
+from vllm_adapter.observe.plain_text import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +99,7 @@ def _plain(text: str) -> str:
     """Return a text that begins no other line of the log and does not fill it: escaped, and cut."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
-    return text if text.isprintable() else "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
+    return plain_text(text)
 
 
 def tag_lines() -> None:

@@ -23,7 +23,8 @@ def status_folders() -> tuple[Path, ...]:
     """Return every folder that an engine of this user may have chosen: a service need not have the variables of a login."""
     shared = _TEMPORARY / f"{_NAME}-{os.getuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (Path(runtime) / _NAME, shared) if runtime and Path(runtime).is_dir() else (shared,)
+    # `os.path.isdir` is false where a variable of another user or of any length makes `Path.is_dir` raise.
+    return (Path(runtime) / _NAME, shared) if runtime and os.path.isdir(runtime) else (shared,)  # noqa: PTH112
 
 
 def make_private(folder: Path) -> None:

@@ -65,11 +65,19 @@ class StatusSocket:
             make_private(self._folder)
             remove_stale(self._folder)
             self._listening = self._listen()
-        except OSError as error:
+            self._thread.start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             _logger.info("vllm-adapter status cannot ask this process: no socket in %s: %s", self._folder, error)
+            self._give_up()
             return False
-        self._thread.start()
         return True
+
+    def _give_up(self) -> None:
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
 
     def _listen(self) -> socket.socket:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
