@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._errors import InvalidEvent, quote
-from kv_scheduler_state._handovers import HandOver, HandOvers, key_of
+from kv_scheduler_state._handovers import HandOver, HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
 from kv_scheduler_state._machine import NEW, Table, Trace, Transition
 from kv_scheduler_state._plan import ReadOrder
@@ -29,7 +29,6 @@ class ConsumerRecord:
     __slots__ = (
         "computed_tokens",
         "hand_over",
-        "key",
         "loadable_tokens",
         "peer",
         "state",
@@ -41,7 +40,6 @@ class ConsumerRecord:
         self.state = arrival.target
         self.trace: Trace = (now_s, arrival, None)
         self.ticket = ticket
-        self.key = key_of(ticket)
         # Only if another request has brought the same ticket, see `HandOvers`.
         self.hand_over: HandOver | None = None
         self.loadable_tokens = loadable_tokens

@@ -27,15 +27,16 @@ class HandOver:
     """A ticket that several local requests have held.
 
     Attributes:
+        ticket: The ticket.
         waiting: Holders that have neither read nor given it up.
         reading: Holders whose read has been ordered and has not ended.
         is_spent: Whether nobody can read it any more.
     """
 
-    __slots__ = ("is_spent", "key", "reading", "waiting")
+    __slots__ = ("is_spent", "reading", "ticket", "waiting")
 
-    def __init__(self, key: TicketKey) -> None:
-        self.key = key
+    def __init__(self, ticket: HandoffTicket) -> None:
+        self.ticket = ticket
         self.waiting = 0
         self.reading = 0
         self.is_spent = False
@@ -60,7 +61,7 @@ class Holder(Protocol):
     """The part of a consumer record that this module reads, and the hand-over that it sets."""
 
     state: str
-    key: TicketKey
+    ticket: HandoffTicket
     hand_over: HandOver | None
 
 
@@ -69,19 +70,28 @@ class HandOvers:
     """The hand-overs that local requests hold.
 
     Nearly every ticket has one holder. The state of its record says all that a `HandOver` would, so none is made until a
-    second request brings the ticket.
+    second request brings the ticket. Nearly every ticket is also the only one with its peer's request id, so its key is made only
+    where another engine, or an earlier life of that request, has used the same id.
     """
 
-    __slots__ = ("_by_key",)
+    __slots__ = ("_by_id", "_by_key")
 
     def __init__(self) -> None:
+        self._by_id: dict[str, Holder | HandOver] = {}
+        # Tickets whose peer request id stood in `_by_id` already, for another ticket.
         self._by_key: dict[TicketKey, Holder | HandOver] = {}
 
     def join(self, record: Holder) -> None:
         """Note one more waiting holder of the record's ticket."""
-        known = self._by_key.setdefault(record.key, record)
-        if known is record:
-            return
+        ticket = record.ticket
+        known = self._by_key.get(key_of(ticket)) if self._by_key else None
+        if known is None:
+            known = self._by_id.setdefault(ticket.peer_request_id, record)
+            if known is record:
+                return
+            if key_of(known.ticket) != key_of(ticket):
+                self._by_key[key_of(ticket)] = record
+                return
         if not isinstance(known, HandOver):
             known = self._share(known)
         known.waiting += 1
@@ -89,7 +99,12 @@ class HandOvers:
 
     def _share(self, first: Holder) -> HandOver:
         """Return a hand-over in the place of its only holder so far."""
-        hand_over = self._by_key[first.key] = first.hand_over = HandOver(first.key)
+        ticket = first.ticket
+        hand_over = first.hand_over = HandOver(ticket)
+        if self._by_id.get(ticket.peer_request_id) is first:
+            self._by_id[ticket.peer_request_id] = hand_over
+        else:
+            self._by_key[key_of(ticket)] = hand_over
         if first.state == "queued":
             hand_over.waiting = 1
         else:
@@ -101,7 +116,7 @@ class HandOvers:
         """Note that a waiting holder gave up."""
         hand_over = record.hand_over
         if hand_over is None:
-            self._by_key.pop(record.key, None)
+            self._remove(record)
             return
         hand_over.waiting -= 1
         self._forget(hand_over)
@@ -110,7 +125,7 @@ class HandOvers:
         """Note the end of a read; unless it is passed on, the ticket is used up."""
         hand_over = record.hand_over
         if hand_over is None:
-            self._by_key.pop(record.key, None)
+            self._remove(record)
             return
         hand_over.reading -= 1
         if not is_passed:
@@ -119,10 +134,17 @@ class HandOvers:
 
     def _forget(self, hand_over: HandOver) -> None:
         if not hand_over.waiting and not hand_over.reading:
-            self._by_key.pop(hand_over.key, None)
+            self._remove(hand_over)
+
+    def _remove(self, known: Holder | HandOver) -> None:
+        ticket = known.ticket
+        if self._by_id.get(ticket.peer_request_id) is known:
+            del self._by_id[ticket.peer_request_id]
+        elif self._by_key.get(key_of(ticket)) is known:
+            del self._by_key[key_of(ticket)]
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_id) + len(self._by_key)
 
 
 def key_of(ticket: HandoffTicket) -> TicketKey:

@@ -12,11 +12,12 @@ from collections import Counter
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Protocol, final
 
+from kv_scheduler_state._handovers import key_of
 from kv_scheduler_state._plan import HeartbeatOrder
 
 if TYPE_CHECKING:
     from kv_scheduler_state._handovers import TicketKey
-    from kv_scheduler_state._ticket import PeerAddress
+    from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
 __all__ = ["Heartbeats", "PeerLeases"]
 
@@ -24,7 +25,7 @@ __all__ = ["Heartbeats", "PeerLeases"]
 class Holder(Protocol):
     """The part of a consumer record that this module reads."""
 
-    key: TicketKey
+    ticket: HandoffTicket
 
 
 @final
@@ -87,8 +88,8 @@ class Heartbeats:
                 del self._peers[peer.address]
                 continue
             if peer.order is None:
-                keys = [holder.key for holder in peer.holders]
-                readers = dict.fromkeys((request_id, nonce) for _, request_id, nonce, _ in keys)
+                tickets = [holder.ticket for holder in peer.holders]
+                readers = dict.fromkeys((ticket.peer_request_id, ticket.nonce) for ticket in tickets)
                 peer.order = HeartbeatOrder(peer.address, tuple(readers))
             orders.append(peer.order)
             delay_s = max(delay_s, now_s - due_s)
@@ -100,7 +101,7 @@ class Heartbeats:
 
     def holders(self) -> dict[TicketKey, int]:
         """Return how many local requests hold each ticket."""
-        return Counter(holder.key for peer in self._peers.values() for holder in peer.holders)
+        return Counter(key_of(holder.ticket) for peer in self._peers.values() for holder in peer.holders)
 
     @property
     def peer_count(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kv_scheduler_state._handovers import key_of
 from kv_scheduler_state._machine import GONE, describe_trace
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> 
         if record is None:
             continue
         if record.peer is not None:
-            wanted[record.key] = wanted.get(record.key, 0) + 1
+            key = key_of(record.ticket)
+            wanted[key] = wanted.get(key, 0) + 1
         should_renew = record.state in {"queued", "reading"} and record.ticket.kind == "handoff"
         if (record.peer is not None) != should_renew:
             yield f"{request_id}: consumer in state '{record.state}' is {'' if record.peer else 'not '}renewed"
