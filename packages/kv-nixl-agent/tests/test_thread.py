@@ -260,12 +260,17 @@ def test_timers_of_a_thread_at_rest_run_however_slowly_it_may_poll():
     rank.thread.close()
 
 
-def test_a_thread_that_has_quarantine_does_not_rest():
+def test_a_thread_that_has_quarantine_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quarantine ends by polling, and the pages of its reads are held until then."""
     pacer = Pacer(ThreadOptions(gil_switch_interval_s=None), lambda: 100.0)
     pacer.may_poll_slowly = True
     slept: list[float] = []
-    pacer._event.wait = lambda wait_s: bool(slept.append(wait_s))
+
+    def sleep(timeout: float | None = None) -> bool:
+        slept.append(timeout or 0.0)
+        return False
+
+    monkeypatch.setattr(pacer._event, "wait", sleep)
     for quiet_s, has_quarantine in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
         pacer._last_progress_s = 100.0 - quiet_s
         pacer.wait_idle(101.0, lambda: False, has_quarantine=has_quarantine)

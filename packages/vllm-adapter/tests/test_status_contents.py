@@ -1,0 +1,184 @@
+"""Contents of an answer to `vllm-adapter status`: what the scheduler and the workers tell, and what they keep."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import ELEMENT_BYTES, HEAD_SIZE, TOKENS, attention_cache, facts
+from fakes import Outcome, Stall, order
+from lease_bench import Bench as LeaseBench
+from read_bench import Bench
+from scheduler_engine import Engine
+
+from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.config import Settings
+from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.worker import status as worker_status_module
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
+
+TEXT = "a prompt of forty characters, no more..."
+
+
+# ------------------------------------------------------------------------------------------------------- the scheduler
+
+
+def test_a_scheduler_tells_leases_and_why_requests_wait_but_nothing_that_would_end_a_lease() -> None:
+    engine = Engine("P")
+    ticket = engine.prefill("r1", TEXT)
+    assert ticket is not None
+    reader = Engine("D")
+    reader.admit("r2", ticket, TEXT)
+    told = json.loads(json.dumps(engine.side.status()))
+    assert (told["part"], told["engine_id"], told["leases"], told["served_ranks"]) == ("scheduler", "P", 1, 1)
+    assert told["leased_blocks"] == 3
+    assert told["fence_slots_used"] == 1
+    assert told["requests_by_state"] == {"producer-leased": 1}
+    (request,) = told["oldest_requests"]
+    assert request["waits_for"] == "the workers, to report that its readers are done or its lease has expired"
+    assert ticket["kv_nonce"] not in json.dumps(told)
+    assert "fence" not in request
+    (waiting,) = json.loads(json.dumps(reader.side.status()))["oldest_requests"]
+    assert (waiting["state"], waiting["peer_engine_id"]) == ("queued", "P")
+    assert waiting["waits_for"] == "the engine, to allocate blocks for the read"
+
+
+def test_looking_changes_nothing_of_the_machines_not_even_their_time() -> None:
+    engine = Engine("P")
+    engine.prefill("r1", TEXT)
+    engine.now_s = 5.0
+    before = engine.state._clock.observed_s
+    assert engine.side.status()["oldest_requests"][0]["age_s"] == 5.0  # type: ignore[index]
+    assert engine.state._clock.observed_s == before
+
+
+def test_a_look_from_another_thread_never_fails_while_the_engine_works() -> None:
+    engine = Engine("P", fence_slots=64)
+    failures: list[Exception] = []
+    looks = 0
+    is_over = threading.Event()
+
+    def look() -> None:
+        nonlocal looks
+        while not is_over.is_set():
+            try:
+                # Beside the whole status, which looks again if a table has changed, the two looks that must not need that.
+                engine.state.state_counts()
+                engine.state.snapshot(now_s=0.0)
+                looks += bool(engine.side.status()["requests_by_state"])
+            except Exception as error:
+                failures.append(error)
+                return
+
+    watcher = threading.Thread(target=look)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    watcher.start()
+    until_s = time.monotonic() + 1.5
+    number = 0
+    while time.monotonic() < until_s:
+        number += 1
+        engine.now_s += 0.001
+        engine.prefill(f"r{number}", TEXT)
+        if number > 40:
+            engine.report(sent=(f"r{number - 40}",))
+    is_over.set()
+    watcher.join()
+    sys.setswitchinterval(interval_s)
+    assert failures == []
+    assert looks > 20
+
+
+def test_many_requests_are_all_counted_and_the_oldest_described() -> None:
+    engine = Engine("P", fence_slots=256)
+    for number in range(120):
+        engine.prefill(f"r{number}", TEXT)
+    told = engine.side.status()
+    assert told["leases"] == 120
+    described: Any = told["oldest_requests"]
+    assert [entry["request_id"] for entry in described] == [f"r{number}" for number in range(50)]
+
+
+# --------------------------------------------------------------------------------------------------------- the workers
+
+
+def test_a_worker_tells_the_health_of_its_thread_and_what_it_holds() -> None:
+    memory = np.zeros(2 * 8 * 4 * TOKENS * 2 * HEAD_SIZE, np.float32)
+    layer_bytes = 8 * 4 * TOKENS * 2 * HEAD_SIZE * ELEMENT_BYTES
+    address = int(memory.ctypes.data)
+    caches = [
+        attention_cache(f"layers.{number}", address=address + number * layer_bytes, blocks=8) for number in (0, 1)
+    ]
+    here = facts(blocks=8, engine_id="D")
+    worker = WorkerSide(here, WorkerParts(here, Settings(), port_factory=FakeFabric().port))
+    assert worker.status() == {"part": "0.0", "engine_id": "D", "is_asleep": False, "is_registered": False}
+    worker.register(caches)
+    try:
+        told: Any = json.loads(json.dumps(worker.status()))
+        assert (told["thread"]["state"], told["thread"]["errors"]) == ("running", 0)
+        assert (told["leases"], told["reads"], told["peers"], told["stalled_transfers"]) == (0, 0, 0, 0)
+        assert told["quarantined_bytes"] == 0
+        assert told["figures"]["transfers_done"] == 0
+    finally:
+        worker.close()
+    assert worker.status()["is_registered"] is False
+
+
+def test_reads_are_told_by_stage_and_peers_by_phase() -> None:
+    bench = Bench()
+    bench.reads.read(order())
+    bench.now_s += 2
+    told: Any = bench.reads.describe(10)
+    assert (told["reads"], told["reads_waiting_for_a_peer"]) == (1, 1)
+    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    assert (read["request_id"], read["stage"], read["age_s"]) == ("r1", "waits for its peer", 2.0)
+    assert (peer["engine_id"], peer["phase"], peer["reads_waiting"]) == ("P", "wiring", 1)
+    bench.handshakes.answer(Outcome())
+    told = bench.reads.describe(10)
+    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    assert (read["stage"], read["deadline_in_s"], read["transfers_left"]) == ("on the wire", 60.0, 1)
+    assert (peer["phase"], peer["ranks_read"], peer["reads_in_flight"]) == ("ready", ["0.0"], 1)
+    bench.finish(outcome="timed-out", code="timed-out", is_memory_quiet=False)
+    told = bench.reads.describe(10)
+    assert (told["oldest_reads"][0]["stage"], told["oldest_reads"][0]["code"]) == ("in quarantine", "timed-out")
+    assert bench.reads.describe(0)["oldest_reads"] == []
+
+
+def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
+    bench = LeaseBench()
+    bench.expect()
+    bench.grant(nonce="a-secret-nonce")
+    bench.beat(4.0, nonce="a-secret-nonce")
+    bench.now_s += 1
+    (lease,) = bench.leases.describe(10)
+    assert lease["last_heartbeat_s"] == 1.0
+    assert lease["state"] == "granted"
+    assert isinstance(lease["left_s"], float)
+    assert "secret" not in json.dumps(lease)
+
+
+def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_status_module, "_ANSWER_S", 0.01)
+    health = SimpleNamespace(state="stuck", calls_waiting=7, callback_errors=1, loop_errors=2, last_error="E: x")
+    agent: Any = SimpleNamespace(
+        health=lambda: health,
+        quarantine=lambda: [SimpleNamespace(bytes_at_risk=4096)],
+        stalls=lambda: [Stall("r1/0.0", 1.0)],
+        statistics=lambda: {"transfers_done": 3.0, "other": 1.0},
+        call_soon=lambda _function: None,
+    )
+    untyped: Any = None
+    registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
+    told: Any = worker_status_module.worker_status(facts(), registration, is_asleep=False)
+    assert told["thread"] == {"state": "stuck", "calls_waiting": 7, "errors": 3, "last_error": "E: x"}
+    assert told["is_silent"] is True
+    assert (told["quarantined_transfers"], told["quarantined_bytes"]) == (1, 4096)
+    assert (told["stalled_transfers"], told["stalled_bytes"]) == (1, 4096)
+    assert told["figures"] == {"transfers_done": 3.0}
