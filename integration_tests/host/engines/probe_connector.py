@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -28,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from vllm_adapter import NixlConnector as Connector
+from vllm_adapter.host import connector as connector_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,9 +50,7 @@ class NixlConnector(Connector):
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
-            for module in [module for name, module in sys.modules.items() if name.startswith("vllm_adapter.host.")]:
-                if "wants_host_buffer" in vars(module):
-                    vars(module)["wants_host_buffer"] = lambda _config: True
+            vars(connector_module)["wants_host_buffer"] = lambda _config: True
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")

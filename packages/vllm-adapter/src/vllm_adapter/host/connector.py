@@ -79,7 +79,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = make_worker_side(vllm_config, facts, settings)
             self._status = open_status(f"{facts.pp_rank}.{facts.tp_rank}", self._worker.status)
         else:
-            self._scheduler = make_scheduler_side(vllm_config, facts, settings)
+            self._scheduler = make_scheduler_side(vllm_config, facts, settings, has_mirror=self._has_mirror)
             labels = labels_of(vllm_config, settings)
             self._status = open_status("scheduler", self._scheduler.status, labels, settings)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.host.situation import labels_of, start_line
-from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy, wants_host_buffer
+from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -29,8 +29,17 @@ def make_worker_side(config: VllmConfig, facts: EngineFacts, settings: Settings)
     return WorkerSide(facts, WorkerParts(facts, settings), trace=spans.read_ended if spans is not None else None)
 
 
-def make_scheduler_side(config: VllmConfig, facts: EngineFacts, settings: Settings) -> SchedulerSide:
-    """Return the scheduler's side, log the start of this engine, and watch for the host's end."""
+def make_scheduler_side(
+    config: VllmConfig, facts: EngineFacts, settings: Settings, *, has_mirror: bool
+) -> SchedulerSide:
+    """Return the scheduler's side, log the start of this engine, and watch for the host's end.
+
+    Args:
+        config: vLLM's.
+        facts: This engine, as the connector sees it.
+        settings: The connector's own configuration.
+        has_mirror: Whether the workers mirror their caches in host memory.
+    """
     spans = _span_writer(config, facts, None)
     policy = load_failure_policy(config)
     watch = ShutdownWatch()
@@ -39,7 +48,7 @@ def make_scheduler_side(config: VllmConfig, facts: EngineFacts, settings: Settin
     _logger.info(start_line(labels_of(config, settings), facts))
     return SchedulerSide(
         facts,
-        SchedulerParts(facts, settings, policy, wants_host_buffer(config)),
+        SchedulerParts(facts, settings, policy, has_mirror),
         lease_ended=spans.lease_ended if spans is not None else None,
         is_ending=watch.is_requested,
     )
