@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["AdapterError", "ConfigurationError", "UnsupportedHost"]
+__all__ = ["AdapterError", "ConfigurationError", "UnsupportedHost", "code_of"]
 
 
 class AdapterError(Exception):
@@ -42,3 +42,9 @@ class ConfigurationError(AdapterError):
 
 class UnsupportedHost(AdapterError):  # noqa: N818  (a state of the host, named as operators read it)
     """The installed vLLM cannot carry this adapter."""
+
+
+def code_of(error: Exception) -> str:
+    """Return the code of a coded error, or the name of any other."""
+    code: object = getattr(error, "code", None)
+    return code if isinstance(code, str) else type(error).__name__

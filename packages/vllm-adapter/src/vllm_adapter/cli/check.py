@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from vllm_adapter.cli.asking import ask_all, of_engine
-from vllm_adapter.cli.findings import Findings, code_of
+from vllm_adapter.cli.findings import Findings
 from vllm_adapter.cli.looking import Place, Way, look
 from vllm_adapter.cli.pairing import check_clocks, check_factors, check_plan, check_terms
 from vllm_adapter.cli.terms import terms_of_answer, terms_of_config
-from vllm_adapter.errors import AdapterError, ConfigurationError
+from vllm_adapter.errors import AdapterError, ConfigurationError, code_of
 from vllm_adapter.wiring import connector_version
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from vllm_adapter.observe.plain_text import plain_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Finding", "Findings", "Topic", "code_of"]
+__all__ = ["Finding", "Findings", "Topic"]
 
 Topic = Literal["reach", "ranks", "factors", "plan", "lease", "keys", "seals", "transport", "clock"]
 Level = Literal["ok", "note", "no-go"]
@@ -75,9 +75,3 @@ class Findings:
         reasons = sum(finding.level == "no-go" for finding in self.made)
         lines.append("GO" if self.is_go else f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}")
         return "\n".join(lines)
-
-
-def code_of(error: Exception) -> str:
-    """Return the code of a coded error, or the name of any other."""
-    code: object = getattr(error, "code", None)
-    return code if isinstance(code, str) else type(error).__name__

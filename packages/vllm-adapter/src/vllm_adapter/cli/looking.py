@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
-from vllm_adapter.cli.findings import code_of
+from vllm_adapter.errors import code_of
 from vllm_adapter.wiring import probe_engine
 
 if TYPE_CHECKING:

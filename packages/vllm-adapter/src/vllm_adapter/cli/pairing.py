@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.cache.documents import with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
-from vllm_adapter.cli.findings import code_of
+from vllm_adapter.errors import code_of
 from vllm_adapter.wiring import PairPlan
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "TransferParts", "code_of"]
+__all__ = ["PeerPlanner", "TransferParts"]
 
 
 @final
@@ -106,9 +106,3 @@ class PeerPlanner:
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
     return (member.layer for region in document["regions"] for member in region["members"])
-
-
-def code_of(error: Exception) -> str:
-    """Return the code of a coded error, or the name of any other."""
-    code: object = getattr(error, "code", None)
-    return code if isinstance(code, str) else type(error).__name__

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.errors import code_of
 from vllm_adapter.ports import PeerSpec
-from vllm_adapter.worker.transfer.parts import code_of
 from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.errors import code_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.conversion import conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
 from vllm_adapter.worker.transfer.messages import ProducerMessages
-from vllm_adapter.worker.transfer.parts import code_of
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
 from vllm_adapter.worker.transfer.records import FinishedRead, Read
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
