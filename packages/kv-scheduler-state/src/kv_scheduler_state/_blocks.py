@@ -165,7 +165,7 @@ class BlockRules:
             )
         if window_blocks:
             first = max(first, end - window_blocks)
-        kept = tuple(ids[first:end])
+        kept = tuple(ids if not first and end == len(ids) else ids[first:end])
         # The new blocks are among the request's, in its order. As many as there are from `first` on: none of those is a hit.
         if len(new) != len(ids) - first or not new or new[0] != ids[first]:
             kept = self._without_hits(kept, new)

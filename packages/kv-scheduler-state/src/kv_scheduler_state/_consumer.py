@@ -67,6 +67,7 @@ class Consumers:
         "_config",
         "_has_state",
         "_has_windows",
+        "_is_renewed",
         "_on_finish",
         "_on_hit",
         "_outbox",
@@ -92,6 +93,7 @@ class Consumers:
             is_shared: table.on("finish-shared" if is_shared else "finish") for is_shared in (False, True)
         }
         self._arrival = table.on("arrive").get(NEW)
+        self._is_renewed = self._arrival is not None and "start-heartbeat" in self._arrival.effects
         self._has_state = config.has_state
         self._has_windows = any(group.kind == "window" for group in config.groups)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
@@ -109,7 +111,7 @@ class Consumers:
         record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
-        if "start-heartbeat" in arrival.effects and not is_readback:
+        if self._is_renewed and not is_readback:
             record.peer = self.heartbeats.start(ticket.peer, record, now_s)
         return record
 

@@ -33,16 +33,25 @@ class FencePool:
         seed: First generation, 1 to 2**53 - 1.
     """
 
-    __slots__ = ("_free", "_next", "slots")
+    __slots__ = ("_next", "_returned", "_unused", "slots")
 
     def __init__(self, slots: int, seed: int) -> None:
         self.slots = slots
-        self._free = deque(range(slots))
+        # First slot that was never taken, and behind all of those the slots that were returned, oldest first.
+        self._unused = 0
+        self._returned: deque[int] = deque()
         self._next = seed
 
     def take(self) -> tuple[int, int] | None:
         """Return a free slot with a fresh generation, or None if every slot is in use."""
-        return (self._free.popleft(), self._draw()) if self._free else None
+        slot = self._unused
+        if slot < self.slots:
+            self._unused = slot + 1
+        elif self._returned:
+            slot = self._returned.popleft()
+        else:
+            return None
+        return slot, self._draw()
 
     def renew(self, slot: int) -> tuple[int, int]:
         """Return a slot in use with a fresh generation."""
@@ -55,14 +64,14 @@ class FencePool:
 
     def give_back(self, slot: int) -> None:
         """Return a slot whose last generation nobody may trust any more."""
-        self._free.append(slot)
+        self._returned.append(slot)
 
     @property
     def used(self) -> int:
         """Number of slots in use."""
-        return self.slots - len(self._free)
+        return self._unused - len(self._returned)
 
     @property
     def free_slots(self) -> tuple[int, ...]:
         """Slots that are not in use, next one first."""
-        return tuple(self._free)
+        return (*range(self._unused, self.slots), *self._returned)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_scheduler_state._blocks import new_tuple
-from kv_scheduler_state._plan import EMPTY_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
+from kv_scheduler_state._plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,9 +157,7 @@ class Outbox:
         return any(self._parts)
 
     def take(self) -> StepPlan:
-        """Return all orders that wait and start afresh."""
-        if not self.has_orders:
-            return EMPTY_PLAN
+        """Return all orders that wait and start afresh; for an outbox that has some."""
         self.has_orders = False
         if self._has_rare:
             return self._take_all()
@@ -180,8 +178,7 @@ class Outbox:
         if self.grants:
             grants = tuple(self.grants)
             self.grants.clear()
-        common = reads, expects, fences, grants
-        return new_tuple(StepPlan, common + _NONE_RARE)
+        return new_tuple(StepPlan, (reads, expects, fences, grants, (), (), (), (), (), (), (), (), (), ()))
 
     def _take_all(self) -> StepPlan:
         common = tuple(self.reads.values()), tuple(self.expects), tuple(self.fences.values()), tuple(self.grants)

@@ -65,13 +65,17 @@ class Outstanding:
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
         self._leased[request_id] = record
-        null = self._null
-        counts: list[int] = []
-        for group, ids in enumerate(block_ids):
-            count = len(ids) if null is None else len(ids) - ids.count(null)
-            counts.append(count)
-            self._blocks[group] += count
+        null, blocks = self._null, self._blocks
+        if null is None and len(blocks) == 1:  # nearly every model
+            (ids,) = block_ids
+            count = len(ids)
+            record.leased_blocks = (count,)
+            blocks[0] += count
+            return
+        counts = [len(ids) if null is None else len(ids) - ids.count(null) for ids in block_ids]
         record.leased_blocks = counts
+        for group, count in enumerate(counts):
+            blocks[group] += count
 
     def revoke(self, request_id: str, now_s: float) -> None:
         """Note a lease that was taken back: the workers have yet to end it."""

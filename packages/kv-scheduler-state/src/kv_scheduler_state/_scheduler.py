@@ -22,6 +22,7 @@ from kv_scheduler_state._endings import Endings
 from kv_scheduler_state._errors import InvalidEvent, SchedulerStateError, UnknownRequest, quote, refuse_count
 from kv_scheduler_state._introspection import count_states, describe, violations
 from kv_scheduler_state._outbox import Outbox
+from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
 from kv_scheduler_state._request import Request, preempt, void_all
@@ -280,7 +281,7 @@ class SchedulerState:
         heartbeats = self._heartbeats
         if heartbeats.next_due_s <= at_s:
             self._outbox.renew(heartbeats.take_due(at_s))
-        return self._outbox.take()
+        return self._outbox.take() if self._outbox.has_orders else EMPTY_PLAN
 
     def has_work(self) -> bool:
         """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""

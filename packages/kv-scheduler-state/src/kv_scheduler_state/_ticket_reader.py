@@ -30,6 +30,7 @@ _LISTS: Final = (list, tuple)
 _MAX_UINT32: Final = (1 << 32) - 1
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
+_ZEROS: Final = bytes(3)
 
 
 _DIGEST: Final = re.compile(r"(?:[0-9a-f]{64})?\Z")
@@ -295,9 +296,10 @@ def _extra(fields: Fields) -> Mapping[str, object]:
 def _are_block_ids(group: Sequence[int], most: int) -> bool:
     # Whole-list built-ins: a loop over a long prompt's ids would cost more than everything else at admission.
     try:
-        array("I", group)  # only integers of 32 bits without a sign get in, and bools
-        # A bool is equal to 0 or 1, which few lists hold; only those are worth a look at each id's type.
-        if not _BOOLS.isdisjoint(group) and bool in map(type, group):
+        words = array("I", group).tobytes()  # only integers of 32 bits without a sign get in, and bools
+        # A bool is equal to 0 or 1, so its word has three zero bytes in a row. Few lists have such bytes, fewer a 0 or 1, and
+        # only those are worth a look at each id's type.
+        if _ZEROS in words and not _BOOLS.isdisjoint(group) and bool in map(type, group):
             return False
     except (TypeError, OverflowError):
         return False
