@@ -29,7 +29,7 @@ class ObservedClock:
         observed_s: Observed seconds at the last reading; 0 before the first.
     """
 
-    __slots__ = ("_from_reading_s", "_from_s", "_is_real", "_last_s", "_max_step_s", "observed_s")
+    __slots__ = ("_from_reading_s", "_from_s", "_is_real", "_last_s", "_max_step_s", "_usual_until_s", "observed_s")
 
     def __init__(self, max_step_s: float = math.inf) -> None:
         if not max_step_s > 0:
@@ -38,6 +38,8 @@ class ObservedClock:
         self._max_step_s = min(max_step_s, _LARGEST)
         # Observed time is the reading itself from the first one until a pause or a step back.
         self._is_real = False
+        # While it is real: a step after some reading, so that every reading up to here is within a step of the last one.
+        self._usual_until_s = -math.inf
         # The last reading after that; infinite before the first.
         self._last_s = math.inf
         # Observed time then runs with the readings since this one; each pause or step back begins anew.
@@ -53,6 +55,7 @@ class ObservedClock:
     @max_step_s.setter
     def max_step_s(self, max_step_s: float) -> None:
         self._max_step_s = min(max_step_s, _LARGEST)
+        self._usual_until_s = -math.inf
 
     def observe(self, now_s: float) -> float:
         """Advance to the reading `now_s` and return the observed seconds.
@@ -60,9 +63,8 @@ class ObservedClock:
         Raises:
             InvalidEvent: `invalid-event`, for a reading that is no finite number of at least zero.
         """
-        last_s = self.observed_s
         # Nearly every reading. What is not before a good reading and not far after it is good itself.
-        if type(now_s) is float and last_s <= now_s <= last_s + self._max_step_s and self._is_real:
+        if type(now_s) is float and self.observed_s <= now_s <= self._usual_until_s:
             self.observed_s = now_s
             return now_s
         return self._observe_unusual(now_s)
@@ -79,16 +81,20 @@ class ObservedClock:
         return self.observed_s + max(0.0, min(now_s - last_s, self._max_step_s))
 
     def _observe_unusual(self, now_s: float) -> float:
-        now_s = _checked(now_s)
-        last_s = self._last_reading()
+        now_s, last_s = _checked(now_s), self._last_reading()
         if last_s == math.inf:
-            self._is_real = True
-            self.observed_s = now_s  # the first reading is taken as it is
+            self._is_real, last_s = True, now_s  # the first reading is taken as it is
+        is_usual = last_s <= now_s <= last_s + self._max_step_s
+        if is_usual and self._is_real:
+            self.observed_s = now_s
+            self._usual_until_s = min(
+                now_s + self._max_step_s, _LARGEST
+            )  # finite, so that no infinite reading is usual
             return now_s
-        if last_s <= now_s <= last_s + self._max_step_s:
+        if is_usual:
             self.observed_s = self._from_s + (now_s - self._from_reading_s)
         else:
-            self._is_real = False
+            self._is_real, self._usual_until_s = False, -math.inf
             self.observed_s += max(0.0, min(now_s - last_s, self._max_step_s))
             self._from_s, self._from_reading_s = self.observed_s, now_s
         self._last_s = now_s

@@ -172,8 +172,7 @@ class Outbox:
         if self.expects:
             expects = tuple(self.expects)
             self.expects.clear()
-        if self.fences:
-            fences = tuple(self.fences.values())
+            fences = tuple(self.fences.values())  # without a restart there is none but of these
             self.fences.clear()
         if self.grants:
             grants = tuple(self.grants)
