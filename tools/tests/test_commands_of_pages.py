@@ -16,14 +16,20 @@ PAGES = [
     "README.md", "CONTRIBUTING.md", "docs/README.md", "docs/start.md", "docs/troubleshoot.md", "docs/support.md",
     "docs/operate/migrate.md",
 ]  # fmt: skip
-COMMAND = re.compile(r"(?:^ *|`)((?:python3 tools/dev\.py|vllm-adapter|kv-nixl|kv-handshake) [^`\n]+)", re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:^ *|`)((?:python3 tools/dev\.py|vllm-adapter|kv-nixl|kv-handshake|kv-topology) [^`\n]+)", re.MULTILINE
+)
 COMMANDS = sorted({(page, line.strip()) for page in PAGES for line in COMMAND.findall((ROOT / page).read_text())})
-MODULES = {"vllm-adapter": "vllm_adapter.cli", "kv-nixl": "kv_nixl_agent._cli", "kv-handshake": "kv_handshake._cli"}
+MODULES = {
+    "vllm-adapter": "vllm_adapter",
+    "kv-nixl": "kv_nixl_agent",
+    "kv-handshake": "kv_handshake",
+    "kv-topology": "kv_topology",
+}
 
 
 def call(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; from {MODULES[program]} import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *words]
+    command = [sys.executable, "-m", MODULES[program], *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -56,5 +62,5 @@ def test_a_command_takes_these_words(page: str, line: str) -> None:
         return
     usage = call(program, words[0], "--help").stdout
     options = [word for word in words if word.startswith("--")]
-    assert usage.startswith(f"usage: {program}")
+    assert usage.startswith(f"Usage: {program}")
     assert [word for word in options if word not in usage] == []

@@ -29,7 +29,7 @@ PIP_FROM_CHECKOUT = "pip builds each package of a checkout in an environment of 
 ADDRESS = "https://forge.test/team/project"
 BUILDS = {"nixl-cu12": ["torch", "numpy"], "nixl-cu13": ["torch", "numpy"]}
 # Brought by vLLM on every host.
-BROUGHT = {"numpy": "2.2.6", "msgspec": "0.20.0", "pyzmq": "27.0.0"}
+BROUGHT = {"numpy": "2.2.6", "msgspec": "0.20.0", "pyzmq": "27.0.0", "typer": "0.21.0", "rich": "14.2.0"}
 HOSTS: dict[str, dict[str, str]] = {
     "cu13": {"torch": "2.13.0", "vllm": "0.32.0", "nixl": "1.4.1", "nixl-cu13": "1.4.1"},
     "cu13-build-alone": {"torch": "2.13.0", "vllm": "0.32.0", "nixl-cu13": "1.5.1"},
@@ -132,11 +132,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         patch.undo()
 
 
+CLI = {"vllm-adapter": "[cli]"}
 WAYS = {
-    ("uv", "wheels"): ["uv", "pip", "install", "--find-links", "dist", "vllm-adapter"],
-    ("pip", "wheels"): ["pip", "install", "--find-links", "dist", "vllm-adapter"],
-    ("uv", "checkout"): ["uv", "pip", "install", "./packages/vllm-adapter"],
-    ("pip", "checkout"): ["pip", "install", *(f"./packages/{name}" for name in PACKAGES)],
+    ("uv", "wheels"): ["uv", "pip", "install", "--find-links", "dist", "vllm-adapter[cli]"],
+    ("pip", "wheels"): ["pip", "install", "--find-links", "dist", "vllm-adapter[cli]"],
+    ("uv", "checkout"): ["uv", "pip", "install", "./packages/vllm-adapter[cli]"],
+    ("pip", "checkout"): ["pip", "install", *(f"./packages/{name}{CLI.get(name, '')}" for name in PACKAGES)],
 }
 
 

@@ -128,7 +128,7 @@ def test_no_plan(tmp_path, capsys):
 
 
 def test_a_reader_that_has_seen_enough():
-    command = [sys.executable, "-m", "kv_topology._tools", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
+    command = [sys.executable, "-m", "kv_topology", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
         begun.stdout.read(1)
         begun.stdout.close()
@@ -158,9 +158,7 @@ def test_prove(capsys):
 
 
 def test_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "kv_topology._tools", "--help"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "kv_topology", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "exit codes" in done.stdout
 

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 import vllm_adapter.cli
 from vllm_adapter import __version__
 from vllm_adapter.cli import main
-from vllm_adapter.cli.command import make_parser
+from vllm_adapter.cli.command import app
 
 PAGES = Path(__file__).parents[3] / "docs" / "operate"
 SOURCES = Path(vllm_adapter.cli.__file__).parent
@@ -34,7 +36,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
         main([word])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert (f"did you mean '{meant}'?" in said) is bool(meant)
+    assert (f"Did you mean '{meant}'?" in said) is bool(meant)
     assert word in said
 
 
@@ -51,8 +53,11 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
     commands = re.findall(r"^vllm-adapter (.*)$", (PAGES / page).read_text(), re.MULTILINE)
     assert commands
-    for words in commands:
-        assert callable(make_parser().parse_args(shlex.split(words)).run)
+    program = get_command(app)
+    assert isinstance(program, TyperGroup)
+    for line in commands:
+        name, *words = shlex.split(line)
+        assert callable(program.commands[name].make_context(name, words).command.callback)
 
 
 def test_every_code_of_the_check_is_on_its_page() -> None:

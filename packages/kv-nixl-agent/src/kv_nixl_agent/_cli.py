@@ -1,14 +1,20 @@
-"""The command `kv-nixl`."""
+"""The command `kv-nixl`: what works on this machine, and a test region for another machine's doctor.
+
+The only module that imports typer.
+"""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, final
 
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
 from ._doctor._remote_test import serve_peer
 from ._doctor._report import EXIT_CODES, Report, examine
 
@@ -17,55 +23,139 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_NAME = "kv-nixl"
+_OK = 0
+
 _SIGNS = {"ok": "  ok ", "warning": " WARN", "error": "ERROR"}
+_EXIT_CODES = """\b
+exit codes:
+  0  all is well
+  1  it works, but not as hoped
+  2  wrong usage
+  3  it does not work
+"""
+_DOCTOR_EXAMPLES = """\b
+examples:
+  kv-nixl doctor
+  kv-nixl doctor --peer 10.0.0.1:5700
+
+"""
+_SERVE_EXAMPLES = """\b
+example:
+  kv-nixl serve --host 10.0.0.1 --sessions 1
+
+"""
+
+
+@final
+class _Ended(Exception):  # noqa: N818 - an end, not an error
+    """End of a command, on its way to `main`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextmanager
+def _quiet_pipe() -> Generator[None]:
+    """Flush what was printed; end without a word if its reader, such as `head`, has seen enough."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What Python still wants to flush at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _Ended(_OK) from None
+
+
+@final
+class _Commands(TyperGroup):
+    """Commands whose functions return their exit code."""
+
+    def make_context(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Read the words; help is printed here."""
+        with _quiet_pipe():
+            return super().make_context(*words, **more)
+
+    def invoke(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Run the command."""
+        with _quiet_pipe():
+            code: int = super().invoke(*words, **more)
+        raise _Ended(code)
+
+
+app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    if options.command == "serve":
-        try:
-            serve_peer(options.host, options.port, sessions=options.sessions)
-        except OSError as error:
-            print(f"kv-nixl: cannot serve on {options.host}:{options.port}: {error}", file=sys.stderr)
-            return EXIT_CODES["error"]
-        except KeyboardInterrupt:
-            return 0
-        return 0
+    """Run the command and return its exit code; `SystemExit` ends wrong usage and pages of help."""
+    try:
+        typer.main.get_command(app)(args=arguments, prog_name=_NAME)
+    except _Ended as ended:
+        return ended.code
+    return _OK
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"{_NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _describe(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look after NIXL transfers on this machine."""
+
+
+@app.command("doctor", epilog=_DOCTOR_EXAMPLES + _EXIT_CODES)
+def _doctor(
+    *,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Read from a `kv-nixl serve` elsewhere, too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Say what works, over which transports and how fast."""
+    endpoint = None if peer is None else _endpoint(peer)
     with _foreign_output_to_stderr():
-        report = examine(options.peer)
-    print(json.dumps(report.as_json()) if options.json else _text(report))
+        report = examine(endpoint)
+    print(json.dumps(report.as_json()) if as_json else _text(report))
     return EXIT_CODES[report.severity]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kv-nixl", description="Look after NIXL transfers on this machine.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what works, over which transports and how fast",
-        description="Exit code 0: all is well. 1: it works, but not as hoped. 2: wrong usage. 3: it does not work.",
-    )
-    doctor.add_argument(
-        "--peer", type=_endpoint, metavar="HOST:PORT", help="read from a `kv-nixl serve` elsewhere, too"
-    )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    serve = commands.add_parser("serve", help="serve a test region to another machine's doctor")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=5700, help="port to bind (default: %(default)s)")
-    serve.add_argument("--sessions", type=int, default=0, help="end after so many doctors (default: never)")
-    return parser
+@app.command("serve", epilog=_SERVE_EXAMPLES + _EXIT_CODES)
+def _serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind; 0 for any free one.")] = 5700,
+    sessions: Annotated[int, typer.Option(help="End after so many doctors; 0 for never.")] = 0,
+) -> int:
+    """Serve a test region to another machine's doctor."""
+    try:
+        serve_peer(host, port, sessions=sessions)
+    except OSError as error:
+        print(f"{_NAME}: cannot serve on {host}:{port}: {error}", file=sys.stderr)
+        return EXIT_CODES["error"]
+    except KeyboardInterrupt:
+        return _OK
+    return _OK
 
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        message = f"{text!r} is not HOST:PORT"
-        raise argparse.ArgumentTypeError(message)
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--peer")
     return host.strip("[]"), int(port)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _foreign_output_to_stderr() -> Generator[None, None, None]:
     """Keep NIXL's log, which goes to standard output, out of the command's own."""
     sys.stdout.flush()

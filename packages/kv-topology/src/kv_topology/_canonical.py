@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kv_topology._model import FieldLayout, RankGeometry
     from kv_topology._runs import BoxAxis
 
-__all__ = ["DescriptorMeaning", "canonical_segments", "explain"]
+__all__ = ["DescriptorMeaning", "canonical_segments", "contents_of", "explain"]
 
 
 def canonical_segments(
@@ -174,7 +174,7 @@ def explain(link: Link, geometry: RankGeometry, index: int, *, is_local: bool) -
         page, unit = rule.page_and_unit(slot, index)
         offset = int(slices.offset[slot]) + unit * int(slices.step[slot])
         length = int(slices.length[slot])
-        contents = _contents(geometry, region, number, offset, offset + length)
+        contents = contents_of(geometry, region, number, offset, offset + length)
         block = page // geometry.groups[number].pages_per_block
         return DescriptorMeaning(region, page, block, number, unit, offset, length, contents)
     raise InvalidGeometry(
@@ -184,7 +184,7 @@ def explain(link: Link, geometry: RankGeometry, index: int, *, is_local: bool) -
     )
 
 
-def _contents(geometry: RankGeometry, region: int, group: int, start: int, stop: int) -> tuple[tuple[str, str], ...]:
+def contents_of(geometry: RankGeometry, region: int, group: int, start: int, stop: int) -> tuple[tuple[str, str], ...]:
     """Return the (layer, field) pairs of a group that have bytes in [start, stop) of a region's pages."""
     found: list[tuple[str, str]] = []
     for member in geometry.regions[region].members:

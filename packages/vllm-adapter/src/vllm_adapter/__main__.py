@@ -1,12 +1,27 @@
-"""`python -m vllm_adapter`: the command line `vllm-adapter`."""
+"""The command `vllm-adapter`, also as `python -m vllm_adapter`: its options need the extra `cli`."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from vllm_adapter.cli import main
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__: list[str] = []
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; without the extra `cli`, say what to install and return 2."""
+    try:
+        from vllm_adapter.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in {"typer", "rich"}:
+            raise
+        print("vllm-adapter: the command line is not installed: uv pip install 'vllm-adapter[cli]'", file=sys.stderr)
+        return 2
+    return run(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

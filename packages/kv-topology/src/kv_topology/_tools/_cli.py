@@ -1,107 +1,245 @@
-"""Command line: `kv-topology plan SPEC` for dry runs without an engine, `kv-topology prove` for the byte oracle.
+"""The command `kv-topology`: dry runs of transfers without an engine, and the byte oracle.
 
-Exit codes: 0 done; 1 a proof failed; 2 bad usage or a specification that is no specification; 3 no plan exists.
+The only module that imports typer and rich.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, final
 
+import typer
+from typer.core import TyperGroup
+
+from kv_topology import __version__
 from kv_topology._errors import InvalidGeometry, TopologyError
 from kv_topology._tools._engine_values import KV_LAYOUTS
+from kv_topology._tools._explanation import explain_text, explain_values
 from kv_topology._tools._picture import draw
-from kv_topology._tools._report import report_json, report_text
+from kv_topology._tools._report import Page, estimate_json, estimate_page, report_json, report_page
 from kv_topology._tools._spec import load_spec
 from kv_topology._tools._survey import survey
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
+
+    from kv_topology._tools._survey import Survey
 
 __all__ = ["main"]
 
+_NAME = "kv-topology"
+_OK = 0
+_FAILED = 1
+_USAGE = 2
+_NO_PLAN = 3
 
-def _parser() -> argparse.ArgumentParser:
-    layouts = "\n".join(f"  {name:<12} {what}" for name, what in KV_LAYOUTS.items())
-    parser = argparse.ArgumentParser(
-        prog="kv-topology",
-        description="Which bytes of which peer rank land where.",
-        epilog=f"layouts:\n{layouts}\n\nexit codes: 0 done, 1 a proof failed, 2 bad usage or specification, 3 no plan",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="plan a transfer between two engines from a specification, without any")
-    plan.add_argument("spec", type=Path, help="TOML or JSON file: model, consumer, producer, link")
-    plan.add_argument("--json", action="store_true", help="print the plans with all slices as JSON")
-    plan.add_argument("--svg", type=Path, metavar="FILE", help="also draw who reads what from whom")
-    plan.add_argument("--rank", type=int, metavar="R", help="only the consumer rank with this tp rank")
-    prove = commands.add_parser(
-        "prove", help="execute the plans of listed pairs as plain copies and compare every byte"
-    )
-    prove.add_argument("families", nargs="*", help="what to vary (default: everything)")
-    prove.add_argument("--step", type=int, default=1, metavar="N", help="prove every N-th pair only")
-    prove.add_argument("--json", action="store_true", help="print the counts as JSON")
-    return parser
+_LAYOUTS = "\b\nlayouts:\n" + "".join(f"  {name:<16} {text}\n" for name, text in KV_LAYOUTS.items()) + "\n"
+_EXIT_CODES = """\b
+exit codes:
+  0  done
+  1  a proof failed
+  2  wrong usage, or a specification that is none
+  3  no plan exists
+"""
+_PLAN_EXAMPLES = """\b
+examples:
+  kv-topology plan examples/gqa_tp4_from_tp2.toml --svg plan.svg
+  kv-topology plan examples/gqa_tp4_from_tp2.toml --estimate
+
+"""
+_EXPLAIN_EXAMPLES = """\b
+example:
+  kv-topology explain examples/gqa_tp4_from_tp2.toml --rank 3
+
+"""
+_PROVE_EXAMPLES = """\b
+example:
+  kv-topology prove windows tp --step 50
+
+"""
+
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
 
 
-def _plan(options: argparse.Namespace) -> int:
+@final
+class _Ended(Exception):  # noqa: N818 - an end, not an error
+    """End of a command, on its way to `main`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextmanager
+def _quiet_pipe() -> Generator[None]:
+    """Flush what was printed; end without a word if its reader, such as `head`, has seen enough."""
     try:
-        run = load_spec(options.spec)
-    except (OSError, ValueError) as error:
-        print(f"kv-topology: cannot read the specification: {error}", file=sys.stderr)
-        return 2
-    except InvalidGeometry as error:
-        print(f"kv-topology: {error}", file=sys.stderr)
-        return 2
-    if options.rank is not None and not 0 <= options.rank < run.consumer.tp:
-        print(f"kv-topology: --rank {options.rank} is no rank of a consumer with tp {run.consumer.tp}", file=sys.stderr)
-        return 2
-    try:
-        found = survey(run)
-    except InvalidGeometry as error:
-        print(f"kv-topology: the specification makes no engine ({error.code}): {error}", file=sys.stderr)
-        return 2
-    except TopologyError as error:
-        print(f"kv-topology: no plan ({error.code}): {error}", file=sys.stderr)
-        return 3
-    if options.svg is not None:
         try:
-            options.svg.write_text(draw(found, only=options.rank), encoding="utf-8")
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What Python still wants to flush at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _Ended(_OK) from None
+
+
+@final
+class _Commands(TyperGroup):
+    """Commands whose functions return their exit code."""
+
+    def make_context(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Read the words; help is printed here."""
+        with _quiet_pipe():
+            return super().make_context(*words, **more)
+
+    def invoke(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Run the command."""
+        with _quiet_pipe():
+            code: int = super().invoke(*words, **more)
+        raise _Ended(code)
+
+
+app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_LAYOUTS + _EXIT_CODES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; `SystemExit` ends wrong usage and pages of help."""
+    try:
+        typer.main.get_command(app)(args=arguments, prog_name=_NAME)
+    except _Ended as ended:
+        return ended.code
+    return _OK
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"{_NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _describe(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Which bytes of which peer rank land where."""
+
+
+@final
+class _Refused(Exception):  # noqa: N818 - said to the user, not an error of ours
+    """A reason for which a command cannot be carried out, and its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _survey(spec: Path, rank: int | None) -> Survey:
+    """Return all plans of a specification."""
+    try:
+        run = load_spec(spec)
+    except InvalidGeometry as error:
+        raise _Refused(str(error), _USAGE) from error
+    except (OSError, ValueError) as error:
+        raise _Refused(f"cannot read the specification: {error}", _USAGE) from error
+    if rank is not None and not 0 <= rank < run.consumer.tp:
+        raise _Refused(f"--rank {rank} is no rank of a consumer with tp {run.consumer.tp}", _USAGE)
+    try:
+        return survey(run)
+    except InvalidGeometry as error:
+        raise _Refused(f"the specification makes no engine ({error.code}): {error}", _USAGE) from error
+    except TopologyError as error:
+        raise _Refused(f"no plan ({error.code}): {error}", _NO_PLAN) from error
+
+
+def _refuse(refused: _Refused) -> int:
+    print(f"{_NAME}: {refused}", file=sys.stderr)
+    return refused.code
+
+
+@app.command("plan", epilog=_PLAN_EXAMPLES + _EXIT_CODES)
+def _plan(
+    spec: Spec,
+    *,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only what it costs, direct and staged.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw who reads what from whom.")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans with all slices as JSON.")] = False,
+) -> int:
+    """Plan a transfer between two engines, without any."""
+    try:
+        found = _survey(spec, rank)
+    except _Refused as refused:
+        return _refuse(refused)
+    if svg is not None:
+        try:
+            svg.write_text(draw(found, only=rank), encoding="utf-8")
         except OSError as error:
-            print(f"kv-topology: cannot write the picture: {error}", file=sys.stderr)
-            return 2
-    if options.json:
-        print(json.dumps(report_json(found, only=options.rank), indent=1))
+            return _refuse(_Refused(f"cannot write the picture: {error}", _USAGE))
+    if as_json:
+        values = estimate_json(found, only=rank) if estimate else report_json(found, only=rank)
+        print(json.dumps(values, indent=1))
     else:
-        print(report_text(found, only=options.rank))
-    return 0
+        _show(estimate_page(found, only=rank) if estimate else report_page(found, only=rank))
+    return _OK
 
 
-def _prove(options: argparse.Namespace) -> int:
+@app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)
+def _explain(
+    spec: Spec,
+    *,
+    rank: Annotated[int, typer.Option(metavar="R", help="The consumer rank with this tp rank.")] = 0,
+    stage: Annotated[int, typer.Option(metavar="PP", help="Its pipeline stage.")] = 0,
+    slices: Annotated[int, typer.Option(metavar="N", help="Slices to show of each producer rank.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Explain a rank's plan, slice by slice."""
+    try:
+        found = _survey(spec, rank)
+    except _Refused as refused:
+        return _refuse(refused)
+    if (stage, rank) not in found.plans:
+        return _refuse(_Refused(f"--stage {stage} is no stage of a consumer with pp {found.run.consumer.pp}", _USAGE))
+    most = max(slices, 0)
+    if as_json:
+        print(json.dumps(explain_values(found, (stage, rank), most=most), indent=1))
+    else:
+        print(explain_text(found, (stage, rank), most=most))
+    return _OK
+
+
+@app.command("prove", epilog=_PROVE_EXAMPLES + _EXIT_CODES)
+def _prove(
+    families: Annotated[list[str] | None, typer.Argument(metavar="FAMILY", help="What to vary; default: all.")] = None,
+    *,
+    step: Annotated[int, typer.Option(metavar="N", help="Prove every N-th pair only.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+) -> int:
+    """Prove plans: copy and compare every byte."""
     from kv_topology._tools._proof_cases import FAMILIES, run_proofs
     from kv_topology.testing import OracleFailure
 
-    unknown = [name for name in options.families if name not in FAMILIES]
-    if unknown or options.step < 1:
-        known = ", ".join(FAMILIES)
-        print(f"kv-topology: families are {known}; --step is at least 1", file=sys.stderr)
-        return 2
+    chosen = families or list(FAMILIES)
+    if step < 1 or not set(chosen) <= set(FAMILIES):
+        return _refuse(_Refused(f"families are {', '.join(FAMILIES)}; --step is at least 1", _USAGE))
     counts: dict[str, dict[str, int]] = {}
-    for name in options.families or FAMILIES:
+    for name in chosen:
         try:
-            pairs, proof = run_proofs((name,), step=options.step)[name]
+            pairs, proof = run_proofs((name,), step=step)[name]
         except OracleFailure as error:
-            print(f"kv-topology: a proof of {name} failed: {error}", file=sys.stderr)
-            return 1
+            return _refuse(_Refused(f"a proof of {name} failed: {error}", _FAILED))
         counts[name] = {"pairs": pairs, "plans": proof.plans, "copies": proof.copies, "bytes": proof.bytes_proved}
-        if not options.json:
+        if not as_json:
             print(f"{name:<14} {pairs:>6} pairs {proof.plans:>7} plans {proof.bytes_proved:>11} bytes", flush=True)
-    _print_total(counts, as_json=options.json)
-    return 0
+    _print_total(counts, as_json=as_json)
+    return _OK
 
 
 def _print_total(counts: dict[str, dict[str, int]], *, as_json: bool) -> None:
@@ -112,13 +250,21 @@ def _print_total(counts: dict[str, dict[str, int]], *, as_json: bool) -> None:
         print(f"proved {total['pairs']} pairs of engines, {total['plans']} plans, {total['bytes']} bytes: no mismatch")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        code = _plan(options) if options.command == "plan" else _prove(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+def _show(page: Page) -> None:
+    """Draw a page on a terminal; elsewhere print it as it always was."""
+    if not sys.stdout.isatty():
+        print(page.as_text())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE)
+    for heading, width in page.columns:
+        table.add_column(heading, justify="left" if width < 0 else "right", overflow="fold")
+    for row in page.rows:
+        table.add_row(*map(Text, row))
+    for part in (*map(Text, page.head), table, *map(Text, page.tail)):
+        console.print(part)

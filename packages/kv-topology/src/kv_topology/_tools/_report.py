@@ -1,23 +1,53 @@
-"""A survey as text for people and as JSON for programs."""
+"""A survey as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_topology._plan import TransferPlan
     from kv_topology._slices import SliceTable
     from kv_topology._tools._survey import Survey
 
     Rank = tuple[int, int]
 
-__all__ = ["report_json", "report_text"]
+__all__ = ["Page", "estimate_json", "estimate_page", "rank_name", "report_json", "report_page"]
 
 
-_HEADING = f"{'consumer':>8} {'reads (pp/tp)':<22} {'notifies':<12} {'kind':<7} {'bytes/tok':>10} {'desc/tok':>9}"
+@final
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A table with the lines before and after it, to be printed as it is or drawn.
+
+    Attributes:
+        head: Lines before.
+        columns: Heading of each column and its width; a negative one aligns to the left.
+        rows: Cells.
+        tail: Lines after.
+    """
+
+    head: Sequence[str]
+    columns: Sequence[tuple[str, int]]
+    rows: Sequence[Sequence[str]]
+    tail: Sequence[str]
+
+    def as_text(self) -> str:
+        """Return the page as lines that look the same everywhere."""
+        cells = [[heading for heading, _ in self.columns], *self.rows]
+        return "\n".join([*self.head, *(self._line(row) for row in cells), *self.tail])
+
+    def _line(self, row: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(-width) if width < 0 else cell.rjust(width)
+            for cell, (_, width) in zip(row, self.columns, strict=True)
+        ]
+        return " ".join(padded).rstrip()
 
 
-def _name(rank: Rank) -> str:
+def rank_name(rank: Rank) -> str:
     return f"{rank[0]}/{rank[1]}"
 
 
@@ -34,7 +64,7 @@ def _size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def report_text(found: Survey, *, only: int | None = None) -> str:
+def report_page(found: Survey, *, only: int | None = None) -> Page:
     """Return the table of who reads what from whom, sizes and times, and warnings.
 
     Args:
@@ -42,37 +72,90 @@ def report_text(found: Survey, *, only: int | None = None) -> str:
         only: Show only this consumer tp rank.
     """
     run = found.run
-    prompt = run.cost.prompt_tokens
-    lines = [
+    head = [
         f"model: {len(run.model.kinds)} layers ({', '.join(run.model.group_kinds)})",
-        _side("consumer", found.run.consumer),
-        _side("producer", found.run.producer),
+        _side("consumer", run.consumer),
+        _side("producer", run.producer),
         "",
-        f"{_HEADING} {prompt}-token prompt",
     ]
+    columns = [
+        ("consumer", 8),
+        ("reads (pp/tp)", -22),
+        ("notifies", -12),
+        ("kind", -7),
+        ("bytes/tok", 10),
+        ("desc/tok", 9),
+    ]
+    columns.append((f"{run.cost.prompt_tokens}-token prompt", -1))
+    tail = ["", f"readers per producer rank: {_readers(found)}", _summary(found, only), *_warnings(found)]
+    return Page(head, columns, [_row(found, rank) for rank in _chosen(found, only)], tail)
+
+
+def _row(found: Survey, rank: Rank) -> list[str]:
+    plan = found.plans[rank]
+    return [
+        rank_name(rank),
+        _list(plan.producer_ranks),
+        _list(plan.notify_only_ranks),
+        "staged" if plan.is_staged else "direct",
+        f"{plan.estimate.bytes_per_token:.0f}",
+        f"{found.descriptors_per_token(plan):.3f}",
+        f"{_size(_moved(found, plan))}, {_descriptors(found, plan):.0f} descriptors, {found.transfer_ms(plan):.2f} ms",
+    ]
+
+
+def _moved(found: Survey, plan: TransferPlan) -> float:
+    """Return the bytes of the cost model's prompt."""
+    return plan.estimate.bytes_per_token * found.run.cost.prompt_tokens + plan.estimate.state_bytes
+
+
+def _descriptors(found: Survey, plan: TransferPlan) -> float:
+    return found.descriptors_per_token(plan) * found.run.cost.prompt_tokens + plan.estimate.state_descriptors
+
+
+def _warnings(found: Survey) -> list[str]:
+    return [f"warning: {text}" for text in found.warnings()] or ["no warnings"]
+
+
+def estimate_page(found: Survey, *, only: int | None = None) -> Page:
+    """Return the cost of every plan, direct and staged."""
+    columns = [("consumer", 8), ("moved", 12), ("descriptors", 12), ("direct", 12), ("staged", 12), ("chosen", -6)]
+    rows: list[list[str]] = []
     for rank in _chosen(found, only):
         plan = found.plans[rank]
-        estimate = plan.estimate
-        moved = estimate.bytes_per_token * prompt + estimate.state_bytes
-        descriptors = found.descriptors_per_token(plan) * prompt + estimate.state_descriptors
-        lines.append(
-            f"{_name(rank):>8} {_list(plan.producer_ranks):<22} {_list(plan.notify_only_ranks):<12} "
-            f"{'staged' if plan.is_staged else 'direct':<7} {estimate.bytes_per_token:>10.0f} "
-            f"{found.descriptors_per_token(plan):>9.3f} {_size(moved)}, {descriptors:.0f} descriptors, "
-            f"{found.transfer_ms(plan):.2f} ms"
+        staged_us = plan.estimate.staged_us
+        staged = "-" if staged_us is None else f"{staged_us / 1e3:.2f} ms"
+        chosen = "staged" if plan.is_staged else "direct"
+        direct = f"{plan.estimate.direct_us / 1e3:.2f} ms"
+        rows.append(
+            [rank_name(rank), _size(_moved(found, plan)), f"{_descriptors(found, plan):.0f}", direct, staged, chosen]
         )
-    slowest = max(found.transfer_ms(found.plans[rank]) for rank in _chosen(found, only))
-    lines += [
-        "",
-        f"readers per producer rank: {_readers(found)}",
-        _summary(found, slowest),
-    ]
-    lines += [f"warning: {text}" for text in found.warnings()] or ["no warnings"]
-    return "\n".join(lines)
+    return Page([], columns, rows, ["", _summary(found, only)])
 
 
-def _summary(found: Survey, slowest_ms: float) -> str:
+def estimate_json(found: Survey, *, only: int | None = None) -> dict[str, object]:
+    """Return the same in plain values."""
+    return {
+        "prompt_tokens": found.run.cost.prompt_tokens,
+        "bandwidth_gb_s": found.run.cost.bandwidth_gb_s,
+        "descriptor_us": found.run.cost.descriptor_us,
+        "ranks": [
+            {
+                "consumer_rank": list(rank),
+                "is_staged": found.plans[rank].is_staged,
+                "moved_bytes": _moved(found, found.plans[rank]),
+                "descriptors": _descriptors(found, found.plans[rank]),
+                "direct_us": found.plans[rank].estimate.direct_us,
+                "staged_us": found.plans[rank].estimate.staged_us,
+            }
+            for rank in _chosen(found, only)
+        ],
+    }
+
+
+def _summary(found: Survey, only: int | None) -> str:
     cost = found.run.cost
+    slowest_ms = max(found.transfer_ms(found.plans[rank]) for rank in _chosen(found, only))
     prices = f"{cost.bandwidth_gb_s:g} GB/s per rank and {cost.descriptor_us:g} us per descriptor"
     return (
         f"a {cost.prompt_tokens}-token prompt takes about {slowest_ms:.2f} ms at {prices}, before neighbours are joined"
@@ -87,7 +170,7 @@ def _side(name: str, engine: object) -> str:
 
 
 def _list(ranks: tuple[Rank, ...]) -> str:
-    shown = " ".join(_name(rank) for rank in ranks[:5])
+    shown = " ".join(rank_name(rank) for rank in ranks[:5])
     return (shown + f" +{len(ranks) - 5}" if len(ranks) > 5 else shown) or "-"
 
 

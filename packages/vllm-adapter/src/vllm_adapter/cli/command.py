@@ -1,12 +1,17 @@
-"""Words of the command line, and the way to each command's module."""
+"""The command `vllm-adapter`: what all its commands share, and the list of them.
+
+A command's module has a function that registers it, `add_NAME(app)`. The command's function returns its exit code.
+"""
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn, final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, final
+
+import typer
+from typer.core import TyperGroup
 
 from vllm_adapter import __version__
 from vllm_adapter.cli.check import add_check
@@ -14,53 +19,78 @@ from vllm_adapter.cli.config import add_config
 from vllm_adapter.cli.status import add_status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-__all__ = ["main", "make_parser"]
+__all__ = ["app", "main"]
 
-_COMMANDS = {
-    "config": ("explain the connector's own keys, or check a --kv-transfer-config", add_config),
-    "check": ("tell whether two live engines can hand over, and why not", add_check),
-    "status": ("show what live engines of this machine hold: leases, reads, peers, stalls, health", add_status),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit code, which each command's help lists."""
-    try:
-        options = make_parser().parse_args(arguments)
-        code: int = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. What Python still wants to flush at its end goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    return code
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the words."""
-    parser = _Parser(prog="vllm-adapter", description="Tools for operators of the vLLM adapter.")
-    parser.add_argument("--version", action="version", version=f"vllm-adapter {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, (text, add) in _COMMANDS.items():
-        add(commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter))
-    return parser
+_NAME = "vllm-adapter"
+_WELL = 0
 
 
 @final
-class _Parser(argparse.ArgumentParser):
-    """A parser that names the word which was perhaps meant."""
+class _Ended(Exception):  # noqa: N818 - an end, not an error
+    """End of a command, on its way to `main`."""
 
-    def error(self, message: str) -> NoReturn:
-        """Say what was wrong, and what is nearest to it; exit with 2."""
-        super().error(message + _nearest(message))
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
-def _nearest(message: str) -> str:
-    """Return a hint for argparse's message about a word that it does not know, if a command is near."""
-    _, quote, rest = message.partition("invalid choice: '")
-    near = difflib.get_close_matches(rest.partition("'")[0], _COMMANDS, n=1) if quote else []
-    return f"; did you mean '{near[0]}'?" if near else ""
+@contextmanager
+def _quiet_pipe() -> Generator[None]:
+    """Flush what was printed; end without a word if its reader, such as `head`, has seen enough."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What Python still wants to flush at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _Ended(_WELL) from None
+
+
+@final
+class _Commands(TyperGroup):
+    """Commands whose functions return their exit code."""
+
+    def make_context(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Read the words; help is printed here."""
+        with _quiet_pipe():
+            return super().make_context(*words, **more)
+
+    def invoke(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Run the command."""
+        with _quiet_pipe():
+            code: int = super().invoke(*words, **more)
+        raise _Ended(code)
+
+
+app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
+for _add in (add_check, add_config, add_status):
+    _add(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; `SystemExit` ends wrong usage and pages of help."""
+    try:
+        typer.main.get_command(app)(args=arguments, prog_name=_NAME)
+    except _Ended as ended:
+        return ended.code
+    return _WELL
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"{_NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _describe(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Tools for operators of the vLLM adapter."""

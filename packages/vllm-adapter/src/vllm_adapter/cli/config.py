@@ -6,41 +6,54 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Annotated, Any, cast
+
+import typer
 
 from vllm_adapter.config import describe_keys
 from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
 
-if TYPE_CHECKING:
-    import argparse
+__all__ = ["add_config", "read_source"]
 
-__all__ = ["add_config", "read_source", "run_config"]
+_EPILOG = """\b
+examples:
+  vllm-adapter config --explain
+  vllm-adapter config --check kv-transfer-config.json
+
+\b
+exit codes:
+  0  done; with --check: the configuration is good
+  1  --check: it is wrong, or cannot be read
+  2  wrong usage
+"""
 
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "tuple[str, ...]": "array"}
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's words."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--explain", action="store_true", help="every key with default, range and meaning")
-    what.add_argument("--schema", action="store_true", help="the same as a JSON schema")
-    what.add_argument(
-        "--check",
-        metavar="CONFIG",
-        help="check a --kv-transfer-config: its JSON text, a file with it, or - for standard input",
-    )
-    parser.add_argument("--json", action="store_true", help="with --check: the result as JSON")
-    parser.set_defaults(run=run_config)
+def add_config(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("config", epilog=_EPILOG)(_config)
 
 
-def run_config(options: argparse.Namespace) -> int:
-    """Print what was asked for; return 0, or 1 for a wrong configuration."""
-    if options.explain:
-        print(_explanation())
-    elif options.schema:
-        print(json.dumps(_schema(), indent=2))
-    else:
-        return _check(options.check, as_json=options.json)
+def _config(
+    *,
+    explain: Annotated[bool, typer.Option("--explain", help="Every key with default, range and meaning.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="The same as a JSON schema.")] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Check a --kv-transfer-config: its JSON text, a file with it, or - for standard input.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: the result as JSON.")] = False,
+) -> int:
+    """Explain the connector's own keys, or check a --kv-transfer-config."""
+    if explain + schema + (check is not None) != 1:
+        raise typer.BadParameter("give one of --explain, --schema and --check", param_hint="config")
+    if check is not None:
+        return _check(check, as_json=as_json)
+    print(_explanation() if explain else json.dumps(_schema(), indent=2))
     return 0
 
 

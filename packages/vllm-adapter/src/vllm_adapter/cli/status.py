@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.status_table import print_tables, troubles
 from vllm_adapter.observe.status_folder import status_folders
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from vllm_adapter.cli.asking import Answer
 
-__all__ = ["add_status", "run_status"]
+__all__ = ["add_status"]
 
 _WELL = 0
 _TROUBLE = 1
 _NO_TOOL = 2
 _NOT_FOUND = 3
 
-_EPILOG = """exit codes:
+_EPILOG = """\b
+examples:
+  vllm-adapter status
+  vllm-adapter status decode-0 --requests
+
+\b
+exit codes:
   0  every process answered, and no transfer thread is dead or stuck
   1  a process did not answer, or its transfer thread is dead or stuck
   2  wrong usage, or rich is not installed (--json does without it)
@@ -32,33 +39,38 @@ _EPILOG = """exit codes:
 """
 
 
-def add_status(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's words."""
-    parser.epilog = _EPILOG
-    parser.add_argument(
-        "engine", nargs="?", metavar="ENGINE", help="engine id, the beginning of one, or a process id; default: all"
-    )
-    parser.add_argument("--requests", action="store_true", help="also the oldest requests, leases, reads and the peers")
-    parser.add_argument("--json", action="store_true", help="the processes' answers as JSON")
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="wait per process (default 3)")
-    parser.add_argument(
-        "--folder", metavar="FOLDER", help="where the sockets are; default: where this user's engines put them"
-    )
-    parser.set_defaults(run=run_status)
+def add_status(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("status", epilog=_EPILOG)(_status)
 
 
-def run_status(options: argparse.Namespace) -> int:
-    """Ask, print, and return the exit code."""
-    folders = (Path(options.folder),) if options.folder else status_folders()
-    answers = ask_all(folders, timeout_s=options.timeout)
-    found = of_engine(answers, options.engine) if options.engine else answers
-    if options.json:
+def _status(
+    engine: Annotated[
+        str | None,
+        typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id; default: all."),
+    ] = None,
+    *,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="Also the oldest requests, leases, reads and the peers.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The processes' answers as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
+    folder: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
+    ] = None,
+) -> int:
+    """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
+    folders = (Path(folder),) if folder else status_folders()
+    answers = ask_all(folders, timeout_s=timeout)
+    found = of_engine(answers, engine) if engine else answers
+    if as_json:
         print(json.dumps({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
-    elif found and not print_tables(found, with_requests=options.requests):
+    elif found and not print_tables(found, with_requests=requests):
         print("vllm-adapter status: tables need rich: install vllm-adapter[cli], or use --json", file=sys.stderr)
         return _NO_TOOL
     if not found:
-        print(f"vllm-adapter status: {_not_found(options.engine, answers, folders)}", file=sys.stderr)
+        print(f"vllm-adapter status: {_not_found(engine, answers, folders)}", file=sys.stderr)
         return _NOT_FOUND
     return _TROUBLE if troubles(found) else _WELL
 
