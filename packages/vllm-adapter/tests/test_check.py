@@ -7,93 +7,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-from factories import TOKENS, attention_cache, facts
+from engines_to_check import Checked, Rank, config, envelopes, silenced
 
 from kv_handshake import Listener
 from kv_handshake.security import ServerSecurity
-from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cli import main
-from vllm_adapter.config import Settings
 from vllm_adapter.observe import status_folder as folders
 from vllm_adapter.observe.status_socket import StatusSocket
-from vllm_adapter.wiring import WorkerParts
-
-FACTORS: dict[str, object] = {
-    "vllm_version": "0.32.0",
-    "nixl_connector_version": 14,
-    "model": "tiny",
-    "dtype": "torch.bfloat16",
-    "num_kv_heads": 4,
-    "head_size": 64,
-    "num_hidden_layers": 2,
-    "attn_backend_name": "FLASH_ATTN",
-    "cache_dtype": "auto",
-    "cross_layers_blocks": False,
-    "is_hma_enabled": False,
-    "speculative_config": None,
-    "transfer_mode": "pull",
-}
-TERMS = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both"}
-Rank = tuple[int, int]
-
-
-def config(**keys: object) -> str:
-    return json.dumps({**TERMS, "kv_connector_extra_config": keys})
-
-
-def envelopes(
-    name: str,
-    *,
-    tp: int = 1,
-    tokens: int = TOKENS,
-    heads: int = 4,
-    factors: dict[str, object] | None = None,
-    **changes: Any,
-) -> dict[Rank, bytes]:
-    """Return what the ranks of an engine serve, as their connectors would make it."""
-    made: dict[Rank, bytes] = {}
-    group = facts().groups[0]
-    groups = (type(group)(group.kind, tokens, 0, 0, group.layers),)
-    for rank in range(tp):
-        here = facts(
-            engine_id=name,
-            tp=tp,
-            rank=rank,
-            factors={**FACTORS, **(factors or {})},
-            groups=groups,
-            heads=heads,
-            **changes,
-        )
-        caches = [
-            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=heads // tp, tokens=tokens)
-            for number, layer in enumerate(group.layers)
-        ]
-        agent: Any = SimpleNamespace(agent_metadata=lambda: b"agent", fence=(0xF000, 0, 16))
-        parts = WorkerParts(here, Settings())
-        made[0, rank] = parts.encode_envelope(caches, local_document(here, caches), agent, generation=1)
-    return made
-
-
-def silenced(frames: dict[Rank, bytes]) -> dict[Rank, bytes]:
-    """Return the same as vLLM's own connector sends it: a hash, and metadata without our keys."""
-    made: dict[Rank, bytes] = {}
-    for rank, frame in frames.items():
-        whole = msgspec.msgpack.decode(frame)
-        inner = {
-            key: value
-            for key, value in msgspec.msgpack.decode(whole["agent_metadata_bytes"]).items()
-            if "kvh_" not in key
-        }
-        made[rank] = msgspec.msgpack.encode(
-            {"compatibility_hash": whole["compatibility_hash"], "agent_metadata_bytes": msgspec.msgpack.encode(inner)}
-        )
-    return made
-
 
 Serve = Callable[..., str]
 
@@ -119,27 +42,6 @@ def serve() -> Iterator[Serve]:
     yield run
     for listener in listeners:
         listener.close()
-
-
-class Checked:
-    """The result of a check."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str) -> None:
-        capsys.readouterr()
-        self.code = main(["check", "--json", "--timeout", "2", *words])
-        said = capsys.readouterr()
-        result = json.loads(said.out) if said.out else {"is_go": None, "findings": []}
-        self.error, self.is_go, self.findings = said.err, result["is_go"], result["findings"]
-
-    def reasons(self) -> list[tuple[str, str]]:
-        return [(each["topic"], each["code"]) for each in self.findings if each["level"] == "no-go"]
-
-    def codes(self, level: str) -> set[str]:
-        return {each["code"] for each in self.findings if each["level"] == level}
-
-    def message(self, code: str) -> str:
-        (found,) = [f"{each['message']} -> {each['advice']}" for each in self.findings if each["code"] == code]
-        return found
 
 
 @pytest.fixture
@@ -406,10 +308,13 @@ def test_terms_are_those_of_live_engines_of_this_machine(serve: Serve, check: Ch
     try:
         assert all(each.open() for each in live)
         found = check("engine-p", "engine-d")
-        assert found.reasons() == [("lease", "lease-shorter-than-heartbeat")]
-        assert found.codes("note") == {"tcp-only"}
+        assert set(found.reasons()) == {("lease", "lease-shorter-than-heartbeat"), ("transport", "tcp-only")}
+        assert found.codes("note") == set()
         assert "lets the prefill engine use no network but TCP" in found.message("tcp-only")
         assert check(addresses["engine-p"], addresses["engine-d"]).reasons() == found.reasons()
+        allowed = check("engine-p", "engine-d", "--allow-tcp")
+        assert allowed.reasons() == [("lease", "lease-shorter-than-heartbeat")]
+        assert allowed.codes("note") == {"tcp-only"}
         assert check("engine-p", "engine-d", "--prefill-config", config()).code == 0, "a configuration goes first"
     finally:
         for each in live:
@@ -433,10 +338,10 @@ def test_what_cannot_be_asked_is_wrong_usage(serve: Serve, check: Check) -> None
 
 def test_the_answer_in_words(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     prefill, decode = serve(envelopes("P", factors={"dtype": "torch.float16"})), serve(envelopes("D"))
-    assert main(["check", prefill, decode]) == 1
+    assert main(["check", prefill, decode, "--no-read"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"ok     reach      prefill {prefill}: engine P, tp 1, pp 1; this connector")
     assert 'no-go  factors    dtype: prefill has "torch.float16", decode "torch.bfloat16" (factors-differ)' in lines
     assert lines[-1] == "NO GO: 1 reason"
-    assert main(["check", serve(envelopes("P")), decode]) == 0
+    assert main(["check", serve(envelopes("P")), decode, "--no-read"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "GO"

@@ -9,12 +9,14 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from ._doctor._live_reads import Measurement, measure_ranks, read_ranks
 from ._doctor._remote_test import serve_peer
 from ._doctor._report import EXIT_CODES, Report, examine
 
@@ -25,6 +27,7 @@ __all__ = ["main"]
 
 _NAME = "kv-nixl"
 _OK = 0
+_USAGE = 2
 
 _SIGNS = {"ok": "  ok ", "warning": " WARN", "error": "ERROR"}
 _EXIT_CODES = """\b
@@ -38,6 +41,11 @@ _DOCTOR_EXAMPLES = """\b
 examples:
   kv-nixl doctor
   kv-nixl doctor --peer 10.0.0.1:5700
+
+"""
+_MEASURE_EXAMPLES = """\b
+example:
+  kv-nixl measure ranks.json --json
 
 """
 _SERVE_EXAMPLES = """\b
@@ -128,6 +136,45 @@ def _doctor(
         report = examine(endpoint)
     print(json.dumps(report.as_json()) if as_json else _text(report))
     return EXIT_CODES[report.severity]
+
+
+@app.command("measure", epilog=_MEASURE_EXAMPLES + _EXIT_CODES)
+def _measure(
+    ranks: Annotated[
+        str, typer.Argument(metavar="RANKS", help="JSON file with the ranks, - for standard input.")
+    ] = "-",
+    *,
+    most_bytes: Annotated[int, typer.Option("--bytes", metavar="N", help="Bytes to read from each rank, at most.")] = (
+        64 << 20
+    ),
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per read.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Read from the probe pages of live ranks: speed, transport, checksum.
+
+    A rank is an object with name, agent_metadata (Base64) and fence (address, device, words), as its side channel tells them.
+    """
+    try:
+        described = read_ranks(sys.stdin.read() if ranks == "-" else Path(ranks).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"{_NAME}: {ranks}: {error}", file=sys.stderr)
+        return _USAGE
+    found = measure_ranks(described, most_bytes=most_bytes, timeout_s=timeout)
+    print(json.dumps(found.as_json()) if as_json else _measured(found))
+    if found.is_good:
+        return EXIT_CODES["warning" if found.is_tcp else "ok"]
+    return EXIT_CODES["error"]
+
+
+def _measured(found: Measurement) -> str:
+    lines = [
+        f"{rank.name}: {rank.message} ({rank.code})"
+        if rank.code
+        else f"{rank.name}: {rank.read_gb_s:.2f} GB/s, a word in {rank.word_us:.0f} us, checksum {rank.checksum:08x}"
+        for rank in found.ranks
+    ]
+    lines += [f"{path.sizes}: {path.method} {path.config}" for path in found.paths]
+    return "\n".join([*lines, found.error] if found.error else lines)
 
 
 @app.command("serve", epilog=_SERVE_EXAMPLES + _EXIT_CODES)

@@ -1,7 +1,8 @@
 """The fence array: words that peers read, and scratch words that our own fence reads land in.
 
 Word layout of an agent with 4096 fence words: words 0 to 4095 are exposed to peers, 4096 to 4607 are the 512 scratch words,
-4608 is the landing word of warm-ups and is never read.
+4608 is the landing word of warm-ups and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768 words of the
+probe pages, whose pattern is public and never changes (`_probe_pages.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ if TYPE_CHECKING:
 
     from ._values import FenceLocation
 
-__all__ = ["CLOSED_GENERATION", "SCRATCH_WORDS", "FenceArray"]
+__all__ = ["CLOSED_GENERATION", "PROBE_WORDS", "SCRATCH_WORDS", "FenceArray", "probe_pattern", "words_before_pages"]
 
 CLOSED_GENERATION: Final = (1 << 64) - 1
 """Generation in every fence word of a closed agent; never granted."""
 
 SCRATCH_WORDS: Final = 512
+
+PROBE_WORDS: Final = 32768
+_LINE_WORDS: Final = 8
+
+
+def words_before_pages(word_count: int) -> int:
+    """Return the words from the beginning of a fence array to its probe pages. Example: 4616 for 4096 words."""
+    return -(-(word_count + SCRATCH_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
+
+
+def probe_pattern() -> npt.NDArray[np.uint64]:
+    """Return the content of the probe pages, uint64 (PROBE_WORDS,): every word differs from every other."""
+    return np.arange(1, PROBE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
 @final
@@ -35,15 +49,18 @@ class FenceArray:
     writers on other threads from reviving a word after `void_all`.
     """
 
-    __slots__ = ("_free", "_is_void", "_lock", "_memory", "_words", "word_count")
+    __slots__ = ("_free", "_is_void", "_lock", "_memory", "_total_bytes", "_words", "word_count")
 
     def __init__(self, word_count: int) -> None:
         self.word_count = word_count
         """Words that are exposed to peers."""
-        words = word_count + SCRATCH_WORDS + 1
-        raw: npt.NDArray[np.uint64] = np.zeros(words + 8, dtype=np.uint64)
-        shift = (-raw.ctypes.data % 64) // 8
-        self._memory: npt.NDArray[np.uint64] = raw[shift : shift + words]
+        first = words_before_pages(word_count)
+        raw: npt.NDArray[np.uint64] = np.zeros(first + PROBE_WORDS + _LINE_WORDS, dtype=np.uint64)
+        shift = (-raw.ctypes.data % (8 * _LINE_WORDS)) // 8
+        whole: npt.NDArray[np.uint64] = raw[shift : shift + first + PROBE_WORDS]
+        whole[first:] = probe_pattern()
+        self._memory: npt.NDArray[np.uint64] = whole[: word_count + SCRATCH_WORDS + 1]
+        self._total_bytes = int(whole.nbytes)
         self._words = self._memory.data  # reads one word with less of NumPy's code, which is cold by then
         self._free = deque(range(word_count, word_count + SCRATCH_WORDS))
         self._lock = threading.Lock()
@@ -66,8 +83,8 @@ class FenceArray:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes to register, scratch included."""
-        return int(self._memory.nbytes)
+        """Bytes to register, scratch words and probe pages included."""
+        return self._total_bytes
 
     @property
     def free_scratch_words(self) -> int:

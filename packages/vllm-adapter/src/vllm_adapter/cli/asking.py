@@ -92,11 +92,14 @@ def of_engine(answers: Iterable[Answer], engine: str) -> list[Answer]:
     A process that gave no answer does not say whose it is, so it stands among those of any engine that is found.
     """
     answers = list(answers)
-    names = {str(answer["engine_id"]) for answer in answers if "engine_id" in answer}
-    for answer in answers:
-        if engine.isdigit() and answer.get("pid") == int(engine) and "engine_id" in answer:
-            engine = str(answer["engine_id"])
-            break
-    found = [name for name in names if name.startswith(engine)]
-    wanted = engine if engine in names else found[0] if len(found) == 1 else ""
+    wanted = _meant(engine, answers)
     return [answer for answer in answers if wanted and answer.get("engine_id", wanted) == wanted]
+
+
+def _meant(word: str, answers: Iterable[Answer]) -> str:
+    """Return the id of the engine that a word means; empty if there is none, or more than one."""
+    known = [(str(answer["engine_id"]), str(answer.get("pid", ""))) for answer in answers if "engine_id" in answer]
+    names = {name for name, _ in known}
+    word = next((name for name, pid in known if word.isdigit() and pid == word), word)
+    found = [name for name in names if name.startswith(word)]
+    return word if word in names else found[0] if len(found) == 1 else ""

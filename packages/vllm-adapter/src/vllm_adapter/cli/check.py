@@ -15,6 +15,7 @@ from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.findings import Findings
 from vllm_adapter.cli.looking import Place, Way, look
 from vllm_adapter.cli.pairing import check_clocks, check_factors, check_plan, check_terms
+from vllm_adapter.cli.reading import Reading, check_reads
 from vllm_adapter.cli.terms import terms_of_answer, terms_of_config
 from vllm_adapter.errors import AdapterError, ConfigurationError, code_of
 from vllm_adapter.wiring import connector_version
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.asking import Answer
     from vllm_adapter.cli.looking import Seen
-    from vllm_adapter.cli.terms import Terms
+from vllm_adapter.cli.terms import Terms
 
 __all__ = ["add_check"]
 
@@ -77,6 +78,8 @@ class _Wishes:
     dialect: int
     gigabytes_per_s: float | None
     timeout_s: float
+    reads: bool
+    allows_tcp: bool
 
 
 def add_check(app: typer.Typer) -> None:
@@ -112,6 +115,15 @@ def _check(  # noqa: PLR0913 - one for each option
     ] = 0,
     gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Speed of your network, for the cost.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per reply.")] = 5.0,
+    read: Annotated[
+        bool,
+        typer.Option(
+            help="Read from the prefill engine's probe pages: transport, speed, checksum. Never from its cache."
+        ),
+    ] = True,
+    allow_tcp: Annotated[
+        bool, typer.Option("--allow-tcp", help="Reads over TCP are worth a note, and no reason against.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> int:
     """Tell whether two live engines can hand over, and why not."""
@@ -120,7 +132,7 @@ def _check(  # noqa: PLR0913 - one for each option
     findings = Findings()
     sides = _Side("prefill", prefill, prefill_config, prefill_tp), _Side("decode", decode, decode_config)
     try:
-        wishes = _Wishes(policy, _dialect(dialect, vllm), gbps, _seconds(timeout))
+        wishes = _Wishes(policy, _dialect(dialect, vllm), gbps, _seconds(timeout), read, allow_tcp)
         _look_and_judge(*sides, wishes, findings)
     except AdapterError as error:
         print(f"vllm-adapter check: {error} ({code_of(error)})", file=sys.stderr)
@@ -140,7 +152,7 @@ def _look_and_judge(prefill: _Side, decode: _Side, wishes: _Wishes, findings: Fi
     terms = [each or _terms_of(engine, answers) for each, engine in zip(given, seen, strict=True)]
     if seen[0] is not None and seen[1] is not None:
         _judge_pair(seen[0], seen[1], terms[1], wishes, findings)
-    check_terms(terms[0], terms[1], findings)
+    check_terms(terms[0], terms[1], findings, allows_tcp=wishes.allows_tcp)
 
 
 def _ways(prefill: _Side, terms: Sequence[Terms | None], wishes: _Wishes) -> tuple[Way, Way]:
@@ -159,7 +171,11 @@ def _ways(prefill: _Side, terms: Sequence[Terms | None], wishes: _Wishes) -> tup
 def _judge_pair(prefill: Seen, decode: Seen, terms: Terms | None, wishes: _Wishes, findings: Findings) -> None:
     policy = wishes.policy or (terms.policy if terms is not None else "exact")
     check_factors(prefill, decode, policy, findings)
-    check_plan(prefill, decode, wishes.gigabytes_per_s, findings)
+    measured = None
+    if wishes.reads:
+        reading = Reading(wishes.timeout_s, terms.ucx_tls if terms is not None else None, wishes.allows_tcp)
+        measured = check_reads(prefill, decode, reading, findings)
+    check_plan(prefill, decode, wishes.gigabytes_per_s or measured, findings)
     check_clocks(prefill, decode, findings)
     _note_stranger(prefill, findings)
 

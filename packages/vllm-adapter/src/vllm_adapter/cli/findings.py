@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "Findings", "Topic"]
 
-Topic = Literal["reach", "ranks", "factors", "plan", "lease", "keys", "seals", "transport", "clock"]
+Topic = Literal["reach", "ranks", "factors", "plan", "lease", "keys", "seals", "transport", "reads", "clock"]
 Level = Literal["ok", "note", "no-go"]
 
 
@@ -51,9 +51,9 @@ class Findings:
         """Note what an operator should know, but which forbids nothing."""
         self.made.append(Finding("note", topic, code, message, advice))
 
-    def refuse(self, topic: Topic, code: str, message: str, advice: str = "") -> None:
-        """Note a reason why no hand-over can work."""
-        self.made.append(Finding("no-go", topic, code, message, advice))
+    def refuse(self, topic: Topic, code: str, message: str, advice: str = "", *, is_allowed: bool = False) -> None:
+        """Note a reason against a hand-over; only a note if the operator allows it."""
+        self.made.append(Finding("note" if is_allowed else "no-go", topic, code, message, advice))
 
     @property
     def is_go(self) -> bool:

@@ -41,17 +41,23 @@ def check_factors(prefill: Seen, decode: Seen, policy: str, findings: Findings) 
         )
         return
     comparison = decode.probed.differences_to(prefill.probed)
-    forbidding = [each for each in comparison.differences if each.group == "must-match"]
-    for each in forbidding:
-        _forbid(findings, f"{_words(each)}", policy)
-    for name in comparison.suspects:
-        _forbid(findings, f"{name} probably differs: the hashes do, and the peer does not send its factors", policy)
-    named = bool(forbidding or comparison.suspects)
-    if not named:
+    if not _forbid_all(comparison, policy, findings):
         _judge_hash(comparison, policy, findings, has_factors=prefill.is_ours and decode.is_ours)
     for each in comparison.differences:
         if each.group != "must-match":
             findings.note("factors", "may-differ", _words(each))
+
+
+def _forbid_all(comparison: Comparison, policy: str, findings: Findings) -> bool:
+    """Tell every factor that must match and differs, or probably does; False if there is none."""
+    messages = [_words(each) for each in comparison.differences if each.group == "must-match"]
+    messages += [
+        f"{name} probably differs: the hashes do, and the peer does not send its factors"
+        for name in comparison.suspects
+    ]
+    for message in messages:
+        _forbid(findings, message, policy)
+    return bool(messages)
 
 
 def _forbid(findings: Findings, message: str, policy: str) -> None:
@@ -180,8 +186,11 @@ def check_clocks(prefill: Seen, decode: Seen, findings: Findings) -> None:
     )
 
 
-def check_terms(prefill: Terms | None, decode: Terms | None, findings: Findings) -> None:
+def check_terms(prefill: Terms | None, decode: Terms | None, findings: Findings, *, allows_tcp: bool) -> None:
     """Check lease, keys, seals and transports, as far as the engines' terms are known."""
+    for name, terms in (("prefill", prefill), ("decode", decode)):
+        if terms is not None:
+            _check_transport(name, terms, findings, allows_tcp=allows_tcp)
     if prefill is None or decode is None:
         silent = " and ".join(name for name, terms in (("prefill", prefill), ("decode", decode)) if terms is None)
         findings.note(
@@ -194,7 +203,6 @@ def check_terms(prefill: Terms | None, decode: Terms | None, findings: Findings)
     _check_lease(prefill, decode, findings)
     _check_keys(prefill, decode, findings)
     _check_seals(prefill, decode, findings)
-    _check_transport(prefill, decode, findings)
 
 
 def _check_lease(prefill: Terms, decode: Terms, findings: Findings) -> None:
@@ -264,13 +272,13 @@ def _check_seals(prefill: Terms, decode: Terms, findings: Findings) -> None:
         )
 
 
-def _check_transport(prefill: Terms, decode: Terms, findings: Findings) -> None:
-    for name, terms in (("prefill", prefill), ("decode", decode)):
-        words = set((terms.ucx_tls or "").split(",")) - {"", "self", "sm", "shm", "posix", "sysv", "cma"}
-        if words and words <= {"tcp"}:
-            findings.note(
-                "transport",
-                "tcp-only",
-                f"UCX_TLS={terms.ucx_tls} lets the {name} engine use no network but TCP",
-                "without RDMA that is right; with it, unset UCX_TLS. kv-nixl doctor says which transports work",
-            )
+def _check_transport(name: str, terms: Terms, findings: Findings, *, allows_tcp: bool) -> None:
+    words = set((terms.ucx_tls or "").split(",")) - {"", "self", "sm", "shm", "posix", "sysv", "cma"}
+    if words and words <= {"tcp"}:
+        findings.refuse(
+            "transport",
+            "tcp-only",
+            f"UCX_TLS={terms.ucx_tls} lets the {name} engine use no network but TCP",
+            "unset UCX_TLS; without RDMA, --allow-tcp accepts this. kv-nixl doctor says which transports work",
+            is_allowed=allows_tcp,
+        )

@@ -85,14 +85,19 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> b
     console = Console(width=None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns))
     _print(console, "", _COLUMNS, [_row(answer) for answer in answers])
     for answer in answers if with_requests else ():
-        for key, title, columns in _DETAILS:
-            rows = [[_text(name, entry.get(name)) for _, name in columns] for entry in answer.get(key) or ()]
-            if rows:
-                headings = [heading for heading, _ in columns]
-                _print(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
+        _print_details(console, answer)
     for line in troubles(answers):
         console.print(plain_text(line), style="bold red", markup=False, highlight=False)
     return True
+
+
+def _print_details(console: Console, answer: Answer) -> None:
+    """Print the oldest requests, leases and reads of a process, and its peers."""
+    for key, title, columns in _DETAILS:
+        rows = [[_text(name, entry.get(name)) for _, name in columns] for entry in answer.get(key) or ()]
+        if rows:
+            headings = [heading for heading, _ in columns]
+            _print(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
 
 
 def _print(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

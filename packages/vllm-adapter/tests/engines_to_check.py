@@ -1,0 +1,114 @@
+"""Engines as `vllm-adapter check` meets them: what their ranks serve, and the result of a check."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from factories import TOKENS, attention_cache, facts
+
+from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.cli import main
+from vllm_adapter.config import Settings
+from vllm_adapter.wiring import WorkerParts
+
+__all__ = ["NO_AGENT", "Checked", "Rank", "config", "envelopes", "silenced"]
+
+FACTORS: dict[str, object] = {
+    "vllm_version": "0.32.0",
+    "nixl_connector_version": 14,
+    "model": "tiny",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 4,
+    "head_size": 64,
+    "num_hidden_layers": 2,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
+    "is_hma_enabled": False,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
+TERMS = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both"}
+Rank = tuple[int, int]
+
+
+NO_AGENT = SimpleNamespace(agent_metadata=lambda: b"agent", fence=(0xF000, 0, 16))
+
+
+def config(**keys: object) -> str:
+    return json.dumps({**TERMS, "kv_connector_extra_config": keys})
+
+
+def envelopes(
+    name: str,
+    *,
+    tp: int = 1,
+    tokens: int = TOKENS,
+    heads: int = 4,
+    factors: dict[str, object] | None = None,
+    agent: Any = NO_AGENT,
+    **changes: Any,
+) -> dict[Rank, bytes]:
+    """Return what the ranks of an engine serve, as their connectors would make it."""
+    made: dict[Rank, bytes] = {}
+    group = facts().groups[0]
+    groups = (type(group)(group.kind, tokens, 0, 0, group.layers),)
+    for rank in range(tp):
+        here = facts(
+            engine_id=name,
+            tp=tp,
+            rank=rank,
+            factors={**FACTORS, **(factors or {})},
+            groups=groups,
+            heads=heads,
+            **changes,
+        )
+        caches = [
+            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=heads // tp, tokens=tokens)
+            for number, layer in enumerate(group.layers)
+        ]
+        parts = WorkerParts(here, Settings())
+        made[0, rank] = parts.encode_envelope(caches, local_document(here, caches), agent, generation=1)
+    return made
+
+
+def silenced(frames: dict[Rank, bytes]) -> dict[Rank, bytes]:
+    """Return the same as vLLM's own connector sends it: a hash, and metadata without our keys."""
+    made: dict[Rank, bytes] = {}
+    for rank, frame in frames.items():
+        whole = msgspec.msgpack.decode(frame)
+        inner = {
+            key: value
+            for key, value in msgspec.msgpack.decode(whole["agent_metadata_bytes"]).items()
+            if "kvh_" not in key
+        }
+        made[rank] = msgspec.msgpack.encode(
+            {"compatibility_hash": whole["compatibility_hash"], "agent_metadata_bytes": msgspec.msgpack.encode(inner)}
+        )
+    return made
+
+
+class Checked:
+    """The result of a check."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+        capsys.readouterr()
+        read = () if "--read" in words else ("--no-read",)  # most listeners here have no agent behind them
+        self.code = main(["check", "--json", "--timeout", "2", *read, *words])
+        said = capsys.readouterr()
+        result = json.loads(said.out) if said.out else {"is_go": None, "findings": []}
+        self.error, self.is_go, self.findings = said.err, result["is_go"], result["findings"]
+
+    def reasons(self) -> list[tuple[str, str]]:
+        return [(each["topic"], each["code"]) for each in self.findings if each["level"] == "no-go"]
+
+    def codes(self, level: str) -> set[str]:
+        return {each["code"] for each in self.findings if each["level"] == level}
+
+    def message(self, code: str) -> str:
+        (found,) = [f"{each['message']} -> {each['advice']}" for each in self.findings if each["code"] == code]
+        return found

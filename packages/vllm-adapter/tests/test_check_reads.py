@@ -1,0 +1,168 @@
+"""`vllm-adapter check`: real reads from the probe pages of real agents, and each way in which they can fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines_to_check import Checked, config, envelopes, silenced
+
+from kv_handshake import Listener
+from kv_nixl_agent.testing import PeerProcess
+from vllm_adapter.cli import reading
+from vllm_adapter.observe import status_folder as folders
+
+Start = Callable[..., PeerProcess]
+Serve = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep real engines of this machine out of sight, and the choice of transports to UCX."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a rank's agent in a process of its own."""
+    started: list[PeerProcess] = []
+
+    def run(**options: Any) -> PeerProcess:
+        started.append(PeerProcess(f"prefill-{len(started)}", page_count=1, **options))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve the envelopes of an engine that has this agent; return its address."""
+    listeners: list[Listener] = []
+
+    def run(name: str, agent: Any = None, *, is_silent: bool = False, **changes: Any) -> str:
+        frames = envelopes(name, **({} if agent is None else {"agent": agent}), **changes)
+        listener = Listener("127.0.0.1", 0, payloads=silenced(frames) if is_silent else frames)
+        listener.start()
+        listeners.append(listener)
+        return f"127.0.0.1:{listener.port}"
+
+    yield run
+    for each in listeners:
+        each.close()
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
+    terms = ("--prefill-config", config(), "--decode-config", config())
+    return lambda *words: Checked(capsys, "--read", *terms, *words)
+
+
+Check = Callable[..., Checked]
+
+
+def agent_of(process: PeerProcess, **changes: Any) -> SimpleNamespace:
+    values = {"agent_metadata": lambda: process.agent_metadata, "fence": process.fence, **changes}
+    return SimpleNamespace(**values)
+
+
+def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
+    start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    real = subprocess.run
+
+    def noting(command: Any, **options: Any) -> Any:
+        asked.extend(json.loads(options["input"]))
+        return real(command, **options)
+
+    monkeypatch.setattr(reading.subprocess, "run", noting)
+    process = start()
+    found = check(serve("P", agent_of(process)), serve("D"))
+    told = [(sorted(each), each["fence"]) for each in asked]
+    assert told == [(["agent_metadata", "fence", "name"], list(process.fence))], "no address of the cache"
+    assert (found.code, found.reasons()) == (0, [])
+    messages = {each["topic"]: each["message"] for each in found.findings if each["topic"] in {"reads", "transport"}}
+    assert "1 of 1 prefill ranks: the probe pages came whole (checksum eacc91bb)" in messages["reads"]
+    assert "GB/s from the slowest rank" in messages["transport"]
+    assert "tcp" not in messages["transport"]
+    measured = messages["transport"].partition(" GB/s")[0].rpartition(" ")[2]
+    assert float(measured) > 0
+    (cost,) = [each["message"] for each in found.findings if "1024 tokens moves" in each["message"]]
+    assert f"at {float(measured):.2f}"[:5] in cost, "the cost is that of the measured speed"
+
+
+def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(start: Start, serve: Serve, check: Check) -> None:
+    addresses = serve("P", agent_of(start(engine_config={"TLS": "tcp"}))), serve("D")
+    found = check(*addresses)
+    assert (found.code, found.reasons()) == (1, [("transport", "tcp-fallback")])
+    assert "tcp/" in found.message("tcp-fallback")
+    assert "kv-nixl doctor" in found.message("tcp-fallback")
+    allowed = check(*addresses, "--allow-tcp")
+    assert (allowed.code, allowed.codes("note")) == (0, {"tcp-fallback"})
+
+
+def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
+    process = start()
+    gone = agent_of(process, agent_metadata=lambda metadata=process.agent_metadata: metadata)
+    process.kill()
+    found = check(serve("P", gone), serve("D"), "--timeout", "1")
+    assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
+    assert "rank 0.0 answers, and its memory cannot be read from here" in found.message("read-failed")
+    damaged = check(serve("P"), serve("D"))
+    assert damaged.reasons() == [("reads", "read-failed")]
+    assert "metadata" in damaged.message("read-failed")
+
+
+def test_bytes_that_differ_are_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
+    process = start()
+    address, device, words = process.fence
+    # Of an array with 24 words less the pages would begin 192 bytes earlier, where words of its own are.
+    found = check(serve("P", agent_of(process, fence=(address, device, words - 24))), serve("D"))
+    assert found.reasons() == [("reads", "bytes-differ")]
+    assert "their content has eacc91bb" in found.message("bytes-differ")
+
+
+def test_an_engine_without_probe_pages_is_not_measured_and_not_refused(
+    start: Start, serve: Serve, check: Check
+) -> None:
+    process = start()
+    address, device, words = process.fence
+    older = check(serve("P", agent_of(process, fence=(address, device, words + 40_000))), serve("D"))
+    assert (older.code, older.codes("note")) == (0, {"no-probe-pages"})
+    strange = check(serve("P", agent_of(process), is_silent=True), serve("D"))
+    assert strange.code == 0
+    assert "no-probe-pages" in strange.codes("note")
+
+
+def test_without_nixl_here_the_rest_is_checked_all_the_same(
+    start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o700)
+    prefill = serve("P", agent_of(start()))
+    monkeypatch.setattr(sys, "executable", str(program))
+    found = check(prefill, serve("D"))
+    assert (found.code, found.codes("note")) == (0, {"not-measured"})
+    assert "kv-nixl doctor" in found.message("not-measured")
+
+
+def test_only_a_measurement_beside_the_decode_engine_is_its_own() -> None:
+    assert reading._is_here("127.0.0.1")
+    assert reading._is_here("localhost")
+    assert not reading._is_here("192.0.2.1"), "an address for documentation, which no machine has"
+    assert not reading._is_here("nowhere.invalid")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert reading._is_here("127.0.0.1")
