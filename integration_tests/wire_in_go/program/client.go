@@ -90,16 +90,16 @@ func compare(envelope *Envelope, dialect int, offer Offer) error {
 }
 
 // ask fetches ranks over one connection, all queries sent ahead; ranks are (pp, tp).
-func ask(address string, dialect int, ranks [][2]int, offer Offer) ([]*Reply, error) {
+func ask(address string, dialect int, ranks [][2]int, offer Offer, keys *Keys) ([]*Reply, error) {
 	connection, err := net.DialTimeout("tcp", address, 5*time.Second)
 	if err != nil {
 		return nil, fault("connection-refused", "%v", err)
 	}
 	defer connection.Close()
-	peer, err := openPeer(connection, "DEALER", maxReplyBytes)
-	if err == nil {
-		err = peer.within(10 * time.Second)
+	if err := connection.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		return nil, err
 	}
+	peer, err := openPeer(connection, "DEALER", maxReplyBytes, keys)
 	for _, rank := range ranks {
 		if err == nil {
 			err = peer.sendMessage(nil, encodeQuery(dialect, rank[0], rank[1]))

@@ -17,6 +17,7 @@ const (
 type Listener struct {
 	Envelopes     map[[2]int][]byte
 	Advertisement []byte
+	Keys          *Keys
 	open          atomic.Int64
 }
 
@@ -41,7 +42,7 @@ func (l *Listener) talk(connection net.Conn) {
 	if connection.SetDeadline(time.Now().Add(10*time.Second)) != nil {
 		return
 	}
-	peer, err := openPeer(connection, "ROUTER", maxListenerFrame)
+	peer, err := openPeer(connection, "ROUTER", maxListenerFrame, l.Keys)
 	for err == nil {
 		if err = peer.within(idleLimit); err != nil {
 			return

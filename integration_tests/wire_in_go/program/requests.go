@@ -31,6 +31,8 @@ type request struct {
 	Address   string            `json:"address"`
 	Serve     map[string]string `json:"serve"`
 	Prompt    Prompt            `json:"prompt"`
+	Own       string            `json:"own"`
+	Others    []string          `json:"others"`
 }
 
 func (r request) frame() []byte {
@@ -39,6 +41,26 @@ func (r request) frame() []byte {
 		panic(err) // the test's own mistake
 	}
 	return frame
+}
+
+// keys reads the certificates of an encrypted side channel; nil without.
+func (r request) keys() (*Keys, error) {
+	if r.Own == "" {
+		return nil, nil
+	}
+	_, own, err := readCertificate(r.Own)
+	if err == nil && own == nil {
+		err = fault("invalid-key-file", "no secret key")
+	}
+	keys := &Keys{Own: own}
+	for _, text := range r.Others {
+		var public []byte
+		if err == nil {
+			public, _, err = readCertificate(text)
+			keys.Others = append(keys.Others, public)
+		}
+	}
+	return keys, err
 }
 
 func (r request) factors() *Map {
@@ -205,7 +227,11 @@ func doGeometry(r request) (any, error) {
 }
 
 func doAsk(r request) (any, error) {
-	replies, err := ask(r.Address, r.Dialect, r.Ranks, r.offer())
+	keys, err := r.keys()
+	if err != nil {
+		return nil, err
+	}
+	replies, err := ask(r.Address, r.Dialect, r.Ranks, r.offer(), keys)
 	if err != nil {
 		return nil, err
 	}
@@ -225,7 +251,7 @@ func doAskAdvertisement(r request) (any, error) {
 		return nil, fault("connection-refused", "%v", err)
 	}
 	defer connection.Close()
-	peer, err := openPeer(connection, "DEALER", maxReplyBytes)
+	peer, err := openPeer(connection, "DEALER", maxReplyBytes, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -249,7 +275,11 @@ func doAskAdvertisement(r request) (any, error) {
 
 // doListen serves envelopes ("pp,tp" -> hexadecimal) on a port of loopback until the program ends.
 func doListen(r request) (any, error) {
-	listener := &Listener{Envelopes: map[[2]int][]byte{}}
+	keys, err := r.keys()
+	if err != nil {
+		return nil, err
+	}
+	listener := &Listener{Envelopes: map[[2]int][]byte{}, Keys: keys}
 	for rank, text := range r.Serve {
 		frame, err := hex.DecodeString(text)
 		if err != nil {

@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// ZMTP 3.1 with the NULL mechanism (rfc.zeromq.org/spec/37): greeting, READY, then frames of
-// flags, length, body. CURVE needs X25519 and XSalsa20-Poly1305; the standard library has only the first.
+// ZMTP 3.1 (rfc.zeromq.org/spec/37): greeting, READY, then frames of flags, length, body. The mechanism is NULL, or CURVE with keys.
 
 const (
 	flagMore    = 1
@@ -23,37 +22,61 @@ type Peer struct {
 	net.Conn
 	reader   *bufio.Reader
 	maxFrame uint64
+	curve    *curve // nil without encryption
 }
 
-var greeting = append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1}, "NULL"...), make([]byte, 48)...)
+// greeting names the mechanism; with CURVE it also says which end the listener is.
+func greeting(socket string, keys *Keys) []byte {
+	out := make([]byte, 64)
+	copy(out, []byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1})
+	if keys == nil {
+		copy(out[12:], "NULL")
+		return out
+	}
+	copy(out[12:], "CURVE")
+	if socket == "ROUTER" {
+		out[32] = 1
+	}
+	return out
+}
 
-// openPeer exchanges greetings and READY. A peer below version 3 or with encryption is refused.
-func openPeer(connection net.Conn, socket string, maxFrame int) (*Peer, error) {
-	peer := &Peer{connection, bufio.NewReader(connection), uint64(maxFrame)}
-	if _, err := connection.Write(greeting); err != nil {
+// openPeer exchanges greetings and READY. A peer below version 3 or with another mechanism is refused.
+func openPeer(connection net.Conn, socket string, maxFrame int, keys *Keys) (*Peer, error) {
+	peer := &Peer{connection, bufio.NewReader(connection), uint64(maxFrame), nil}
+	ours := greeting(socket, keys)
+	if _, err := connection.Write(ours); err != nil {
 		return nil, err
 	}
 	theirs := make([]byte, 64)
 	if _, err := io.ReadFull(peer.reader, theirs); err != nil {
 		return nil, fault("authentication-refused", "no greeting: %v", err)
 	}
-	if theirs[0] != 0xff || theirs[9]&1 == 0 || theirs[10] < 3 || !bytes.Equal(theirs[12:32], greeting[12:32]) {
-		return nil, fault("authentication-refused", "no ZMTP 3 with the NULL mechanism")
+	if theirs[0] != 0xff || theirs[9]&1 == 0 || theirs[10] < 3 || !bytes.Equal(theirs[12:32], ours[12:32]) {
+		return nil, fault("authentication-refused", "no ZMTP 3 with the mechanism of this end")
 	}
-	ready := append([]byte{5}, "READY"...)
-	ready = appendProperty(ready, "Socket-Type", socket)
-	ready = appendProperty(ready, "Identity", "")
-	if err := peer.send(flagCommand, ready); err != nil {
-		return nil, err
+	properties := appendProperty(appendProperty(nil, "Socket-Type", socket), "Identity", "")
+	return peer, peer.introduce(socket, keys, properties)
+}
+
+func (p *Peer) introduce(socket string, keys *Keys, properties []byte) error {
+	if keys != nil && socket == "ROUTER" {
+		return p.meetClient(keys, properties)
 	}
-	flags, body, err := peer.receive()
+	if keys != nil {
+		return p.meetServer(keys, properties)
+	}
+	ready := append([]byte("\x05READY"), properties...)
+	if err := p.send(flagCommand, ready); err != nil {
+		return err
+	}
+	flags, body, err := p.receive()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if flags&flagCommand == 0 || !bytes.HasPrefix(body, ready[:6]) {
-		return nil, fault("authentication-refused", "no READY")
+		return fault("authentication-refused", "no READY")
 	}
-	return peer, nil
+	return nil
 }
 
 func appendProperty(out []byte, name, value string) []byte {
@@ -61,9 +84,17 @@ func appendProperty(out []byte, name, value string) []byte {
 	return append(binary.BigEndian.AppendUint32(out, uint32(len(value))), value...)
 }
 
+// send writes one frame, in a MESSAGE once the connection is encrypted.
 func (p *Peer) send(flags byte, body []byte) error {
-	_, err := p.Write(appendFrame(nil, flags, body))
+	_, err := p.Write(p.appendFrame(nil, flags, body))
 	return err
+}
+
+func (p *Peer) appendFrame(out []byte, flags byte, body []byte) []byte {
+	if p.curve != nil {
+		flags, body = 0, p.curve.seal(flags, body)
+	}
+	return appendFrame(out, flags, body)
 }
 
 func appendFrame(out []byte, flags byte, body []byte) []byte {
@@ -75,8 +106,17 @@ func appendFrame(out []byte, flags byte, body []byte) []byte {
 	return append(out, body...)
 }
 
-// receive reads one frame. Memory grows with what came, not with what the length promises.
+// receive reads one frame, out of its MESSAGE once the connection is encrypted.
 func (p *Peer) receive() (byte, []byte, error) {
+	flags, body, err := p.receivePlain()
+	if err != nil || p.curve == nil {
+		return flags, body, err
+	}
+	return p.curve.open(body)
+}
+
+// receivePlain reads one frame as it lies on the wire. Memory grows with what came, not with what the length promises.
+func (p *Peer) receivePlain() (byte, []byte, error) {
 	flags, err := p.reader.ReadByte()
 	if err != nil {
 		return 0, nil, err
@@ -108,7 +148,7 @@ func (p *Peer) sendMessage(frames ...[]byte) error {
 		if number == len(frames)-1 {
 			flags = 0
 		}
-		out = appendFrame(out, flags, frame)
+		out = p.appendFrame(out, flags, frame)
 	}
 	_, err := p.Write(out)
 	return err
