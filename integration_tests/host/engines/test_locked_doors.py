@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,6 +27,8 @@ from kv_scheduler_state._seal import TicketSeal, canonical_ticket
 from kv_scheduler_state.testing import forged_tickets
 
 FORGERIES = 300
+REPLAYS = 8
+FAILED_READS = "vllm:kv_transfer_num_failed_reads_total"
 AT_ONCE = 8
 OLD, NEW = "0123456789abcdef-old-secret", "0123456789abcdef-new-secret"
 
@@ -80,10 +83,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 @pytest.fixture(scope="module")
 def fleet(keys: Keys) -> Iterator[Fleet]:
     sealed = {
-        name: ours(role, **keys.make(name), engine_ttl=0.2)
+        name: ours(role, kv_load_failure_policy="recompute", **keys.make(name), engine_ttl=0.2)
         for name, role in {"prefill": "kv_producer", "decode": "kv_both"}.items()
     }
-    with started_fleet("dense", sealed) as running:
+    with started_fleet(
+        "dense", sealed, environment={"VLLM_SERVER_DEV_MODE": "1"}
+    ) as running:  # for /reset_prefix_cache
         yield running
 
 
@@ -100,17 +105,28 @@ def test_hand_overs_are_as_before(fleet: Fleet) -> None:
 
 def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fleet) -> None:
     """Each forgery comes with its own prompt, so that only the ticket is wrong, between honest requests with theirs."""
-    stranger, reader = TicketSeal([NEW.encode()]), TicketReader(SchedulerConfig("d", "127.0.0.1", 5600, null_block=0))
+    fleets, stranger = TicketSeal([OLD.encode()]), TicketSeal([NEW.encode()])
+    reader = TicketReader(SchedulerConfig("d", "127.0.0.1", 5600, null_block=0))
 
     def reseal(params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "kv_seal": stranger.of_params(params, reader.read(params, "handoff").peer)}
+
+    def code_of(params: dict[str, Any]) -> str:
+        """Return the code that the fleet's own secret gives this ticket: `ticket-seal`, or that of a malformed field."""
+        try:
+            fleets.opened(reader, reader.fields_of(params), "handoff")
+        except TicketError as error:
+            return error.code
+        return ""
 
     draw = random.Random(14)
     honest = [prompt(1000 + n, 20 + n % 20) for n in range(12)]
     expected = fleet.answers(honest, decode="prefill", max_tokens=6)
     before, failed = fleet.count("decode", TRANSFERS), fleet.count("decode", FAILED)
-    refused, unsealed = fleet.count("decode", REFUSED), fleet.count("decode", REFUSED, code="ticket-seal")
+    refused = fleet.count("decode", REFUSED)
     answered: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
+    counted: dict[str, float] = {}
     wrong: list[str] = []
     started = time.monotonic()
 
@@ -156,6 +172,8 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
                 for kind, params in forged_tickets(tickets, 2 * FORGERIES, draw, reseal)
                 if not kind.startswith("changed") or is_changed(params)
             ][:FORGERIES]
+            codes.update(code_of(params) for _, params in drawn)
+            counted.update((code, fleet.count("decode", REFUSED, code=code)) for code in codes)
             jobs = []
             for number, (kind, params) in enumerate(drawn):
                 which = draw.randrange(len(fresh))
@@ -168,15 +186,52 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
     print(f"\n  {sum(answered.values())} forged tickets of {dict(answered)} in {time.monotonic() - started:.1f} s")
     assert not wrong
     transfers, refused = fleet.count("decode", TRANSFERS) - before, fleet.count("decode", REFUSED) - refused
-    sealed_wrongly = fleet.count("decode", REFUSED, code="ticket-seal") - unsealed
-    print(
-        f"  refused {refused:.0f}, {sealed_wrongly:.0f} as ticket-seal; {transfers:.0f} transfers of {len(honest)} honest ones"
-    )
+    found = {code: fleet.count("decode", REFUSED, code=code) - before for code, before in counted.items()}
+    print(f"  refused {refused:.0f}: {found}; {transfers:.0f} transfers of {len(honest)} honest ones")
     assert refused == FORGERIES
     assert transfers == len(honest), "only the honest ones were read"
-    assert sealed_wrongly >= 0.9 * FORGERIES, "the others were malformed, too"
+    assert found == codes, "each by the code that says what is wrong with it"
+    assert found["ticket-seal"] >= 0.9 * FORGERIES, "the others were malformed, too"
     assert fleet.count("decode", FAILED) == failed, "nothing of a forged ticket reached a worker"
     assert all(secret not in fleet.log(name) for name in fleet.engines for secret in (OLD, NEW))
+
+
+def test_a_replayed_ticket_gives_nobody_another_prompts_cache(fleet: Fleet) -> None:
+    """Its seal is good: under another prompt it is refused at arrival, under its own its fence is over; every text is right."""
+    mine, others = ([prompt(base + n, 20) for n in range(REPLAYS)] for base in (5000, 5100))
+
+    async def run(bring: list[str], tickets: list[dict[str, Any]]) -> list[str]:
+        async with client() as session:
+            bodies = [
+                {"prompt": text, "max_tokens": 6, **({"kv_transfer_params": ticket} if ticket else {})}
+                for text, ticket in zip(bring, tickets, strict=True)
+            ]
+            answers = await asyncio.gather(*(fleet.post(session, "decode", body) for body in bodies))
+            return [str(answer["choices"][0]["text"]) for answer in answers]
+
+    async def take() -> list[dict[str, Any]]:
+        async with client() as session:
+            return [await fleet.ticket(session, text, "prefill", {}) for text in mine]
+
+    expected = [fleet.answers(texts, decode="prefill", max_tokens=6) for texts in (mine, others)]
+    tickets = asyncio.run(take())
+    assert asyncio.run(run(mine, tickets)) == expected[0], "used once, as it is meant"
+    fleet.assert_all_blocks_free()
+    refused, transfers = fleet.count("decode", REFUSED, code="ticket-prompt"), fleet.count("decode", TRANSFERS)
+    assert asyncio.run(run(others, tickets)) == expected[1]
+    refused = fleet.count("decode", REFUSED, code="ticket-prompt") - refused
+    assert (refused, fleet.count("decode", TRANSFERS)) == (REPLAYS, transfers)
+    fleet.assert_all_blocks_free()
+    reset = urllib.request.Request(fleet.engines["decode"].url + "/reset_prefix_cache", method="POST")
+    with urllib.request.urlopen(reset, timeout=30) as reply:
+        assert reply.status == 200
+    void = fleet.count("decode", FAILED_READS, code="fence-mismatch")
+    assert asyncio.run(run(mine, tickets)) == expected[0]
+    void = fleet.count("decode", FAILED_READS, code="fence-mismatch") - void
+    print(
+        f"\n  replayed: {refused:.0f} as ticket-prompt under other prompts, {void:.0f} as fence-mismatch under their own"
+    )
+    assert void == REPLAYS
 
 
 class Load:
