@@ -142,7 +142,9 @@ def test_log_gate():
     assert gate.held_total == 3
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "node-1.rack_2.example", "*", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "localhost", "node-1.rack_2.example", "*", "0.0.0.0", "10.example", "1a", "0xg"]
+)
 def test_hosts_that_are_fine(host):
     assert endpoint_of(host, 1).host == host
 
@@ -167,6 +169,12 @@ def test_hosts_that_are_fine(host):
         "fe80::1%",
         "fe80::1%eth0;x",
         "127.0.0.1%1",
+        "2852039166",
+        "0xa9fea9fe",
+        "0251.0376.0251.0376",
+        "169.254.43518",
+        "169.254.169.254.",
+        "name.0x7f",
     ],
 )
 def test_hosts_that_are_not(host):

@@ -66,7 +66,13 @@ class Client:
         self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "callback_errors": 0, "background_attempts": 0}
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
         self._repeated = Repeated()
-        self._loop = Loop(self._timing, self._log, security=security, seed=seed)
+        self._loop = Loop(
+            self._timing,
+            self._log,
+            security=security,
+            seed=seed,
+            allows_link_local_names=False,  # tickets name hosts, and strangers write tickets
+        )
 
     def __repr__(self) -> str:
         return f"Client(policy={self._offer.policy!r}, {self._loop!r})"

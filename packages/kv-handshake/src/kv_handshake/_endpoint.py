@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -13,6 +14,9 @@ __all__ = ["Endpoint", "endpoint_of", "parse_endpoint"]
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognised here, bound only if the operator says so
 _MAX_HOST_CHARS = 255
+_NUMBER = re.compile(r"(?:0[xX][0-9A-Fa-f]*|[0-9]+)\Z")
+"""Last label of an IPv4 address in one of its old notations: 2852039166, 0xa9fea9fe and 169.254.43518 are all 169.254.169.254 to
+`getaddrinfo`. No name ends so, since no top-level domain is a number."""
 
 
 @final
@@ -46,7 +50,8 @@ def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpo
     """Return the endpoint of a host and a port.
 
     Tickets carry hosts that a client chose, and the transport gives characters such as ``;`` and ``]`` a meaning. So a host
-    is a literal address, which is parsed and written anew, or a plain name: no scheme, path, space, zone or interface syntax.
+    is a literal address, which is parsed and written anew, or a plain name: no scheme, path, space, zone or interface syntax, and
+    no number that a resolver would take for an address.
 
     Raises:
         ConfigurationError: ``invalid-endpoint``.
@@ -64,6 +69,7 @@ def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpo
         label and len(label) <= 63 and label.isascii() and label.replace("-", "").replace("_", "").isalnum()
         for label in labels
     )
+    is_name = is_name and not _NUMBER.match(labels[-1])
     if not is_name:
         raise ConfigurationError(
             "invalid-endpoint", f"host {host[:_MAX_HOST_CHARS]!r} is neither an address nor a name", port=port

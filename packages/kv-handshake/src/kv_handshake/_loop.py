@@ -55,9 +55,18 @@ class Loop:
         security: Keys of an encrypted side channel; plain TCP without.
         seed: Seed of the jitter, for reproducible tests.
         log: Gets failures of the loop itself.
+        allows_link_local_names: Whether a host's name may resolve to an address of one link only.
     """
 
-    def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
+    def __init__(
+        self,
+        timing: Timing,
+        log: GatedLog,
+        *,
+        security: ClientSecurity | None,
+        seed: int | None,
+        allows_link_local_names: bool = True,
+    ) -> None:
         self._timing = timing
         self._log = log
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
@@ -72,7 +81,7 @@ class Loop:
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
         self._started_s = 0.0
-        self._names = Names(self._hub.wake)
+        self._names = Names(self._hub.wake, allows_link_local=allows_link_local_names)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
 
@@ -221,7 +230,7 @@ class Loop:
     def _begin(self, task: Task[Any], addresses: list[str]) -> None:
         """Connect to the first of the addresses."""
         if not addresses and not task.session.is_over:
-            problem = f"no address for the name {task.request.endpoint.host!r}:"
+            problem = f"no address for the name {task.request.endpoint.host!r} (those of one link do not count):"
             task.session.fail(task.transport_error("name-unresolved", problem, time.monotonic()))
         task.set_addresses(addresses)
         self._connect(task)

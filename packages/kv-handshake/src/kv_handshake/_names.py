@@ -6,6 +6,7 @@ import socket
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ _LOOKUPS = 32
 _FRESH_S = 5.0
 _MOST_KNOWN = 256
 
+_LINK_LOCAL = tuple(
+    map(ip_network, ("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"))
+)
+"""Addresses of one link only, among them those from which clouds hand out credentials (the last three are Alibaba's, Azure's and
+Amazon's)."""
+
 
 @final
 class Names:
@@ -29,10 +36,13 @@ class Names:
 
     Args:
         wake: Called when a look-up has ended, from any thread.
+        allows_link_local: Whether a name may have an address of one link only. Whoever gives a name also decides what it resolves
+            to, so without this a stranger's name would lead to services that trust the machine alone.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], *, allows_link_local: bool = True) -> None:
         self._wake = wake
+        self._allows_link_local = allows_link_local
         self._pool = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kv-handshake-names")
         self._known: OrderedDict[str, tuple[float, Future[list[str]]]] = OrderedDict()
 
@@ -41,12 +51,15 @@ class Names:
         now_s = time.monotonic()
         since_s, lookup = self._known.get(host, (0.0, None))
         if lookup is None or (lookup.done() and not (now_s - since_s < _FRESH_S and lookup.result())):
-            lookup = self._pool.submit(_addresses_of, host)
+            lookup = self._pool.submit(self._find, host)
             self._known[host] = (now_s, lookup)
             if len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup
+
+    def _find(self, host: str) -> list[str]:
+        return [each for each in _addresses_of(host) if self._allows_link_local or not _is_link_local(each)]
 
     def close(self) -> None:
         """Drop look-ups that have not begun; those under way end by themselves."""
@@ -61,3 +74,9 @@ def _addresses_of(host: str) -> list[str]:
         return []
     ordered = sorted(found, key=lambda each: each[0] != socket.AF_INET)
     return list(dict.fromkeys(str(each[4][0]) for each in ordered))
+
+
+def _is_link_local(text: str) -> bool:
+    address = ip_address(text)
+    plain = getattr(address, "ipv4_mapped", None) or address
+    return any(plain in network for network in _LINK_LOCAL)

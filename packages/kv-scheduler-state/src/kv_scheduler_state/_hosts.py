@@ -16,6 +16,9 @@ from kv_scheduler_state._errors import InvalidConfig, TicketError, quote
 __all__ = ["HostPolicy"]
 
 _NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?\Z")
+_NUMBER: Final = re.compile(r"(?:.*\.)?(?:0[xX][0-9A-Fa-f]*|[0-9]+)\.?\Z")
+"""An IPv4 address in one of its old notations: 2852039166, 0xa9fea9fe and 169.254.43518 are all 169.254.169.254 to a resolver. No
+name ends in a number, since no top-level domain is one."""
 _MAX_HOST_CHARS: Final = 253
 _MAX_REMEMBERED: Final = 1024
 
@@ -28,6 +31,10 @@ _SPECIAL: Final = tuple(
 """Addresses of one link only, among them those from which clouds hand out credentials (169.254.169.254; the others are Alibaba's,
 Azure's and Amazon's). No engine is reached there, and a network around them, such as 0.0.0.0/0, does not allow them."""
 
+_TRANSLATED: Final = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")))
+"""IPv6 networks whose last 32 bits are an IPv4 address: NAT64, SIIT, and the compatible form of before 2006."""
+
+_IPv4 = ipaddress.IPv4Address
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -100,7 +107,7 @@ class HostPolicy:
         try:
             address = ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
         except ValueError:
-            if len(host) > _MAX_HOST_CHARS or not _NAME.match(host):
+            if len(host) > _MAX_HOST_CHARS or not _NAME.match(host) or _NUMBER.match(host):
                 return "is neither an IP address nor a host name"
             return "" if self._is_open else "is a name that peer_hosts does not list"
         if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
@@ -109,7 +116,8 @@ class HostPolicy:
             return "is an address that no engine can have"
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped  # otherwise ::ffff:a.b.c.d would walk around an IPv4 rule
-        if not self._may_be_special(address):
+        inner = _embedded(address)
+        if not self._may_be_special(address) or (inner is not None and not self._may_be_special(inner)):
             return "is link-local or serves a cloud's metadata, and no network within that range allows it"
         if self._is_open or any(address in network for network in self._networks):
             return ""
@@ -119,6 +127,15 @@ class HostPolicy:
         """Return False for a special address, unless a network that holds nothing but such addresses allows it."""
         around = next((special for special in _SPECIAL if address in special), None)
         return around is None or any(address in network and _is_within(network, around) for network in self._networks)
+
+
+def _embedded(address: _Address) -> _IPv4 | None:
+    """Return the IPv4 address to which a translator or a tunnel would carry on what is sent to an IPv6 address."""
+    if isinstance(address, _IPv4):
+        return None
+    return address.sixtofour or next(
+        (_IPv4(int(address) & 0xFFFFFFFF) for network in _TRANSLATED if address in network and int(address) > 1), None
+    )
 
 
 def parse_network(text: str) -> _Network:
