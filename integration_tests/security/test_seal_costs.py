@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CONTACTS = 6
+CONTACTS = 4
 MOST_ROUNDS = 5
 
 

@@ -24,6 +24,9 @@ __all__ = ["FleetSecrets"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 _LOOK_EVERY_S = 1.0
 _LEAST_BYTES = 16
+_MOST_SECRETS = 16
+"""A ticket that no secret has sealed is compared with all of them."""
+_MOST_FILE_BYTES = 64 * 1024
 _TOO_OPEN = 0o037
 _FINGERPRINT = b"kv-transfer: fingerprint of a fleet secret"
 
@@ -92,7 +95,7 @@ class FleetSecrets:
             try:
                 found = file.stat()
                 marks.append((found.st_ino, found.st_size, found.st_mtime_ns))
-            except OSError:
+            except (OSError, ValueError):  # ValueError: a path that holds a zero byte
                 marks.append((0, 0, 0))
         return tuple(marks)
 
@@ -102,6 +105,11 @@ class FleetSecrets:
             raise ConfigurationError(
                 "no fleet secret: the files are empty, and so is the environment variable", code="invalid-secret"
             )
+        found = list(dict.fromkeys(found))
+        if len(found) > _MOST_SECRETS:
+            raise ConfigurationError(
+                f"{len(found)} fleet secrets, {_MOST_SECRETS} are the most: a rotation needs two", code="invalid-secret"
+            )
         for number, secret in enumerate(found, 1):
             if len(secret) < _LEAST_BYTES:
                 raise ConfigurationError(
@@ -109,16 +117,16 @@ class FleetSecrets:
                     "with: openssl rand -hex 32",
                     code="invalid-secret",
                 )
-        return tuple(dict.fromkeys(found))
+        return tuple(found)
 
 
 def _secrets_in(file: Path) -> list[bytes]:
     try:
-        mode = stat.S_IMODE(file.stat().st_mode)
-        content = file.read_bytes()
-    except OSError as error:
+        mode, content = _read_plain(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"secret file {file} cannot be read: {error.strerror}", code="invalid-secret", context={"path": str(file)}
+            f"secret file {file} cannot be read: {reason}", code="invalid-secret", context={"path": str(file)}
         ) from None
     if mode & _TOO_OPEN:
         raise ConfigurationError(
@@ -127,3 +135,19 @@ def _secrets_in(file: Path) -> list[bytes]:
             context={"path": str(file), "mode": mode},
         )
     return [line.strip() for line in content.splitlines() if line.strip()]
+
+
+def _read_plain(file: Path) -> tuple[int, bytes]:
+    """Return a file's mode and content, and never wait for a writer, as a pipe would have it, nor read without end.
+
+    Raises:
+        OSError, ValueError: With the reason.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:  # noqa: PTH123 - by descriptor
+        mode = os.fstat(source.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise ValueError("it is no plain file")
+        content = source.read(_MOST_FILE_BYTES + 1)
+    if len(content) > _MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
+    return stat.S_IMODE(mode), content

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["DOMAIN", "ClientKeyCheck", "generate_keypair", "read_certificate"]
+__all__ = ["DOMAIN", "ClientKeyCheck", "generate_keypair", "public_key_of", "read_certificate"]
 
 DOMAIN = "kv-handshake"
 _MAX_NAMES = 256
@@ -25,6 +25,11 @@ def generate_keypair() -> tuple[str, str]:
     """Return a new CURVE (public, secret) key pair in Z85."""
     public, secret = zmq.curve_keypair()
     return public.decode("ascii"), secret.decode("ascii")
+
+
+def public_key_of(secret: str) -> str:
+    """Return the public key (Z85) of a secret one."""
+    return zmq.curve_public(secret.encode("ascii")).decode("ascii")
 
 
 def read_certificate(path: Path) -> tuple[str, str | None]:

@@ -7,11 +7,12 @@ import stat
 from pathlib import Path
 
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._zmq._curve import generate_keypair, read_certificate
+from kv_handshake._zmq._curve import generate_keypair, public_key_of, read_certificate
 
 __all__ = [
     "Signature",
     "check_key",
+    "check_pair",
     "read_authorized_keys",
     "read_keypair",
     "read_public_key",
@@ -21,9 +22,12 @@ __all__ = [
 ]
 
 _KEY_CHARS = 40
-_Z85 = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_Z85 = frozenset(_DIGITS)
+_MOST_NUMBER = (1 << 32) - 1
 _MOST_NAME_CHARS = 128
 _GROUP_READS = 0o440
+_MOST_FILE_BYTES = 64 * 1024
 
 Signature = tuple[tuple[str, int, int, int], ...]
 """(name, inode, time of change, bytes) of files; another one as soon as one of them is written, added or removed."""
@@ -37,12 +41,12 @@ def signature_of(*paths: Path | None) -> Signature:
             continue
         try:
             files = sorted(path.glob("*.key")) if path.is_dir() else [path]
-        except OSError:
+        except (OSError, ValueError):
             continue  # another signature than before: the reading that follows says why
         for each in files:
             try:
                 status = each.stat()
-            except OSError:
+            except (OSError, ValueError):
                 continue
             found.append((str(each), status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)
@@ -66,7 +70,7 @@ def read_keypair(path: str | Path) -> tuple[str, str]:
     file = Path(path)
     try:
         status = file.stat()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a zero byte
         raise _unreadable(file, error) from error
     mode = stat.S_IMODE(status.st_mode)
     # Kubernetes mounts a secret with fsGroup as 0440: root's file, readable for a group of the process.
@@ -157,18 +161,47 @@ def _write_whole(file: Path, mode: int, text: str) -> None:
 
 def check_key(key: str, where: str) -> None:
     """Raise ``invalid-key-file`` unless the key is 40 characters of Z85."""
-    if len(key) != _KEY_CHARS or not _Z85.issuperset(key):
+    is_written = len(key) == _KEY_CHARS and _Z85.issuperset(key)
+    # Five digits of base 85 hold more than 32 bits: "%nSc0" is 2**32 - 1, "%nSc1" stands for no four bytes.
+    if not is_written or any(_number(key[at : at + 5]) > _MOST_NUMBER for at in range(0, _KEY_CHARS, 5)):
         raise ConfigurationError("invalid-key-file", f"the key {where} is not 40 characters of Z85")
+
+
+def check_pair(public: str, secret: str, where: str) -> None:
+    """Raise ``invalid-key-file`` unless both are keys and the public one is that of the secret one."""
+    check_key(public, where)
+    check_key(secret, where)
+    if public_key_of(secret) != public:
+        raise ConfigurationError("invalid-key-file", f"the public key {where} is not that of the secret key")
+
+
+def _number(digits: str) -> int:
+    number = 0
+    for digit in digits:
+        number = 85 * number + _DIGITS.index(digit)
+    return number
 
 
 def _read(file: Path) -> tuple[str, str | None]:
     try:
+        _require_plain(file)
         public, secret = read_certificate(file)
     except (OSError, ValueError, IndexError) as error:  # IndexError: a line without "=", half written
         raise _unreadable(file, error) from error
-    for key in (public, *([secret] if secret is not None else [])):
-        check_key(key, f"in {file}")
+    if secret is None:
+        check_key(public, f"in {file}")
+    else:
+        check_pair(public, secret, f"in {file}")
     return public, secret
+
+
+def _require_plain(file: Path) -> None:
+    """Refuse what could be read without end, or waits for a writer; raises ValueError or OSError."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no plain file")
+    if status.st_size > _MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigurationError:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, final
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._zmq._key_files import (
     check_key,
+    check_pair,
     read_authorized_keys,
     read_keypair,
     read_server_keys,
@@ -63,7 +64,8 @@ class ServerSecurity:
     _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for key in (self.public_key, self.secret_key, *self.authorized):
+        check_pair(self.public_key, self.secret_key, "given directly")
+        for key in self.authorized:
             check_key(key, "given directly")
         if bool(self.authorized) == self.admits_any_client:
             raise ConfigurationError(
@@ -118,7 +120,8 @@ class ClientSecurity:
     _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for key in (self.public_key, self.secret_key, *self.server_keys):
+        check_pair(self.public_key, self.secret_key, "given directly")
+        for key in self.server_keys:
             check_key(key, "given directly")
 
     @property
