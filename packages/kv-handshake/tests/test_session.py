@@ -199,7 +199,7 @@ def test_values_that_python_takes_for_equal_are_judged_apart():
 def test_each_rank_that_claims_something_else_is_judged(monkeypatch):
     judged = []
     monkeypatch.setattr(
-        "kv_handshake._session.judge",
+        "kv_handshake._judging.judge",
         lambda offer, envelope, version: judged.append(envelope.rank) or judge(offer, envelope, version),
     )
     core = ServerCore(sample_envelopes(RANKS))

@@ -15,7 +15,7 @@ from kv_handshake._endpoint import endpoint_of, parse_endpoint
 from kv_handshake._limits import MAX_DEPTH, MAX_LIST_BYTES, MAX_RANKS, MAX_REGIONS
 from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
 from kv_handshake._queries import check_rank_count
-from kv_handshake._reading import _decode_factors
+from kv_handshake._reading import _check_factors
 from kv_handshake._repeated import Repeated
 from kv_handshake._states import state_diagram
 from kv_handshake._stream import StreamReader, encode_stream
@@ -395,7 +395,7 @@ def test_factors_that_nest_without_end_are_refused():
     for _ in range(MAX_DEPTH + 1):
         nested = [nested]
     with pytest.raises(WireError) as caught:
-        _decode_factors(msgspec.Raw(msgspec.msgpack.encode({"model": nested})))
+        _check_factors({"model": nested})
     assert caught.value.code == "malformed-envelope"
 
 

@@ -109,6 +109,8 @@ class FailureMemory:
 
     def blocking(self, peer: Hashable, now_s: float) -> RememberedFailure | None:
         """Return the recent failure that still blocks this peer, or None; note that the peer is wanted."""
+        if not self._failures:
+            return None  # the hash of a question takes as long as a query
         remembered = self._failures.get(peer)
         if remembered is None:
             return None
@@ -143,7 +145,8 @@ class FailureMemory:
 
     def forget(self, peer: Hashable) -> None:
         """Forget a peer's failures: it has just answered, or is wanted no more."""
-        self._failures.pop(peer, None)
+        if self._failures:
+            self._failures.pop(peer, None)
 
 
 @final

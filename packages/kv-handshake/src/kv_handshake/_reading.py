@@ -29,7 +29,7 @@ from kv_handshake._messages import (
     checksum_of,
     usable_capabilities,
 )
-from kv_handshake._repeated import Repeated
+from kv_handshake._repeated import ListTable, Repeated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -70,12 +70,15 @@ def _default(info: FieldInfo) -> object:
 
 _METADATA_INFOS = [each.info for each in METADATA_FIELDS]
 _ENVELOPE_INFOS = msgspec.structs.fields(Envelope)
-_LISTS = {each.name: msgspec.msgpack.Decoder(each.type).decode for each in _METADATA_INFOS if _is_long(each)}
+_LISTS = ListTable(
+    {each.name: msgspec.msgpack.Decoder(each.type).decode for each in _METADATA_INFOS if _is_long(each)},
+    differing=("kv_caches_base_addr",),
+)
 
 _PER_REGION = tuple(each.name for each in METADATA_FIELDS if each.wire.is_per_region)
 
 _envelope_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentEnvelope", _ENVELOPE_INFOS, ("factors",)))
-_metadata_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentMetadata", _METADATA_INFOS, _LISTS))
+_metadata_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentMetadata", _METADATA_INFOS, _LISTS.decoders))
 _factors_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 _clock_decoder = msgspec.msgpack.Decoder(float)
 
@@ -100,7 +103,7 @@ def decode_envelope(frame: bytes, repeated: Repeated | None = None) -> Envelope:
                 "malformed-envelope",
                 f"envelope holds {len(frame) - len(metadata)} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
             )
-        factors = (repeated or Repeated()).open("factors", sent.factors, _decode_factors)
+        factors = (repeated or Repeated()).open("factors", sent.factors, _factors_decoder.decode, _check_factors)
     except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
     if sent.checksum is not None and sent.checksum != checksum_of(metadata):
@@ -114,9 +117,8 @@ def decode_envelope(frame: bytes, repeated: Repeated | None = None) -> Envelope:
     return Envelope(**values)
 
 
-def _decode_factors(raw: Raw) -> dict[str, Any]:
-    """Return the factors; they must be few, and JSON."""
-    factors = _factors_decoder.decode(raw)
+def _check_factors(factors: dict[str, Any]) -> None:
+    """Raise ``malformed-envelope`` unless the factors are few, and JSON."""
     if len(factors) > MAX_FACTORS:
         raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {MAX_FACTORS}")
     if any(_is_deep(each, MAX_DEPTH) for each in factors.values()):
@@ -125,7 +127,6 @@ def _decode_factors(raw: Raw) -> dict[str, Any]:
         json.dumps(factors, sort_keys=True)
     except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
-    return factors
 
 
 def _is_deep(value: object, levels: int) -> bool:
@@ -149,8 +150,7 @@ def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> Age
     try:
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
         values = asdict(sent)
-        for name, decoder in _LISTS.items():
-            values[name] = repeated.open(name, values[name], decoder)
+        repeated.open_lists(values, _LISTS)
     except DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
         # msgspec reports a number out of range as "Expected `int` >= 1 - at `$.num_blocks`", a wrong type without ">=".
@@ -166,7 +166,12 @@ def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> Age
         capabilities=usable_capabilities(envelope.capabilities),
     )
     _check_values(metadata)
-    _check_regions(metadata)
+    regions = len(metadata.kv_caches_base_addr)
+    if regions != repeated.checked_regions:
+        _check_lists(metadata, regions)
+        repeated.checked_regions = regions
+    if regions and max(metadata.kv_caches_base_addr) + max(metadata.block_lens) > _ADDRESS_END:
+        raise _invalid("kv_caches_base_addr", "reaches beyond the 64-bit address space")
     return metadata
 
 
@@ -195,15 +200,12 @@ def _check_values(metadata: AgentMetadata) -> None:
             )
 
 
-def _check_regions(metadata: AgentMetadata) -> None:
-    """Raise ``invalid-metadata`` if parallel lists differ in length or memory lies beyond what can be addressed."""
-    regions = len(metadata.kv_caches_base_addr)
+def _check_lists(metadata: AgentMetadata, regions: int) -> None:
+    """Raise ``invalid-metadata`` if parallel lists differ in length, or a page begins or ends where none can."""
     for name in _PER_REGION:
         values = getattr(metadata, name)
         if values is not None and len(values) != regions:
             raise _invalid(name, f"has {len(values)} entries for {regions} regions")
-    if regions and max(metadata.kv_caches_base_addr) + max(metadata.block_lens) > _ADDRESS_END:
-        raise _invalid("kv_caches_base_addr", "reaches beyond the 64-bit address space")
     if metadata.region_members and len(metadata.region_members) != regions:
         raise _invalid("region_members", f"has {len(metadata.region_members)} entries for {regions} regions")
     for name, (offset, length) in metadata.packed_member_layouts.items():

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, without_frames
+from kv_handshake._judging import Judge
 from kv_handshake._limits import MAX_REPLY_BYTES
-from kv_handshake._policy import LocalOffer, Verdict, judge
 from kv_handshake._queries import Rank, check_rank_count, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
 from kv_handshake._repeated import Repeated
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake._messages import AgentMetadata, Envelope
+    from kv_handshake._policy import LocalOffer, Verdict
 
 __all__ = ["ClientSession", "Reply"]
 
@@ -83,7 +84,6 @@ class ClientSession:
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(version)
-        self._offer = offer
         self._queries = deque((rank, encode_query(rank, self._dialect)) for rank in ranks)
         self._outstanding: deque[tuple[Rank, float]] = deque()
         self._engine_id = engine_id
@@ -95,8 +95,7 @@ class ClientSession:
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
         self._repeated = Repeated(repeated)
-        self._judged: Envelope | None = None
-        self._verdict = Verdict()
+        self._judge = Judge(offer, version, self._repeated)
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
         self._clock_offset_s: float | None = None
@@ -145,7 +144,7 @@ class ClientSession:
     @property
     def verdict(self) -> Verdict:
         """The comparison with the peer that answered last; empty before the first answer."""
-        return self._verdict
+        return self._judge.verdict
 
     @property
     def error(self) -> HandshakeError | None:
@@ -200,10 +199,17 @@ class ClientSession:
         if len(self._frames) > _MAX_FRAMES:
             self.fail(WireError("unexpected-reply", f"a reply has more than {_MAX_FRAMES} frames"))
         elif ends_message:
-            self._take_reply(now_s)
+            whole, self._frames = self._frames, []
+            self._take_reply(whole, now_s)
 
     def receive_message(self, frames: Sequence[bytes], *, now_s: float) -> None:
         """Take in one whole reply."""
+        if 1 <= len(frames) <= _MAX_FRAMES and not self._frames and not self._partial:
+            if self.is_over or not self._step("bytes"):
+                return
+            if sum(map(len, frames)) <= MAX_REPLY_BYTES:
+                self._take_reply(frames, now_s)
+                return
         if not frames:
             self.fail(WireError("unexpected-reply", "a reply has no frame"))
         for index, frame in enumerate(frames):
@@ -231,11 +237,10 @@ class ClientSession:
         )
         return False
 
-    def _take_reply(self, now_s: float) -> None:
-        frames, self._frames = self._frames, []
+    def _take_reply(self, frames: Sequence[bytes], now_s: float) -> None:
         rank, sent_s = self._outstanding[0]
         try:
-            metadata = self._judge(rank, frames)
+            metadata = self._accepted(rank, frames)
             self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
         except HandshakeError as error:
             self.fail(error)
@@ -246,13 +251,11 @@ class ClientSession:
             self._replies[rank] = Reply(frames[0], now_s - sent_s, now_s)
         self._step("reply")
 
-    def _judge(self, rank: Rank, frames: list[bytes]) -> AgentMetadata:
+    def _accepted(self, rank: Rank, frames: Sequence[bytes]) -> AgentMetadata:
         envelope = decode_envelope(frames[0], self._repeated)
-        if not _is_same_claim(envelope, self._judged):
-            self._verdict = judge(self._offer, envelope, self._dialect.version)
-            self._judged = envelope
-        if not self._verdict.is_accepted:
-            raise self._refusal(rank, envelope)
+        verdict = self._judge.judge(envelope)
+        if not verdict.is_accepted:
+            raise _refusal(rank, envelope, verdict)
         wanted = 2 if self._dialect.has_clock_frame else 1
         if len(frames) != wanted:
             raise WireError(
@@ -291,16 +294,7 @@ class ClientSession:
                 f"ranks of generations {first.generation} and {metadata.generation} in one handshake; ask again",
             )
 
-    def _refusal(self, rank: Rank, envelope: Envelope) -> WireError:
-        context: dict[str, object] = {
-            "rank": rank,
-            "names": tuple(shortened(each.name) for each in self._verdict.differences[:_MAX_NAMES]),
-        }
-        if envelope.refusal is not None:
-            context |= {"peer_code": shortened(envelope.refusal.code), "retry_after_s": envelope.refusal.retry_after_s}
-        return WireError(self._verdict.code, self._verdict.message, **context)
-
-    def _measure_clock(self, frames: list[bytes], rtt_s: float, middle_s: float) -> None:
+    def _measure_clock(self, frames: Sequence[bytes], rtt_s: float, middle_s: float) -> None:
         """Keep the offset of the shortest round trip: longer ones are waiting time, which only blurs the estimate."""
         peer_clock_s = decode_clock(frames[1]) if self._dialect.has_clock_frame else None
         if rtt_s < self._best_rtt_s:
@@ -309,12 +303,11 @@ class ClientSession:
                 self._clock_offset_s = peer_clock_s - middle_s
 
 
-def _is_same_claim(one: Envelope, other: Envelope | None) -> bool:
-    """Return whether two envelopes of a session get the same verdict: only their rank and metadata differ."""
-    return (
-        other is not None
-        and one.factors is other.factors  # equal bytes; equal values could be 1 and True
-        and one.refusal is None is other.refusal
-        and (one.compatibility_hash, one.protocol, one.capabilities)
-        == (other.compatibility_hash, other.protocol, other.capabilities)
-    )
+def _refusal(rank: Rank, envelope: Envelope, verdict: Verdict) -> WireError:
+    context: dict[str, object] = {
+        "rank": rank,
+        "names": tuple(shortened(each.name) for each in verdict.differences[:_MAX_NAMES]),
+    }
+    if envelope.refusal is not None:
+        context |= {"peer_code": shortened(envelope.refusal.code), "retry_after_s": envelope.refusal.retry_after_s}
+    return WireError(verdict.code, verdict.message, **context)

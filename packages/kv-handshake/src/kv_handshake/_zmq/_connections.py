@@ -154,14 +154,15 @@ class Connection:
         too many frames for any session, and its connection must be closed.
         """
         try:
-            frames = [self.socket.recv(zmq.NOBLOCK)]
+            part = self.socket.recv(zmq.NOBLOCK, copy=False)  # a frame knows whether another one follows it
         except zmq.Again:
             return None
+        frames = [part.bytes]
         surplus = 0
-        while self.socket.get(zmq.RCVMORE):
-            part = self.socket.recv()
+        while part.more:
+            part = self.socket.recv(copy=False)
             if len(frames) <= _MAX_FRAMES + 1:
-                frames.append(part)
+                frames.append(part.bytes)
             elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
                 break
         return frames[1:] if not frames[0] else frames

@@ -146,18 +146,16 @@ class RouterSocket:
         try:
             identity = self._socket.recv()
             sender = self._senders.get(identity)
+            part = self._socket.recv(copy=False)  # a frame knows whether another one follows it
             if sender is None or identity[_CHOSEN] != b"\0":
-                first = self._socket.recv(copy=False)
-                sender = self._remember(identity, first)
-                frames = [first.bytes]
-            else:
-                frames = [self._socket.recv()]
+                sender = self._remember(identity, part)
+            frames = [part.bytes]
             sender.queries += 1
             surplus = 0
-            while self._socket.get(zmq.RCVMORE):
-                part = self._socket.recv()
+            while part.more:
+                part = self._socket.recv(copy=False)
                 if len(frames) < _MAX_FRAMES:
-                    frames.append(part)
+                    frames.append(part.bytes)
                 elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
                     raise TooManyFrames(sender.address)
         except zmq.Again:
