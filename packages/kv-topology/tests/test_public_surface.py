@@ -15,8 +15,8 @@ SURFACE = {
     ),
     "kv_topology.layouts": (
         "AttentionShape StateShape cells_layout cpu_layout gated_delta_layout halves_layout "
-        "indexer_layout keys_by_channel_layout layer_regions mamba1_layout mamba2_layout mla_layout packed_layout "
-        "rank_geometry split_layouts"
+        "keys_by_channel_layout layer_regions mamba1_layout mamba2_layout mla_layout packed_layout "
+        "rank_geometry region split_layouts"
     ),
     "kv_topology.testing": "MemoryOfRank OracleFailure Proof Request execute permute prove",
 }

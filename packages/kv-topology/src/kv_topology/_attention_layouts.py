@@ -26,7 +26,6 @@ __all__ = [
     "cpu_layout",
     "halves_layout",
     "keys_by_channel_layout",
-    "indexer_layout",
     "layer_regions",
     "mla_layout",
     "packed_layout",
@@ -218,28 +217,22 @@ def cpu_layout(shape: AttentionShape, kernel_order: str) -> Layout:
     return Layout((part("key", 0), part("value", half)))
 
 
-def _latent_field(name: str, dim: int, page_tokens: int, element_bytes: int) -> FieldLayout:
-    axes = (
-        Axis(TOKEN_AXIS, page_tokens, 0, page_tokens, dim * element_bytes),
-        Axis("channel", dim, 0, dim, element_bytes),
-    )
-    return FieldLayout(name, element_bytes, 0, axes)
-
-
-def mla_layout(latent_dim: int, page_tokens: int, element_bytes: int = 2) -> Layout:
+def mla_layout(latent_dim: int, page_tokens: int, element_bytes: int = 2, *, field: str = "latent") -> Layout:
     """Return a page of latent attention (MLA): one vector per token that every rank holds.
+
+    The keys of a sparse-attention indexer lie alike: `mla_layout(index_dim, page_tokens, 1, field="index")`.
 
     Args:
         latent_dim: Elements per token: kv_lora_rank + qk_rope_head_dim.
         page_tokens: Tokens in a page.
         element_bytes: Bytes of an element.
+        field: Name of the vector.
     """
-    return Layout((_latent_field("latent", latent_dim, page_tokens, element_bytes),))
-
-
-def indexer_layout(index_dim: int, page_tokens: int, element_bytes: int = 1) -> Layout:
-    """Return a page of a sparse-attention indexer's keys: one vector per token that every rank holds."""
-    return Layout((_latent_field("index", index_dim, page_tokens, element_bytes),))
+    axes = (
+        Axis(TOKEN_AXIS, page_tokens, 0, page_tokens, latent_dim * element_bytes),
+        Axis("channel", latent_dim, 0, latent_dim, element_bytes),
+    )
+    return Layout((FieldLayout(field, element_bytes, 0, axes),))
 
 
 def layer_regions(

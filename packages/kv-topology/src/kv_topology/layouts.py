@@ -5,7 +5,6 @@ from kv_topology._attention_layouts import (
     cells_layout,
     cpu_layout,
     halves_layout,
-    indexer_layout,
     keys_by_channel_layout,
     layer_regions,
     mla_layout,
@@ -14,6 +13,7 @@ from kv_topology._attention_layouts import (
     split_layouts,
 )
 from kv_topology._state_layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
+from kv_topology._tensor_region import region
 
 __all__ = [
     "AttentionShape",
@@ -22,7 +22,6 @@ __all__ = [
     "cpu_layout",
     "gated_delta_layout",
     "halves_layout",
-    "indexer_layout",
     "keys_by_channel_layout",
     "layer_regions",
     "mamba1_layout",
@@ -30,5 +29,6 @@ __all__ = [
     "mla_layout",
     "packed_layout",
     "rank_geometry",
+    "region",
     "split_layouts",
 ]

@@ -13,7 +13,6 @@ from kv_topology._attention_layouts import (
     AttentionShape,
     cpu_layout,
     halves_layout,
-    indexer_layout,
     keys_by_channel_layout,
     mla_layout,
     packed_layout,
@@ -41,7 +40,11 @@ def engine_layouts(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_ran
         return (_state_layout(model, engine, kind, tp_rank),)
     if kind == "latent":
         latent = mla_layout(model.latent_dim, engine.page_tokens, model.element_bytes)
-        return (latent, indexer_layout(model.index_dim, engine.page_tokens)) if model.index_dim else (latent,)
+        return (
+            (latent, mla_layout(model.index_dim, engine.page_tokens, 1, field="index"))
+            if model.index_dim
+            else (latent,)
+        )
     shape = AttentionShape(model.kv_heads, model.head_dim, engine.page_tokens, model.element_bytes, engine.tp, tp_rank)
     family, _, order = engine.layout_name.partition("-")
     return _attention_layouts(shape, family, "NHD" if order == "NHD" else "HND")

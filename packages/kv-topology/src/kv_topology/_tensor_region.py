@@ -1,0 +1,173 @@
+"""Describe a tensor that holds pages, from names of its axes: `region("page kv head token channel", tensor)`.
+
+Theory of operation. A pattern names each axis of the tensor, outermost first; parentheses name several axes of the model
+that lie in one axis of the tensor, as einops writes them. `_tensor_memory` tells where the tensor lies and how far apart
+its elements are. `page` becomes the region's page stride, `kv` the offsets of its fields, each other axis an `Axis`.
+
+Worked example. A float16 cache of shape (100, 2, 8, 16, 64), dense, named "page kv head token channel". One step along
+the axes is 32768, 16384, 2048, 128 and 2 bytes. So a page has 32768 bytes; field `key` begins at byte 0 and `value` at
+16384; in both the axes are token (16 of 128 bytes), head (8 of 2048 bytes) and channel (64 of 2 bytes). The value of page 7,
+head 3, token 5, channel 0 lies at 7 * 32768 + 16384 + 3 * 2048 + 5 * 128 = 252544 bytes from the start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_topology._disjoint import Budget
+from kv_topology._parts import TOKEN_AXIS, Axis, FieldLayout, Layout, Member, Region
+from kv_topology._shards import even_interval
+from kv_topology._tensor_axes import KV, read_steps
+from kv_topology._tensor_memory import memory_of
+from kv_topology._validate_layouts import LIMITS, check_layout, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_topology._tensor_axes import Step
+    from kv_topology._tensor_memory import Tensor
+
+__all__ = ["region"]
+
+_PAGE, _HEAD = "page", "head"
+
+
+def region(
+    axes: str,
+    tensor: Tensor,
+    *,
+    layer: str = "",
+    group: int = 0,
+    fields: Sequence[str] = ("key", "value"),
+    heads: int | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    **sizes: int,
+) -> Region:
+    """Return the region of a tensor whose axes are named; nothing is copied and the tensor is not kept.
+
+    Example: a cache of 100 pages of 16 tokens, 8 heads of 64 channels, keys before values in each page::
+
+        >>> import numpy as np
+        >>> from kv_topology import Group, RankGeometry
+        >>> from kv_topology.layouts import region
+        >>> cache = np.zeros((100, 2, 8, 16, 64), dtype=np.float16)
+        >>> made = region("page kv head token channel", cache, layer="layers.0")
+        >>> made.page_count, made.page_bytes, made.page_stride_bytes
+        (100, 32768, 32768)
+        >>> [(part.name, part.offset_bytes) for part in made.members[0].layout.fields]
+        [('key', 0), ('value', 16384)]
+        >>> [(axis.name, axis.stride_bytes) for axis in made.members[0].layout.fields[0].axes]
+        [('token', 128), ('head', 2048), ('channel', 2)]
+        >>> rank = RankGeometry(tp_size=1, tp_rank=0, groups=(Group("attention", 16),), regions=(made,))
+
+    Any order and any strides will do. Rank 1 of 2 keeps 4 of the 8 heads, each cell a key and then its value, in a
+    flat pool of 1600 slots for a token::
+
+        >>> pool = np.zeros((1600, 4, 128), dtype=np.float16)
+        >>> half = region("(page token) head (kv channel)", pool, token=16, heads=8, tp_size=2, tp_rank=1)
+        >>> half.page_count, [(a.name, a.start, a.stop) for a in half.members[0].layout.fields[0].axes]
+        (100, [('token', 0, 16), ('head', 4, 8), ('channel', 0, 64)])
+
+    Latent attention has one field and no `kv`: ``region("page token channel", cache, fields=["latent"])``. A cache that
+    keeps keys and values in tensors, or halves of a tensor, of their own is two regions of one layer:
+    ``region("page head token channel", cache[0], fields=["key"])`` and the like for values.
+
+    Args:
+        axes: A name for each axis of the tensor, outermost first. `page` counts pages and must be there, `kv` counts
+            `fields`, `token` the tokens of a page, `head` is dealt out over tensor-parallel ranks; every other axis is
+            held whole by each rank. Names in parentheses share one axis of the tensor.
+        tensor: A PyTorch tensor, or any object with NumPy's or CUDA's array interface.
+        layer: Name of the layer, as peers call it.
+        group: KV-cache group of the layer.
+        fields: Names of what `kv` counts; one name if there is no `kv`.
+        heads: Heads of the whole model; needed if `tp_size` is above 1 and there is an axis `head`.
+        tp_size: Tensor-parallel ranks.
+        tp_rank: This rank.
+        **sizes: Sizes of axes by name: all but one of those that share parentheses. Others are compared.
+
+    Raises:
+        InvalidGeometry: `axes-malformed`, `axis-repeated`, `page-axis-missing`, `axes-count`, `axis-size-differs`,
+            `fields-count`, `tensor-malformed`, `heads-missing`, `shard-irregular`, `axis-outside-page`,
+            `size-out-of-range`, `strides-overlap`, `fields-overlap`, ...
+    """
+    memory = memory_of(tensor)
+    steps = read_steps(axes, memory.shape, memory.strides_bytes, field_count=len(fields), sizes=sizes)
+    page, apart = steps.pop(_PAGE, None), steps.pop(KV, None)
+    if page is None:
+        raise refusal("page-axis-missing", f"{axes!r} has no axis 'page', so it does not say what a block id counts.")
+    _check_fields(axes, fields, 1 if apart is None else apart.count)
+    inner = tuple(
+        _axis(step, memory.element_bytes, _held(step, heads, tp_size, tp_rank))
+        for step in sorted(steps.values(), key=_canonical_place)
+    )
+    step_bytes = 0 if apart is None else apart.stride_bytes
+    layout = Layout(
+        tuple(FieldLayout(name, memory.element_bytes, place * step_bytes, inner) for place, name in enumerate(fields))
+    )
+    check_layout(layout, repr(axes), Budget(LIMITS["compared_fields"], LIMITS["compared_runs"]))
+    _check_inside_page(axes, page, layout.extent_bytes, (*steps.values(), *([apart] if apart else [])))
+    stride = page.stride_bytes if page.count > 1 else layout.extent_bytes
+    member = Member(layer, layout, group)
+    return Region(memory.address, layout.extent_bytes, stride, page.count, (member,), memory.kind, memory.device)
+
+
+def _check_fields(axes: str, fields: Sequence[str], wanted: int) -> None:
+    if len(fields) != wanted or len(set(fields)) != wanted:
+        raise refusal(
+            "fields-count",
+            f"Pages of {axes!r} hold {wanted} fields, and the names {list(fields)} were given; each field needs one of its own.",
+            fields=list(fields),
+            wanted=wanted,
+        )
+
+
+def _canonical_place(step: Step) -> int:
+    """Order axes as the other layouts do: tokens, heads, then the rest as the tensor has them (sorting is stable)."""
+    return {TOKEN_AXIS: 0, _HEAD: 1}.get(step.name, 2)
+
+
+def _held(step: Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[int, int, int]:
+    """Return (size in the whole model, first part held, one past the last): 4 of 8 heads on rank 1 of 2 are (8, 4, 8)."""
+    if step.name != _HEAD:
+        return step.count, 0, step.count
+    if not 0 <= tp_rank < tp_size <= LIMITS["tp"]:
+        raise refusal("size-out-of-range", f"tp_rank {tp_rank} of tp_size {tp_size} is no rank.", value=tp_rank)
+    if heads is None and tp_size > 1:
+        raise refusal(
+            "heads-missing",
+            f"A rank of {tp_size} holds {step.count} heads; give the heads of the whole model, "
+            "since ranks beyond their number hold copies.",
+        )
+    whole = step.count if heads is None else heads
+    share = even_interval(whole, tp_size, tp_rank) if whole > 0 else (0, 0)
+    if share[1] - share[0] != step.count:
+        raise refusal(
+            "shard-irregular",
+            f"The tensor has {step.count} heads; the even share of rank {tp_rank} of {tp_size} is "
+            f"[{share[0]}, {share[1]}) of {whole}.",
+            held=step.count,
+            expected=share,
+        )
+    return whole, share[0], share[1]
+
+
+def _axis(step: Step, element_bytes: int, held: tuple[int, int, int]) -> Axis:
+    # Nobody steps along an axis of one part, and tensors give it any stride.
+    stride = step.stride_bytes if step.count > 1 else element_bytes
+    return Axis(step.name, *held, stride, "tp" if step.name == _HEAD else "whole")
+
+
+def _check_inside_page(axes: str, page: Step, extent_bytes: int, inner: Sequence[Step]) -> None:
+    """Raise unless one page ends before the next one begins."""
+    if page.count > 1 and page.stride_bytes < extent_bytes:
+        outer = [step.name for step in inner if step.count > 1 and step.stride_bytes >= page.stride_bytes]
+        raise refusal(
+            "axis-outside-page",
+            f"Pages of {axes!r} are {page.stride_bytes} bytes apart and each spans {extent_bytes}, because of "
+            f"{', '.join(outer) or 'their overlap'}. "
+            "Make a region of each part that lies outside of the pages, such as tensor[0] and tensor[1].",
+            page_stride_bytes=page.stride_bytes,
+            extent_bytes=extent_bytes,
+            outside=outer,
+        )
