@@ -105,5 +105,7 @@ def _folders_of_tests() -> list[Path]:
     names = (*plain, "gpu", *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [
-        folder for folder in (*packages, *inner, ROOT / "tools", ROOT / "tools" / "bench") if any(folder.glob("*.py"))
+        folder
+        for folder in (*packages, *inner, ROOT / "docs" / "examples", ROOT / "tools", ROOT / "tools" / "bench")
+        if any(folder.glob("*.py"))
     ]

@@ -20,6 +20,8 @@ from kv_handshake._numbers import check_number
 from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
 from kv_handshake._queries import Rank, check_rank
 from kv_handshake._reading import decode_envelope, decode_metadata
+from kv_handshake._server import ServerCore
+from kv_handshake._session import ClientSession
 from kv_handshake._writing import encode_metadata
 
 if TYPE_CHECKING:
@@ -111,6 +113,44 @@ class Codec:
             WireError: ``malformed-metadata`` or ``invalid-metadata``.
         """
         return decode_metadata(envelope)
+
+    @staticmethod
+    def server_core(payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> ServerCore:
+        """Return the listener's half of the protocol without its socket: `respond` turns a query into the frames of a reply.
+
+        For transports of your own, such as HTTP: any bytes get an answer or a coded refusal, and nothing is raised.
+
+        Args:
+            payloads: Envelope by (pp, tp) rank.
+            advertisement: The engine's advertisement as JSON bytes.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for a rank out of range.
+        """
+        return ServerCore(payloads, advertisement=advertisement)
+
+    @staticmethod
+    def client_session(
+        offer: LocalOffer,
+        ranks: Sequence[Rank],
+        *,
+        dialect: int,
+        engine_id: str = "",
+        generation: int | None = None,
+    ) -> ClientSession:
+        """Return the client's half of one handshake without its socket: `next_query`, `receive_message`, `peers`, `error`.
+
+        Args:
+            offer: This engine's side of the comparison.
+            ranks: (pp, tp) ranks to ask for, each once, in this order.
+            dialect: The peer's connector version, 2 to 15.
+            engine_id: The engine that must answer; empty if any may.
+            generation: The registration generation that the ticket was made with; None to accept any.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` or ``unknown-dialect``.
+        """
+        return ClientSession(ranks=ranks, version=dialect, offer=offer, engine_id=engine_id, generation=generation)
 
     @property
     def reserved_prefixes(self) -> tuple[str, ...]:

@@ -1,0 +1,43 @@
+"""Both halves of the protocol by `Codec`, for transports of one's own: frames in, frames out."""
+
+import pytest
+
+from kv_handshake import Codec, ConfigurationError, LocalOffer
+from kv_handshake.testing import sample_envelopes
+
+FACTORS = {"model": "toy", "dtype": "float16"}
+
+
+def core():
+    return Codec.server_core(sample_envelopes(factors=FACTORS), advertisement=b"{}")
+
+
+def meet(server, **options):
+    session = Codec.client_session(LocalOffer(factors=FACTORS, policy="negotiated"), [(0, 0)], dialect=14, **options)
+    frames = server.respond(session.next_query(now_s=0.0), clock_s=5.0)
+    session.receive_message(frames, now_s=0.5)
+    return session
+
+
+def test_a_handshake_without_sockets():
+    server, engine_id = core(), "engine-a"
+    session = meet(server, engine_id=engine_id)
+    assert (session.error, session.is_over) == (None, True)
+    assert session.peers[0, 0].engine_id == engine_id
+    assert session.clock_offset_s == pytest.approx(4.75)
+    assert server.statistics() == {"answered": 1}
+
+
+def test_what_a_ticket_says_is_held_against_the_answer():
+    assert meet(core(), engine_id="engine-b").error.code == "engine-mismatch"
+    assert meet(core(), generation=99).error.code == "generation-mismatch"
+    assert meet(Codec.server_core({})).error.context["peer_code"] == "not-ready"
+
+
+def test_arguments_are_refused():
+    with pytest.raises(ConfigurationError, match="1"):
+        Codec.client_session(LocalOffer(factors=FACTORS), [(0, 0)], dialect=1)
+    with pytest.raises(ConfigurationError, match="ranks"):
+        Codec.client_session(LocalOffer(factors=FACTORS), [], dialect=14)
+    with pytest.raises(ConfigurationError):
+        Codec.server_core({(-1, 0): b""})
