@@ -13,6 +13,7 @@ import pytest
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent._port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
+from kv_nixl_agent.testing._pauses import check_renewals_count_before_timers
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -360,19 +361,31 @@ def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later
     producer.close()
 
 
+class StoppedOwner:
+    """`PausedOwner` over a stage: the owner thread of the producer's process."""
+
+    def __init__(self, stage):
+        self._consumer, self._producer = stage.consumer, stage.producer
+        self._stopped_s = 0.0
+        self.wait, self.resume = time.sleep, self._producer.resume
+
+    def watch_timer(self, period_s):
+        self._producer.process.call("watch_timer", period_s)
+
+    def stop(self):
+        self._producer.stop()
+        self._stopped_s = time.monotonic()
+
+    def notify(self, payload):
+        assert self._consumer.send_notification("p", payload.encode())
+
+    def events_since_stop(self, event):
+        return self._producer.process.call("events_since", self._stopped_s, event)
+
+
 @pytest.mark.never_wrong("C4")
 def test_a_renewal_that_came_while_the_process_was_stopped_counts_before_its_timers(make_stage):
-    """The producer's process stands for two seconds; its timer of 20 ms must see the notification that was sent meanwhile."""
     stage = make_stage()
     stage.connect()
     assert stage.read("warm", [0], [0]).outcome == "done"
-    for number in range(3):
-        stage.producer.process.call("watch_timer", 0.02)
-        stage.producer.stop()
-        time.sleep(0.7)
-        assert stage.consumer.send_notification("p", f"renew {number}".encode())
-        time.sleep(0.3)
-        stage.producer.resume()
-        seen = stage.producer.process.call("events_until", f"renew {number}")
-        after_pause = seen[seen.index("pause") + 1 :]
-        assert after_pause[0] == f"renew {number}", seen
+    check_renewals_count_before_timers(StoppedOwner(stage))

@@ -17,6 +17,7 @@ from ._errors import AgentError
 from ._health import ErrorLog
 from ._mailbox import Arrivals, Mailbox
 from ._pacing import Pacer
+from ._settling import ThreadWatch, thread_ids
 from ._statistics import Snapshot
 from ._timers import Timers
 from ._values import TransferOrder
@@ -108,7 +109,9 @@ class Loop:
         try:
             if self._options.on_thread_start is not None:
                 self._options.on_thread_start()
+            others = thread_ids()
             agent = self._make_agent()
+            self.timers.watch(ThreadWatch(thread_ids() - others).have_run)
             self.metadata = agent.agent_metadata()
         except AgentError as error:
             self.fail(error)
@@ -152,9 +155,11 @@ class Loop:
         """Do one turn."""
         self.turns += 1
         now_s = self.turn_began_s = self._clock()
-        self.timers.begin_turn(now_s)
+        if self.timers.begin_turn(now_s):
+            self.pacer.progressed()  # a thread that was at rest would look out too seldom now
         moved = self._run_calls(agent)
         moved = self._deliver_notifications(agent) or moved
+        self.timers.note(self._clock())  # a process that was stopped within this turn must not end leases in it
         given, taken = self.mailbox.given_count, self.mailbox.taken_count
         for function in self.timers.take_due(now_s, given_count=given, taken_count=taken):
             self._guarded(function)

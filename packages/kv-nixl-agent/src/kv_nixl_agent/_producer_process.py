@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["PeerProcess", "count_sockets", "page_pattern", "stop_process"]
 
 _REPLY_TIMEOUT_S = 60.0
-_PAUSE_S = 0.5
 
 
 def stop_process(pid: int) -> None:
@@ -184,8 +183,8 @@ class _Child:
         self._pages = np.zeros((page_count, page_bytes), dtype=np.uint8)
         self._pages[:] = page_pattern(0, page_count, page_bytes)
         self._arrived: list[tuple[str, bytes, float]] = []
-        self._events: list[str] = []
-        self._ticked_s = 0.0
+        self._events: list[tuple[float, str]] = []
+        self._has_timer = False
         self.thread = TransferThread(
             name,
             [(self._pages.ctypes.data, self._pages.nbytes, 0, "DRAM")],
@@ -213,33 +212,26 @@ class _Child:
         return taken
 
     def _note(self, sender: str, payload: bytes) -> None:
-        self._note_pause()
-        self._arrived.append((sender, payload, time.monotonic()))
-        self._events.append(payload.decode(errors="replace"))
-
-    def _note_pause(self) -> None:
         now_s = time.monotonic()
-        if self._ticked_s and now_s - self._ticked_s > _PAUSE_S:
-            self._events.append("pause")
-        self._ticked_s = now_s
-
-    def _tick(self) -> None:
-        self._note_pause()
-        self._events.append("timer")
+        self._arrived.append((sender, payload, now_s))
+        self._events.append((now_s, payload.decode(errors="replace")))
 
     def watch_timer(self, period_s: float) -> None:
-        """Run a timer that is written down among the events; the first call starts it, later ones begin a new list."""
-        if not self._ticked_s:
-            self.thread.call_every(period_s, self._tick)
-        time.sleep(5 * period_s)
+        """Begin a new list of events, with the runs of a timer among them; return once it runs, which the first call starts."""
+        if not self._has_timer:
+            self._has_timer = True
+            self.thread.call_every(period_s, lambda: self._events.append((time.monotonic(), "timer")))
         self._events.clear()
+        self.events_since(0.0, "timer")
 
-    def events_until(self, payload: str) -> list[str]:
-        """Return notifications, timer runs and pauses of more than half a second, in order, once `payload` has come."""
-        end_s = time.monotonic() + 10.0
-        while payload not in self._events and time.monotonic() < end_s:
+    def events_since(self, began_s: float, event: str) -> list[str]:
+        """Return notifications and timer runs since that monotonic time, in order, once `event` is among them or 20 s passed."""
+        end_s = time.monotonic() + 20.0
+        while True:
+            seen = [name for at_s, name in list(self._events) if at_s >= began_s]
+            if event in seen or time.monotonic() > end_s:
+                return seen
             time.sleep(0.01)
-        return list(self._events)
 
     def lend_and_revoke(self, slot: int, count: int, hold_s: float) -> int:
         """Grant and end `count` leases on one slot, as fast as told; returns the last generation."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
+from ._settling import Settling
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -11,7 +13,6 @@ __all__ = ["Timers"]
 
 _HORIZON_S: Final = 1.0
 _PAUSE_S: Final = 0.5
-_SETTLE_S: Final = 0.05
 
 
 @final
@@ -28,31 +29,48 @@ class _Timer:
 class Timers:
     """Functions to run about every period.
 
-    Timers that fall due wait for the calls and notifications that were there before them (see `_mailbox.py`). After a turn of
-    more than half a second, when the process was probably stopped, they also wait 50 ms: notifications that were sent
-    meanwhile lie in the transport, and NIXL needs some polls to find them.
+    Timers that fall due wait for the calls and notifications that were there before them (see `_mailbox.py`). After more than
+    half a second without a turn, when the process was probably stopped, they also wait until NIXL's threads have caught up (see
+    `_settling.py`): notifications that were sent meanwhile lie in the transport. Leases end later by that, 0.2 s as a rule and
+    some seconds on a machine that is short of cores; calls, notifications, reads and their deadlines wait for nothing.
+
+    Args:
+        now_s: The time.
+        have_run: Returns whether the threads that bring notifications slept or ran since the call before.
     """
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, have_run: Callable[[], bool] = lambda: True) -> None:
         self._timers: list[_Timer] = []
         self._seen_s = now_s
-        self._hold_until_s = now_s
+        self._settling = Settling(have_run)
         self._round: tuple[int, float] | None = None
         """(calls that come first, time at which it was opened) of the timers that have fallen due and wait."""
+
+    def watch(self, have_run: Callable[[], bool]) -> None:
+        """Replace `have_run`, once the threads are known."""
+        self._settling = Settling(have_run)
 
     def add(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
         """Run `function` about every `period_s`."""
         self._timers.append(_Timer(period_s, function, now_s))
 
-    def begin_turn(self, now_s: float) -> None:
-        """Note the time at which a turn begins."""
-        if now_s - self._seen_s > _PAUSE_S:
-            self._hold_until_s = now_s + _SETTLE_S
+    def begin_turn(self, now_s: float) -> bool:
+        """Note the time at which a turn begins, before it takes notifications; True if the process paused before it."""
+        paused = self.note(now_s)
+        self._settling.look(now_s)
+        return paused
+
+    def note(self, now_s: float) -> bool:
+        """Note the time within a turn; True if the process paused since the last time that was noted."""
+        paused = now_s - self._seen_s > _PAUSE_S
+        if paused:
+            self._settling.begin()
         self._seen_s = now_s
+        return paused
 
     def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], object]]:
         """Return the functions to run now, given how many calls were handed over and how many of them have run."""
-        if now_s < self._hold_until_s or all(timer.due_s > now_s for timer in self._timers):
+        if not self._settling.is_over or all(timer.due_s > now_s for timer in self._timers):
             return []
         if self._round is None:
             self._round = (given_count, now_s)
@@ -67,4 +85,5 @@ class Timers:
 
     def next_s(self, now_s: float) -> float:
         """Return the time at which a timer falls due next, at most a second ahead."""
-        return min([now_s + _HORIZON_S, *[max(timer.due_s, self._hold_until_s) for timer in self._timers]])
+        earliest_s = now_s if self._settling.is_over else self._settling.next_look_s
+        return min([now_s + _HORIZON_S, *[max(timer.due_s, earliest_s) for timer in self._timers]])
