@@ -177,6 +177,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "calls, notifications and timers keep their order": ("C4", (
         (AGENT, "test_a_notification_is_delivered_after_the_calls_that_were_handed_over_before_it"),
         (AGENT, "test_a_renewal_that_waits_counts_before_timers_run"),
+        (AGENT, "test_a_renewal_that_came_during_a_pause_counts_before_timers_however_few_the_turns"),
         (STATE, "test_a_renewed_lease_survives_a_process_that_stood_still_for_a_minute"),
         (REAL, "test_a_renewal_that_came_while_the_process_was_stopped_counts_before_its_timers"),
     )),
