@@ -134,6 +134,16 @@ class FakeHandshakes:
     def answer(self, outcome: Outcome, number: int = -1) -> None:
         self.asked[number]["on_done"](outcome)
 
+    def answer_first(self, first: Any, rest: Outcome, number: int = -1) -> bool:
+        """Answer for rank (0, 0), and for the others unless the asker refuses that; return whether they were asked for."""
+        try:
+            self.asked[number]["check_first"](first)
+        except CodedFailure as error:
+            self.answer(Outcome(is_ok=False, peers={}, code="first-rank-refused", message=str(error)), number)
+            return False
+        self.answer(rest, number)
+        return True
+
     def close(self) -> None:
         pass
 

@@ -20,19 +20,18 @@ def test_ranks_that_a_ticket_names_are_asked_for_only_if_the_first_rank_agrees(
     """A listener of vLLM itself ends on a query for a rank that it does not have; without seals a ticket is a client's word."""
     bench.planner.made = Plan(((0, 2), (0, 3)))
     bench.reads.read(order(peer=peer(tp=4)))
-    assert [asked["ranks"] for asked in bench.handshakes.asked] == [((0, 0),)]
+    assert [asked["ranks"] for asked in bench.handshakes.asked] == [[(0, 2), (0, 3)]]
+    both = Outcome(peers={(0, 2): Metadata(), (0, 3): Metadata()})
     with monkeypatch.context() as lie:
         lie.setattr(PeerPlanner, "check_sizes", lambda *_: (_ for _ in ()).throw(CodedFailure("page-bytes-differ")))
-        bench.handshakes.answer(Outcome(peers={(0, 0): Metadata()}))
+        assert not bench.handshakes.answer_first(Metadata(), both), "no rank that is not there is asked for"
     assert bench.codes() == {"r1": "page-bytes-differ"}
-    assert len(bench.handshakes.asked) == 1, "no rank that is not there is asked for"
+    assert len(bench.handshakes.asked) == 1
     assert bench.counts["num_failed_handshakes"] == 1
     assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
 
     bench.reads.read(order(request_id="r2", peer=peer(tp=4)))
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata()}))
-    assert [asked["ranks"] for asked in bench.handshakes.asked[1:]] == [((0, 0),), [(0, 2), (0, 3)]]
-    bench.handshakes.answer(Outcome(peers={(0, 2): Metadata(), (0, 3): Metadata()}))
+    assert bench.handshakes.answer_first(Metadata(), both)
     assert set(bench.agent.posts) == {"r2/0.2", "r2/0.3"}
 
 
@@ -49,3 +48,17 @@ def test_sealed_tickets_are_believed_about_ranks() -> None:
     bench.planner.made = Plan(((0, 1),))
     bench.reads.read(order())
     assert [asked["ranks"] for asked in bench.handshakes.asked] == [[(0, 1)]]
+    assert bench.handshakes.asked[0]["check_first"] is None
+
+
+def test_each_handshake_is_measured_once_with_all_its_ranks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.planner.made = Plan(((0, 2), (0, 3)))
+    bench.reads.read(order(peer=peer(tp=4)))
+    bench.handshakes.answer_first(Metadata(), Outcome(peers={(0, 2): Metadata(), (0, 3): Metadata()}, elapsed_s=0.75))
+    bench.reads.read(order(request_id="r2", peer=peer(tp=2)))
+    monkeypatch.setattr(PeerPlanner, "check_sizes", lambda *_: (_ for _ in ()).throw(CodedFailure("page-bytes-differ")))
+    bench.handshakes.answer_first(Metadata(), Outcome())
+    bench.reads.read(order(request_id="r3", peer=peer(tp=8)))
+    bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="recently-failed", elapsed_s=0.0))
+    durations = [value for key, value in bench.recorder.observed if key == "handshake_duration"]
+    assert durations == [0.75, 0.01], "one that was not asked has no duration"

@@ -124,8 +124,7 @@ def test_an_engine_that_came_back_with_another_plan_is_not_mixed_with_what_has_a
     bench.finish("r1/0.0")
     bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
     bench.planner.made = replace(bench.planner.made, producer_ranks=((0, 1),))
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata()}))  # the first rank, before the one that is needed
-    bench.handshakes.answer(Outcome(peers={(0, 1): Metadata()}))
+    assert bench.handshakes.answer_first(Metadata(), Outcome(peers={(0, 1): Metadata()}))
     assert bench.codes() == {"r1": "peer-changed"}
 
 

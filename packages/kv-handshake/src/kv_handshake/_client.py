@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
+from kv_handshake._first_rank import FirstRankRequest
 from kv_handshake._log import GatedLog
 from kv_handshake._loop import Loop
 from kv_handshake._outcome import Outcome, outcome_of
@@ -25,15 +26,26 @@ from kv_handshake._timing import Timing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kv_handshake._messages import AgentMetadata
+    from kv_handshake._outcome import HandshakeSession
     from kv_handshake._pacing import RememberedFailure
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
-    from kv_handshake._session import ClientSession
+    from kv_handshake._task import TaskRequest
     from kv_handshake._zmq import ClientSecurity
 
 __all__ = ["Client"]
 
-_NOT_THE_PEERS = frozenset({"closed", "recently-failed", "transport-failed", "invalid-key-file", "insecure-key-file"})
+_NOT_THE_PEERS = frozenset(
+    {
+        "closed",
+        "recently-failed",
+        "first-rank-refused",
+        "transport-failed",
+        "invalid-key-file",
+        "insecure-key-file",
+    }
+)
 """Failures that say nothing about the peer and are not remembered."""
 
 _BACKGROUND_SHARE = 8
@@ -87,6 +99,7 @@ class Client:
         dialect: int,
         on_done: Callable[[Outcome], None],
         generation: int | None = None,
+        check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
         """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
 
@@ -98,6 +111,9 @@ class Client:
             dialect: The peer's connector version, 2 to 15.
             on_done: Gets the outcome; it must not block, and an exception that it raises is logged and counted.
             generation: The registration generation that the ticket was made with; None to accept any.
+            check_first: If given, every attempt asks for rank (0, 0) alone and calls this with its metadata, on the client's
+                thread. The other ranks are asked for on the same connection after it has returned; an exception ends the
+                handshake with ``first-rank-refused``. A listener of vLLM itself ends on a query for a rank that it does not have.
 
         Raises:
             ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``, before anything is
@@ -105,9 +121,10 @@ class Client:
         """
         check_rank_count(ranks)
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
+        asked = self._request_for(question, check_first)
         task = Task(
-            HandshakeRequest(question, self._offer, repeated=self._repeated),
-            lambda task: self._ended(task, question, on_done),
+            asked,
+            lambda task: self._ended(task, asked, question, on_done),
             timing=self._timing,
             now_s=time.monotonic(),
             admit=lambda now_s: self._remembered_failure(question, now_s),
@@ -171,6 +188,12 @@ class Client:
         """End all handshakes with the outcome ``closed`` and stop the thread; idempotent."""
         self._loop.close()
 
+    def _request_for(
+        self, question: Question, check_first: Callable[[AgentMetadata], None] | None
+    ) -> TaskRequest[HandshakeSession]:
+        whole = HandshakeRequest(question, self._offer, repeated=self._repeated)
+        return whole if check_first is None else FirstRankRequest(whole, check_first)
+
     # Everything below runs on the loop's thread.
 
     def _count(self, name: str) -> None:
@@ -192,9 +215,15 @@ class Client:
             retry_after_s=wait_s,
         )
 
-    def _ended(self, task: Task[ClientSession], question: Question, on_done: Callable[[Outcome], None]) -> None:
+    def _ended(
+        self,
+        task: Task[HandshakeSession],
+        asked: TaskRequest[HandshakeSession],
+        question: Question,
+        on_done: Callable[[Outcome], None],
+    ) -> None:
         outcome = outcome_of(task, time.monotonic())
-        self._learn(question, outcome)
+        self._learn(question, asked, outcome)
         if outcome.is_ok and outcome.verdict.warnings:
             peer = f"{question.endpoint.host} port {question.endpoint.port}"
             self._log.warning("accepted", f"peer {peer}: {'; '.join(outcome.verdict.warnings)}")
@@ -205,7 +234,7 @@ class Client:
             self._count("callback_errors")
             self._log.warning("callback", f"on_done of a handshake with {question.endpoint.host} raised {error!r}")
 
-    def _learn(self, question: Question, outcome: Outcome) -> None:
+    def _learn(self, question: Question, asked: TaskRequest[HandshakeSession], outcome: Outcome) -> None:
         """Forget an answered question's failures; remember a failure, and ask again in the background."""
         if outcome.is_ok:
             self._memory.forget(question)
@@ -217,15 +246,18 @@ class Client:
             if now_s - failure.wanted_s > self._timing.forget_s:
                 self._memory.forget(question)
             else:
-                self._ask_again(question, failure)
+                self._ask_again(question, asked, failure)
 
-    def _ask_again(self, question: Question, failure: RememberedFailure) -> None:
-        """Plan one background attempt; without a place for it, the next request after the hold asks itself."""
+    def _ask_again(self, question: Question, asked: TaskRequest[HandshakeSession], failure: RememberedFailure) -> None:
+        """Plan one background attempt of a request, which keeps its rule about the first rank.
+
+        Without a place for it, the next request after the hold asks itself.
+        """
         if failure.is_retried or self._memory.retried >= self._timing.connections // _BACKGROUND_SHARE:
             return
         task = Task(
-            HandshakeRequest(question, self._offer, repeated=self._repeated),
-            lambda task: self._asked_again(task, question),
+            asked,
+            lambda task: self._asked_again(task, asked, question),
             timing=self._timing,
             now_s=time.monotonic(),
             attempts_most=1,
@@ -234,8 +266,10 @@ class Client:
         if self._loop.submit(task):
             self._memory.hold(question)
 
-    def _asked_again(self, task: Task[ClientSession], question: Question) -> None:
+    def _asked_again(
+        self, task: Task[HandshakeSession], asked: TaskRequest[HandshakeSession], question: Question
+    ) -> None:
         self._memory.release(question)
         if task.attempts:
             self._count("background_attempts")
-        self._learn(question, outcome_of(task, time.monotonic()))
+        self._learn(question, asked, outcome_of(task, time.monotonic()))

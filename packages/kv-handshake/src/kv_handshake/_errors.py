@@ -74,6 +74,9 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "generation-mismatch": _facts(
             "peer", True, "The engine has registered its memory anew since the ticket was made."
         ),
+        "first-rank-refused": _facts(
+            "peer", False, "The caller refused the metadata of rank (0, 0); no other rank was asked for."
+        ),
         "hash-mismatch": _facts("peer", False, "The compatibility hashes differ."),
         "factors-differ": _facts("peer", False, "Factors that must be equal differ."),
         "protocol-range": _facts("peer", False, "The two protocol ranges do not overlap."),

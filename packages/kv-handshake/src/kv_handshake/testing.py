@@ -15,6 +15,7 @@ from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import TransportError
+from kv_handshake._first_rank import FirstRankRequest
 from kv_handshake._outcome import outcome_of
 from kv_handshake._policy import LocalOffer
 from kv_handshake._queries import encode_query
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kv_handshake._outcome import Outcome
+    from kv_handshake._messages import AgentMetadata
+    from kv_handshake._outcome import HandshakeSession, Outcome
     from kv_handshake._queries import Rank
-    from kv_handshake._session import ClientSession
 
 __all__ = [
     "FakeClient",
@@ -98,7 +99,7 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._cores: dict[tuple[str, int], ServerCore] = {}
-        self._queue: deque[Task[ClientSession]] = deque()
+        self._queue: deque[Task[HandshakeSession]] = deque()
         self._next_port = 5600
 
     def take_port(self, host: str, port: int, core: ServerCore) -> int:
@@ -114,7 +115,7 @@ class FakeNetwork:
         """Free an address."""
         self._cores.pop((host, port), None)
 
-    def submit(self, task: Task[ClientSession]) -> None:
+    def submit(self, task: Task[HandshakeSession]) -> None:
         """Queue a request."""
         self._queue.append(task)
 
@@ -128,7 +129,7 @@ class FakeNetwork:
             count += 1
         return count
 
-    def _perform(self, task: Task[ClientSession]) -> None:
+    def _perform(self, task: Task[HandshakeSession]) -> None:
         task.begin_attempt(self.now_s)
         session, endpoint = task.session, task.request.endpoint
         core = self._cores.get((endpoint.host, endpoint.port))
@@ -193,16 +194,18 @@ class FakeClient:
         dialect: int,
         on_done: Callable[[Outcome], None],
         generation: int | None = None,
+        check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
         """Queue a handshake."""
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
 
-        def ended(task: Task[ClientSession]) -> None:
+        def ended(task: Task[HandshakeSession]) -> None:
             outcome = outcome_of(task, self._network.now_s)
             self._counts["succeeded" if outcome.is_ok else "failed"] += 1
             on_done(outcome)
 
-        request = HandshakeRequest(question, self._offer)
+        whole = HandshakeRequest(question, self._offer)
+        request = whole if check_first is None else FirstRankRequest(whole, check_first)
         self._network.submit(Task(request, ended, timing=Timing(), now_s=self._network.now_s))
 
     def statistics(self) -> Mapping[str, int]:

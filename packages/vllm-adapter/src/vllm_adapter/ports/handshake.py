@@ -109,12 +109,17 @@ class HandshakeClient(Protocol):
         dialect: int,
         on_done: Callable[[HandshakeOutcome], None],
         generation: int | None = None,
+        check_first: Callable[[PeerMetadata], None] | None = None,
     ) -> None:
         """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
 
         A peer of another registration generation than `generation` is refused; None accepts any. A closed port ends the
         handshake at once (``connection-refused``). While a failure of the same question is remembered the request ends at
         once with ``recently-failed``, and the client asks the peer again in the background.
+
+        With `check_first`, every attempt, also one in the background, asks for rank (0, 0) alone, calls it with that rank's
+        metadata on the client's thread, and asks for the ranks after it has returned. An exception of it ends the handshake with
+        ``first-rank-refused``.
         """
         ...
 

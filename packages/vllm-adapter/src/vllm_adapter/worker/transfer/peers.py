@@ -146,15 +146,27 @@ class PeerDirectory:
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
             return
-        if self._limits.only_ours or set(ranks) == {(0, 0)}:
-            self._ask(engine, ranks, self._handshake_ended)
-        else:  # no seal is required, so the sizes are a client's word
-            self._ask(engine, ((0, 0),), self._first_rank_told)
+        self._ask(engine, ranks)
 
-    def _ask(
-        self, engine: PeerEngine, ranks: Sequence[Rank], told: Callable[[PeerEngine, HandshakeOutcome], None]
-    ) -> None:
+    def _ask(self, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
+        """Ask for the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may show that the ticket lies.
+
+        A listener of vLLM itself ends on a query for a rank that it does not have. Every engine has rank (0, 0), and the length
+        of its pages says how many heads a rank holds. Example: pages of 8 heads of 8 belong to tp 1; a ticket that says tp 2 is
+        refused (`page-bytes-differ`) before rank (0, 1) is asked for. So is every later attempt, at an engine that restarted.
+        """
         peer = engine.address
+        lies: list[Exception] = []
+
+        def check_first(first: PeerMetadata) -> None:
+            """Raise if the engine has other sizes than the ticket says; on the thread of the side channel's client."""
+            try:
+                self._planner.check_sizes(peer, first)
+            except Exception as error:
+                lies[:] = [error]
+                raise
+
+        is_sure = self._limits.only_ours or set(ranks) == {(0, 0)}
         try:
             self._parts.handshakes.request(
                 host=peer.host,
@@ -163,32 +175,13 @@ class PeerDirectory:
                 engine_id=peer.engine_id,
                 dialect=self._dialect_for(peer),
                 generation=peer.generation,
-                on_done=lambda outcome: self._parts.agent.call_soon(lambda: told(engine, outcome)),
+                on_done=lambda outcome: self._parts.agent.call_soon(
+                    lambda: self._handshake_ended(engine, outcome, lies)
+                ),
+                check_first=None if is_sure else check_first,
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
-
-    def _first_rank_told(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
-        """Ask for the other ranks that a ticket names, unless rank (0, 0) of vLLM's own connector shows that it lies.
-
-        A listener of vLLM itself ends on a query for a rank that it does not have. Every engine has rank (0, 0), and the length
-        of its pages says how many heads a rank holds. Example: pages of 8 heads of 8 belong to tp 1; a ticket that says tp 2 is
-        refused (`page-bytes-differ`) before rank (0, 1) is asked for.
-        """
-        if self._engines.get(engine.address) is not engine:
-            return
-        try:
-            if outcome.is_ok:
-                self._planner.check_sizes(engine.address, outcome.peers[0, 0])
-            ranks = self._planner.target_ranks(engine.address)
-        except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
-            self._parts.recorder.count("num_failed_handshakes")
-            self._fail(engine, code_of(error), f"engine {engine.engine_id} is not asked for further ranks: {error}")
-            return
-        if outcome.is_ok and set(ranks) - outcome.peers.keys():
-            self._ask(engine, ranks, self._handshake_ended)
-        else:
-            self._handshake_ended(engine, outcome)
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to ask in: the ticket's, unless its queries have another shape than the configured one's.
@@ -200,13 +193,20 @@ class PeerDirectory:
         is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
         return told if is_same_shape else self._limits.dialect
 
-    def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome) -> None:
+    def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
             return
-        self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
+        if (
+            outcome.code != "recently-failed"
+        ):  # else nothing was asked, and many zeros would hide how long a handshake takes
+            self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
         if not outcome.is_ok:
             self._parts.recorder.count("num_failed_handshakes")
-            self._fail(engine, outcome.code, outcome.message)
+            if outcome.code == "first-rank-refused" and lies:
+                message = f"engine {engine.engine_id} is not asked for further ranks: {lies[0]}"
+                self._fail(engine, code_of(lies[0]), message)
+            else:
+                self._fail(engine, outcome.code, outcome.message)
             return
         try:
             self._wire_up(engine, outcome.peers)

@@ -1,0 +1,236 @@
+"""Rank (0, 0) is asked for alone in every attempt: a listener of vLLM itself ends on a rank that it does not have."""
+
+import contextlib
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_handshake import Client, LocalOffer, Timing
+from kv_handshake._endpoint import endpoint_of
+from kv_handshake._first_rank import FirstRankRequest
+from kv_handshake._queries import parse_query
+from kv_handshake._server import ServerCore
+from kv_handshake._task import HandshakeRequest, Question
+from kv_handshake.testing import sample_envelopes
+
+OFFER = LocalOffer(policy="off")
+
+
+class FragileListener:
+    """A listener that ends on a query for a rank that it does not have, as vLLM's own does.
+
+    Attributes:
+        asked: The rank of each query, by connection.
+        is_dead: Whether such a query has come.
+    """
+
+    def __init__(self, ranks, *, port=0, answers_most=1000, delay_s=0.0):
+        self.core = ServerCore(sample_envelopes(ranks, regions=8 // len(ranks)))
+        self.ranks = set(ranks)
+        self.asked = {}
+        self.is_dead = False
+        self._delay_s = delay_s
+        self._answers_left = answers_most
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = 20
+        for _ in range(100):
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+                break
+            time.sleep(0.02)
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self):
+        while not self._stop.is_set() and self._answers_left:
+            try:
+                identity, empty, query = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            rank = parse_query(query).rank
+            self.asked.setdefault(identity, []).append(rank)
+            if rank not in self.ranks:
+                self.is_dead = True
+                break
+            self._answers_left -= 1
+            time.sleep(self._delay_s)
+            self._socket.send_multipart([identity, empty, *self.core.respond(query, clock_s=1.0)])
+            time.sleep(0.02 if not self._answers_left else 0)
+        self._context.destroy(linger=0)
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def check_size(tp, checked=None):
+    """Return a check that an engine has so many ranks: each holds 8 / tp of the regions."""
+
+    def check(first):
+        if checked is not None:
+            checked.append(len(first.block_lens))
+        if len(first.block_lens) != 8 // tp:
+            raise ValueError(f"pages of {8 // len(first.block_lens)} ranks")
+
+    return check
+
+
+def ask(client, port, tp, **changes):
+    outcomes, done = [], threading.Event()
+    client.request(
+        **{
+            "host": "127.0.0.1", "port": port, "ranks": [(0, rank) for rank in range(tp)], "engine_id": "engine-a",
+            "dialect": 14, "on_done": lambda outcome: outcomes.append(outcome) or done.set(),
+            "check_first": check_size(tp),
+        }
+        | changes
+    )  # fmt: skip
+    assert done.wait(30)
+    return outcomes[0]
+
+
+@pytest.fixture
+def client():
+    client = Client(OFFER, timing=Timing(hold_first_s=0.05, hold_most_s=0.1, deadline_s=5, attempt_s=1), seed=1)
+    yield client
+    client.close()
+
+
+def test_all_ranks_come_over_one_connection(client):
+    with FragileListener([(0, 0), (0, 1), (0, 2), (0, 3)]) as listener:
+        outcome = ask(client, listener.port, 4)
+        assert outcome.is_ok, outcome.message
+        assert list(outcome.peers) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+        assert list(listener.asked.values()) == [[(0, 0), (0, 1), (0, 2), (0, 3)]]
+        assert outcome.attempts == 1
+        assert outcome.clock_offset_s is not None
+
+
+def test_the_duration_of_a_handshake_is_that_of_all_its_ranks(client):
+    with FragileListener([(0, 0), (0, 1)], delay_s=0.2) as listener:
+        assert ask(client, listener.port, 2).elapsed_s >= 0.4
+        assert ask(client, listener.port, 1).elapsed_s < 0.4
+
+
+def test_a_lie_about_the_size_is_not_asked_for_and_not_remembered(client):
+    with FragileListener([(0, 0)]) as listener:
+        for _ in range(3):
+            outcome = ask(client, listener.port, 2)
+            assert outcome.code == "first-rank-refused"
+            assert "pages of 1 ranks" in outcome.message
+        assert ask(client, listener.port, 1).is_ok
+        time.sleep(0.3)
+        assert not listener.is_dead
+        assert [*listener.asked.values()] == [[(0, 0)]] * 4, "no background attempt for a ticket that lies"
+
+
+def test_ranks_without_the_first_do_not_include_it(client):
+    with FragileListener([(0, 0), (0, 1), (0, 2), (0, 3)]) as listener:
+        outcome = ask(client, listener.port, 4, ranks=[(0, 2), (0, 3)])
+        assert list(outcome.peers) == [(0, 2), (0, 3)]
+        assert [*listener.asked.values()] == [[(0, 0), (0, 2), (0, 3)]]
+
+
+def test_a_peer_that_restarts_smaller_survives_the_background_attempts(client):
+    with FragileListener([(0, 0), (0, 1)]) as listener:
+        port = listener.port
+        assert ask(client, port, 2).is_ok
+    assert ask(client, port, 2).code == "connection-refused"
+    checked = []
+    assert ask(client, port, 2, check_first=check_size(2, checked)).code == "recently-failed"
+    with FragileListener([(0, 0)], port=port) as smaller:
+        until_s = time.monotonic() + 5
+        while not smaller.asked and time.monotonic() < until_s:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert [*smaller.asked.values()] == [[(0, 0)]], "one background attempt, which finds the other size"
+        assert not smaller.is_dead
+        assert ask(client, port, 1).is_ok
+
+
+def test_a_peer_that_restarts_smaller_survives_a_retry(client):
+    with FragileListener([(0, 0), (0, 1), (0, 2), (0, 3)], answers_most=2) as listener:
+        port, outcomes, done = listener.port, [], threading.Event()
+        client.request(
+            host="127.0.0.1", port=port, ranks=[(0, rank) for rank in range(4)], engine_id="engine-a", dialect=14,
+            on_done=lambda outcome: outcomes.append(outcome) or done.set(), check_first=check_size(4),
+        )  # fmt: skip
+        listener._thread.join()  # after two answers
+    with FragileListener([(0, 0)], port=port) as smaller:
+        assert done.wait(20)
+        time.sleep(0.3)
+        assert not smaller.is_dead
+        assert all(ranks == [(0, 0)] for ranks in smaller.asked.values())
+    assert outcomes[0].code in ("first-rank-refused", "connection-refused")
+
+
+RANKS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=8, unique=True)
+
+
+def sans_io(request, respond):
+    """Run a session, with as many queries ahead as it allows; return it and the ranks in the order of asking."""
+    session, asked, waiting = request.new_session(), [], []
+    while not session.is_over:
+        while session.queries_left:
+            query = session.next_query(now_s=1.0)
+            asked.append(parse_query(query).rank)
+            waiting.append(query)
+        session.receive_message(respond(waiting.pop(0), len(asked)), now_s=1.5)
+    return session, asked
+
+
+@given(RANKS, st.integers(0, 9), st.sampled_from(["good", "refusal", "other engine", "other generation", "noise"]))
+def test_the_rule_changes_nothing_but_the_order(ranks, fault_at, fault):
+    """With and without the rule a handshake ends alike; with it, only rank (0, 0) is asked for before its answer is there."""
+    core = ServerCore(sample_envelopes([(pp, tp) for pp in range(2) for tp in range(4)]))
+    bad = ServerCore({} if fault == "refusal" else sample_envelopes([(pp, tp) for pp in range(2) for tp in range(4)]))
+    checked = []
+
+    def respond(query, _):
+        frames = core.respond(query, clock_s=2.0)
+        at = parse_query(query).rank
+        if fault == "good" or not ranks or at != ranks[fault_at % len(ranks)]:
+            return frames
+        if fault == "noise":
+            return (b"\xc1", *frames[1:])
+        if fault == "refusal":
+            return bad.respond(query, clock_s=2.0)
+        envelope = msgspec.msgpack.decode(frames[0])
+        metadata = msgspec.msgpack.decode(envelope["agent_metadata_bytes"])
+        envelope.pop("kvh_checksum")
+        if fault == "other engine":
+            metadata["engine_id"] = "engine-b"
+        else:
+            envelope["kvh_generation"] = 77
+        envelope["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
+        return (msgspec.msgpack.encode(envelope), *frames[1:])
+
+    whole = HandshakeRequest(Question(endpoint_of("127.0.0.1", 5600), tuple(ranks), "engine-a", 14), OFFER)
+    plain, _ = sans_io(whole, respond)
+    session, asked = sans_io(FirstRankRequest(whole, checked.append), respond)
+    assert asked[0] == (0, 0)
+    assert sorted(asked) == sorted({*ranks, (0, 0)}) or session.error is not None
+    if fault in ("good", "refusal", "noise", "other engine"):
+        assert (session.error and session.error.code) == (plain.error and plain.error.code)
+    if session.error is None:
+        assert session.peers == plain.peers
+        assert session.rtt_s == plain.rtt_s
+        assert session.clock_offset_s == plain.clock_offset_s
+        assert session.missing_ranks == ()
+    if session.error is not None and not checked:
+        assert asked == [(0, 0)]
