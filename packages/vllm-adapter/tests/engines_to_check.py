@@ -68,7 +68,7 @@ def envelopes(
             **changes,
         )
         caches = [
-            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=heads // tp, tokens=tokens)
+            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=max(1, heads // tp), tokens=tokens)
             for number, layer in enumerate(group.layers)
         ]
         parts = WorkerParts(here, Settings())

@@ -203,8 +203,45 @@ def test_a_silent_peers_ranks_are_asked_for_only_if_the_operator_names_them(
     assert asked == [[(0, 0)], [(0, 0)]]
     asked.clear()
     found = check(*addresses, "--prefill-tp", "2")
-    assert asked == [[(0, 0)], [(0, 0), (0, 1)], [(0, 0)]]
+    assert asked == [[(0, 0)], [(0, 0)], [(0, 0), (0, 1)]]
     assert found.code == 0
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
+    check: Check, serve: Serve, monkeypatch: pytest.MonkeyPatch, heads: int, tp: int
+) -> None:
+    """Exhaustive to 9 ranks: a wrong number is refused or left open, the right one is asked for once it is proven or trusted."""
+    from vllm_adapter.cli import looking
+    from vllm_adapter.wiring import probe_engine as real
+
+    asked: set[Rank] = set()
+
+    def noting(host: str, port: int, ranks: Any, **way: Any) -> Any:
+        asked.update(ranks)
+        return real(host, port, ranks, **way)
+
+    monkeypatch.setattr(looking, "probe_engine", noting)
+    prefill, decode = (serve(silenced(envelopes("P", tp=tp, heads=heads))), serve(envelopes("D", heads=heads)))
+    served = {(0, rank) for rank in range(tp)}
+    for told in range(1, 10):
+        asked.clear()
+        found = check(prefill, decode, "--prefill-tp", str(told))
+        assert asked <= served, told
+        left_open = "size-not-proven" in found.codes("note")
+        if told == tp > 1:
+            # More ranks than heads: each holds a whole head, as that of a smaller engine does.
+            assert (asked == served, left_open) == (tp <= heads, tp > heads)
+            asked.clear()
+            assert check(prefill, decode, "--prefill-tp", str(told), "--trust-prefill-tp").code == 0
+            assert asked == served
+        elif told > tp:
+            assert left_open or {code for _, code in found.reasons()} & {"page-bytes-differ", "size-out-of-range"}
+    asked.clear()
+    if tp <= heads:
+        wrong = check(prefill, decode, "--prefill-tp", str(2 * tp), "--trust-prefill-tp")
+        assert (asked <= served) is ("page-bytes-differ" in {code for _, code in wrong.reasons()})
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import typer
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.findings import Findings
-from vllm_adapter.cli.looking import Place, Way, look
+from vllm_adapter.cli.looking import Place, Way, look, look_further
 from vllm_adapter.cli.pairing import check_clocks, check_factors, check_plan, check_terms
+from vllm_adapter.cli.rank_sizes import may_ask_further
 from vllm_adapter.cli.reading import Reading, check_reads
 from vllm_adapter.cli.terms import terms_of_answer, terms_of_config
 from vllm_adapter.errors import AdapterError, ConfigurationError, code_of
@@ -61,12 +62,14 @@ class _Side:
         name: HOST:PORT of its side channel, or its id.
         config: Its --kv-transfer-config, None if not given.
         tp: Its tensor-parallel size, 0 for what it says itself.
+        is_tp_trusted: Whether the operator vouches for that size.
     """
 
     role: str
     name: str
     config: str | None
     tp: int = 0
+    is_tp_trusted: bool = False
 
 
 @final
@@ -113,6 +116,10 @@ def _check(  # noqa: PLR0913 - one for each option
     prefill_tp: Annotated[
         int, typer.Option(metavar="N", help="Ranks of a prefill engine of vLLM's own connector.")
     ] = 0,
+    trust_prefill_tp: Annotated[
+        bool,
+        typer.Option("--trust-prefill-tp", help="Ask for all those ranks, also where nothing proves that they exist."),
+    ] = False,
     gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Speed of your network, for the cost.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per reply.")] = 5.0,
     read: Annotated[
@@ -130,7 +137,10 @@ def _check(  # noqa: PLR0913 - one for each option
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("not together with --vllm", param_hint="--dialect")
     findings = Findings()
-    sides = _Side("prefill", prefill, prefill_config, prefill_tp), _Side("decode", decode, decode_config)
+    sides = (
+        _Side("prefill", prefill, prefill_config, prefill_tp, trust_prefill_tp),
+        _Side("decode", decode, decode_config),
+    )
     try:
         wishes = _Wishes(policy, _dialect(dialect, vllm), gbps, _seconds(timeout), read, allow_tcp)
         _look_and_judge(*sides, wishes, findings)
@@ -148,10 +158,13 @@ def _look_and_judge(prefill: _Side, decode: _Side, wishes: _Wishes, findings: Fi
     answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
     places = [_place(side.role, side.name, answers) for side in (prefill, decode)]
     given = [terms_of_config(side.config) if side.config else None for side in (prefill, decode)]
-    seen = [look(place, way, findings) for place, way in zip(places, _ways(prefill, given, wishes), strict=True)]
-    terms = [each or _terms_of(engine, answers) for each, engine in zip(given, seen, strict=True)]
-    if seen[0] is not None and seen[1] is not None:
-        _judge_pair(seen[0], seen[1], terms[1], wishes, findings)
+    ways = _ways(prefill, given, wishes)
+    first, second = (look(place, way, findings) for place, way in zip(places, ways, strict=True))
+    if first is not None and may_ask_further(first, second, findings, is_trusted=prefill.is_tp_trusted):
+        first = look_further(first, ways[0], findings)
+    terms = [each or _terms_of(engine, answers) for each, engine in zip(given, (first, second), strict=True)]
+    if first is not None and second is not None:
+        _judge_pair(first, second, terms[1], wishes, findings)
     check_terms(terms[0], terms[1], findings, allows_tcp=wishes.allows_tcp)
 
 

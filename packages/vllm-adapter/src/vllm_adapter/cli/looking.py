@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.errors import code_of
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import PeerMetadata
     from vllm_adapter.wiring import ProbedEngine
 
-__all__ = ["Place", "Seen", "Way", "look"]
+__all__ = ["Place", "Seen", "Way", "look", "look_further"]
 
 Rank = tuple[int, int]
 
@@ -107,8 +107,8 @@ class Seen:
 def look(place: Place, way: Way, findings: Findings) -> Seen | None:
     """Ask an engine for all its ranks; None if it did not answer, and the findings say why.
 
-    One rank is asked first. The others are asked only where the engine says itself that it has them, or the operator does:
-    vLLM's own listener ends on a question for a rank that it does not serve.
+    One rank is asked first. The others are asked only where the engine says itself that it has them: vLLM's own listener ends on
+    a question for a rank that it does not serve. Of such an engine `look_further` asks the others.
     """
     try:
         first = _probe(place, way, [(0, 0)])
@@ -121,8 +121,17 @@ def look(place: Place, way: Way, findings: Findings) -> Seen | None:
     tp = tp if is_ours else max(1, way.tp)
     kind = "this connector" if is_ours else "vLLM's own connector, or one like it: it sends a hash and no factors"
     findings.ok("reach", f"{place}: engine {metadata.engine_id}, tp {tp}, pp {pp}; {kind}")
+    if not is_ours:
+        return Seen(place, first, tp, pp, is_ours, has_all_ranks=tp == 1)
     probed, has_all = _others(place, way, first, [(stage, rank) for stage in range(pp) for rank in range(tp)], findings)
     return Seen(place, probed, tp, pp, is_ours, has_all)
+
+
+def look_further(seen: Seen, way: Way, findings: Findings) -> Seen:
+    """Ask an engine of vLLM's own connector for the ranks after its first, of which somebody is sure that it has them."""
+    ranks = [(0, rank) for rank in range(seen.tp)]
+    probed, has_all = _others(seen.place, way, seen.probed, ranks, findings)
+    return replace(seen, probed=probed, has_all_ranks=has_all)
 
 
 def _probe(place: Place, way: Way, ranks: Sequence[Rank]) -> ProbedEngine:
