@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import cache
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -36,9 +37,12 @@ def words_before_pages(word_count: int) -> int:
     return -(-(word_count + SCRATCH_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
 
 
+@cache
 def probe_pattern() -> npt.NDArray[np.uint64]:
-    """Return the content of the probe pages, uint64 (PROBE_WORDS,): every word differs from every other."""
-    return np.arange(1, PROBE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Return the content of the probe pages, uint64 (PROBE_WORDS,), read-only: every word differs from every other."""
+    pattern: npt.NDArray[np.uint64] = np.arange(1, PROBE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    pattern.flags.writeable = False
+    return pattern
 
 
 @final

@@ -164,7 +164,7 @@ def _tell_cost(costs: list[PlanEstimate], gigabytes_per_s: float | None, finding
     wire = (
         "at the speed of shared memory on one host; give --gbps for yours"
         if gigabytes_per_s is None
-        else f"at {gigabytes_per_s:g} GB/s"
+        else f"at {gigabytes_per_s:.3g} GB/s"
     )
     findings.ok(
         "plan",
