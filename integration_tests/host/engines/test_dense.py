@@ -195,7 +195,9 @@ def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_b
     assert result["is_go"], result
     told = {(each["topic"], each["level"]) for each in result["findings"]}
     # Both run on this machine, so their own processes tell lease, keys and seals.
-    assert {(topic, "ok") for topic in ("reach", "factors", "plan", "clock", "lease", "keys", "seals")} <= told
+    topics = ("reach", "factors", "reads", "transport", "plan", "clock", "lease", "keys", "seals")
+    assert {(topic, "ok") for topic in topics} <= told
+    assert any("the probe pages came whole (checksum eacc91bb)" in each["message"] for each in result["findings"])
     short = json.dumps(
         {
             "kv_connector": "KVTransferConnector",

@@ -62,7 +62,9 @@ def test_the_commands_of_a_page_are_understood(page: str) -> None:
 
 def test_every_code_of_the_check_is_on_its_page() -> None:
     page = (PAGES / "check.md").read_text()
-    text = "".join((SOURCES / name).read_text() for name in ("pairing.py", "looking.py", "rank_sizes.py", "reading.py", "check.py"))
+    text = "".join(
+        (SOURCES / name).read_text() for name in ("pairing.py", "looking.py", "rank_sizes.py", "reading.py", "check.py")
+    )
     codes = set(re.findall(r"""findings\.(?:refuse|note)\(\s*"[a-z]+",\s*"([a-z-]+)\"""", text))
     assert len(codes) > 12
     assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
