@@ -86,7 +86,7 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
         asked.extend(json.loads(options["input"]))
         return real(command, **options)
 
-    monkeypatch.setattr(reading.subprocess, "run", noting)
+    monkeypatch.setattr(subprocess, "run", noting)
     process = start()
     found = check(serve("P", agent_of(process)), serve("D"))
     told = [(sorted(each), each["fence"]) for each in asked]
