@@ -1,4 +1,4 @@
-"""What `kv-handshake probe` does with its options: ask, compare, print."""
+"""Work of `kv-handshake probe`: ask, compare, print."""
 
 from __future__ import annotations
 
@@ -114,15 +114,20 @@ def _snapshot_against(
 def _ranks(texts: Sequence[str]) -> list[Rank]:
     ranks: dict[Rank, None] = {}
     for text in texts or ["0"]:
-        pp, colon, tp = text.rpartition(":")
-        first, _, last = tp.partition("-")
-        numbers = (pp or "0", first, last or first)
-        if not all(each.isascii() and each.isdigit() for each in numbers) or (colon and not pp):
-            raise ConfigurationError("invalid-argument", f"--rank {text!r} is not TP, PP:TP or TP-TP")
-        ranks |= dict.fromkeys((int(numbers[0]), each) for each in range(int(first), min(int(numbers[2]), 65_535) + 1))
+        ranks |= dict.fromkeys(_rank_range(text))
     if not ranks:
         raise ConfigurationError("invalid-argument", "--rank names no rank")
     return list(ranks)
+
+
+def _rank_range(text: str) -> list[Rank]:
+    """Return the ranks of one word. Example: `1:0-2` is ranks 0 to 2 of stage 1."""
+    pp, colon, tp = text.rpartition(":")
+    first, _, last = tp.partition("-")
+    numbers = (pp or "0", first, last or first)
+    if not all(each.isascii() and each.isdigit() for each in numbers) or (colon and not pp):
+        raise ConfigurationError("invalid-argument", f"--rank {text!r} is not TP, PP:TP or TP-TP")
+    return [(int(numbers[0]), each) for each in range(int(first), min(int(numbers[2]), 65_535) + 1)]
 
 
 def _supposed(texts: Sequence[str]) -> dict[str, list[object]]:

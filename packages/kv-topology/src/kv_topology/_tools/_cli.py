@@ -83,7 +83,7 @@ def _quiet_pipe() -> Generator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # What Python still wants to flush at its end goes nowhere.
+        # Bytes that Python still wants to flush at its end go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _Ended(_OK) from None
 
@@ -129,7 +129,7 @@ def _describe(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Which bytes of which peer rank land where."""
+    """Plan a KV-cache transfer, explain it, prove it: which bytes of which peer rank land where."""
 
 
 @final

@@ -99,7 +99,9 @@ def of_engine(answers: Iterable[Answer], engine: str) -> list[Answer]:
 def _meant(word: str, answers: Iterable[Answer]) -> str:
     """Return the id of the engine that a word means; empty if there is none, or more than one."""
     known = [(str(answer["engine_id"]), str(answer.get("pid", ""))) for answer in answers if "engine_id" in answer]
+    word = {pid: name for name, pid in reversed(known)}.get(word, word)
     names = {name for name, _ in known}
-    word = next((name for name, pid in known if word.isdigit() and pid == word), word)
+    if word in names:
+        return word
     found = [name for name in names if name.startswith(word)]
-    return word if word in names else found[0] if len(found) == 1 else ""
+    return found[0] if len(found) == 1 else ""

@@ -55,7 +55,7 @@ exit codes:
 @final
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two engines, as the operator names it.
+    """Engine of the pair, as the operator names it.
 
     Attributes:
         role: `prefill` or `decode`.
@@ -157,15 +157,25 @@ def _check(  # noqa: PLR0913 - one for each option
 def _look_and_judge(prefill: _Side, decode: _Side, wishes: _Wishes, findings: Findings) -> None:
     answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
     places = [_place(side.role, side.name, answers) for side in (prefill, decode)]
-    given = [terms_of_config(side.config) if side.config else None for side in (prefill, decode)]
+    given = [_terms_given(side) for side in (prefill, decode)]
     ways = _ways(prefill, given, wishes)
     first, second = (look(place, way, findings) for place, way in zip(places, ways, strict=True))
-    if first is not None and may_ask_further(first, second, findings, is_trusted=prefill.is_tp_trusted):
-        first = look_further(first, ways[0], findings)
+    first = _further(first, second, prefill, ways[0], findings)
     terms = [each or _terms_of(engine, answers) for each, engine in zip(given, (first, second), strict=True)]
     if first is not None and second is not None:
         _judge_pair(first, second, terms[1], wishes, findings)
     check_terms(terms[0], terms[1], findings, allows_tcp=wishes.allows_tcp)
+
+
+def _terms_given(side: _Side) -> Terms | None:
+    return terms_of_config(side.config) if side.config else None
+
+
+def _further(first: Seen | None, second: Seen | None, side: _Side, way: Way, findings: Findings) -> Seen | None:
+    """Return the prefill engine with all its ranks, where those of vLLM's own connector may be asked for."""
+    if first is not None and may_ask_further(first, second, findings, is_trusted=side.is_tp_trusted):
+        return look_further(first, way, findings)
+    return first
 
 
 def _ways(prefill: _Side, terms: Sequence[Terms | None], wishes: _Wishes) -> tuple[Way, Way]:

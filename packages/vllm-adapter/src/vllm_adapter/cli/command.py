@@ -45,7 +45,7 @@ def _quiet_pipe() -> Generator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # What Python still wants to flush at its end goes nowhere.
+        # Bytes that Python still wants to flush at its end go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _Ended(_WELL) from None
 
