@@ -158,3 +158,38 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(words: tupl
         assert program.wait(60) in {0, 3}, error  # 3: status found no engine
     assert "Traceback" not in error
     assert "BrokenPipe" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("kv-topology", "plan", EXAMPLE), "no warnings"),
+        (("vllm-adapter", "check", "127.0.0.1:1", "127.0.0.1:2", "--timeout", "1"), "NO GO: 2 reasons"),
+    ],
+    ids=["plan", "check"],
+)
+def test_a_terminal_shows_a_table_and_a_pipe_gets_plain_text(words: tuple[str, ...], shown: str) -> None:
+    piped = run(*words)
+    assert shown in piped.stdout
+    assert "\x1b" not in piped.stdout
+    assert "\u2500" not in piped.stdout
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", COMMAND_LINES[words[0]][0], *words[1:]]
+    terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=terminal) as program:
+        os.close(theirs)
+        drawn = b""
+        while chunk := _read(ours):
+            drawn += chunk
+    os.close(ours)
+    assert program.returncode == piped.returncode
+    assert shown in drawn.decode()
+    assert b"\x1b[" in drawn
+
+
+def _read(terminal: int) -> bytes:
+    """Read from a terminal's other end, which fails when the program has ended."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""

@@ -10,6 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Literal, final
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.findings import Findings
@@ -19,6 +22,7 @@ from vllm_adapter.cli.rank_sizes import may_ask_further
 from vllm_adapter.cli.reading import Reading, check_reads
 from vllm_adapter.cli.terms import terms_of_answer, terms_of_config
 from vllm_adapter.errors import AdapterError, ConfigurationError, code_of
+from vllm_adapter.observe.plain_text import plain_text
 from vllm_adapter.wiring import connector_version
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ __all__ = ["add_check"]
 _GO = 0
 _NO_GO = 1
 _USAGE = 2
+_STYLES = {"ok": "green", "note": "yellow", "no-go": "bold red"}
 _DEFAULT_DIALECT = 14
 """That of vLLM 0.32, where none is installed here."""
 
@@ -149,9 +154,24 @@ def _check(  # noqa: PLR0913 - one for each option
         return _USAGE
     if as_json:
         print(json.dumps({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
+    elif sys.stdout.isatty():
+        _draw(findings)
     else:
         print(findings.as_text())
     return _GO if findings.is_go else _NO_GO
+
+
+def _draw(findings: Findings) -> None:
+    """Print the findings on a terminal, in columns."""
+    console = Console(highlight=False)
+    table = Table.grid("level", "topic", "message", padding=(0, 2, 0, 0))
+    for each in findings.made:
+        style = _STYLES[each.level]
+        code = f" ({each.code})" if each.code else ""
+        advice = Text(f"\n-> {plain_text(each.advice)}" if each.advice else "", style="dim")
+        table.add_row(Text(each.level, style=style), each.topic, Text(plain_text(each.message) + code) + advice)
+    console.print(table)
+    console.print(Text(findings.summary, style=_STYLES["ok" if findings.is_go else "no-go"]))
 
 
 def _look_and_judge(prefill: _Side, decode: _Side, wishes: _Wishes, findings: Findings) -> None:

@@ -72,6 +72,10 @@ class Findings:
             lines.append(f"{each.level:5}  {each.topic:9}  {plain_text(each.message)}{code}")
             if each.advice:
                 lines.append(f"{'':18}-> {plain_text(each.advice)}")
+        return "\n".join([*lines, self.summary])
+
+    @property
+    def summary(self) -> str:
+        """Go or no-go, and the number of reasons."""
         reasons = sum(finding.level == "no-go" for finding in self.made)
-        lines.append("GO" if self.is_go else f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}")
-        return "\n".join(lines)
+        return "GO" if self.is_go else f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}"
