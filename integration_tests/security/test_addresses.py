@@ -70,7 +70,7 @@ def test_what_is_taken_reads_the_same_to_everybody(address: str) -> None:
 
 
 def test_a_name_leads_to_no_address_of_one_link(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gives a name decides what it resolves to; a good address beside a bad one is used."""
+    """A stranger who gives a name also decides its addresses; a good address beside a bad one is used."""
     real = socket.getaddrinfo
     answers = {
         "alone.test": ["169.254.169.254"],

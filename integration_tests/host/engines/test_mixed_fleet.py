@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from fleets import (
     COMPUTED,
     FAILED,
@@ -60,6 +62,47 @@ def test_both_connectors_explain_themselves_read_from_one_another_and_renew_each
         assert_the_same_is_scraped(fleet)
         says = "vLLM's own connector"
         assert fleet.log("ours").count(says) == 1, "what is lost with this peer is said once"
+        assert_no_ticket_ends_the_hosts_listener(fleet)
+
+
+LIES: tuple[dict[str, int], ...] = (
+    {"kv_dialect": 2},
+    {"kv_dialect": 4},
+    *({"tp_size": size} for size in (2, 3, 4, 8, 1024)),
+    {"pp_size": 2},
+    {"tp_size": 2, "pp_size": 4, "kv_dialect": 4},
+    {"dcp_size": 2, "tp_size": 2},
+)
+
+
+def assert_no_ticket_ends_the_hosts_listener(fleet: Fleet) -> None:
+    """Its thread ends on a query of another shape and on one for a rank that it lacks; a ticket that lies provokes neither."""
+
+    async def lie(number: int, change: dict[str, int]) -> None:
+        text = prompt(700 + number, 20)
+        async with client() as session:
+            params = {**await fleet.ticket(session, text, "hosts", {}), "remote_engine_id": f"met-{number}", **change}
+            body = {"model": "tiny", "prompt": text, "max_tokens": 2, "kv_transfer_params": params}
+            async with session.post(fleet.engines["ours"].url + "/v1/completions", json=body) as reply:
+                await reply.read()  # an answer or an error, by the failure policy: only that it ends matters here
+
+    def is_served() -> bool:
+        command = Path(sys.executable).with_name("kv-handshake")
+        address = f"127.0.0.1:{fleet.engines['hosts'].side_channel_port}"
+        words = [str(command), "probe", address, "--vllm", VLLM, "--timeout", "3"]
+        return subprocess.run(words, capture_output=True, timeout=60, check=False).returncode == 0
+
+    for number, change in enumerate(LIES):
+        asyncio.run(lie(number, change))
+        assert is_served(), change
+    text = prompt(750, 30)
+    fleet.assert_handed_over("hosts", "ours", [text], fleet.answers([text], decode="hosts"))
+    print(f"\n  {len(LIES)} tickets that lied about dialect and sizes: the listener of vLLM's own connector serves")
+    with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(f"tcp://127.0.0.1:{fleet.engines['hosts'].side_channel_port}")
+        stranger.send(msgspec.msgpack.encode((b"get_meta_msg", 0)))
+    assert not is_served(), "the same query by hand ends it: the tickets above had something to end"
 
 
 def probe(fleet: Fleet, engine: str, against: Fleet, other: str) -> tuple[int, dict[str, Any]]:

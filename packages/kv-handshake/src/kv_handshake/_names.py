@@ -36,8 +36,8 @@ class Names:
 
     Args:
         wake: Called when a look-up has ended, from any thread.
-        allows_link_local: Whether a name may have an address of one link only. Whoever gives a name also decides what it resolves
-            to, so without this a stranger's name would lead to services that trust the machine alone.
+        allows_link_local: Whether a name may have an address of one link only. A stranger who gives a name also decides what it
+            resolves to, so without this a stranger's name would lead to services that trust the machine alone.
     """
 
     def __init__(self, wake: Callable[[], None], *, allows_link_local: bool = True) -> None:
