@@ -24,6 +24,14 @@ def test_every_row_names_a_test_that_exists() -> None:
     assert not [name for _, _, name in ROWS if f"def {name}(" not in text]
 
 
+def test_every_attack_of_the_security_page_exists() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    text = "".join(file.read_text() for file in (ROOT / "integration_tests").rglob("test_*.py"))
+    assert len(named) >= 20
+    assert not [name for name in named if f"def {name}(" not in text]
+
+
 def test_numbers_are_those_of_the_code() -> None:
     connections, timing = ConnectionLimits(), Timing()
     code = {

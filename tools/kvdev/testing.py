@@ -100,7 +100,10 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
     elif scope == "tools":
         _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words)
     elif scope in {"sim", "real-io", "security"}:
-        _pytest(scope, _here(), ROOT / "integration_tests" / scope.replace("-", "_"), tally, *options.words)
+        folder = ROOT / "integration_tests" / scope.replace("-", "_")
+        # 10^6 random frames take a quarter of an hour each way.
+        limit_s = 7200 if options.is_long else 1200
+        _pytest(scope, _here(), folder, tally, *options.words, timeout_s=limit_s)
         if scope == "security":
             # Attacks on tickets and agents need the simulation's engines; the wire in Go refuses what ours does.
             for name, tests in (("tickets", "sim/test_attacks.py"), ("wire", "wire_in_go")):
