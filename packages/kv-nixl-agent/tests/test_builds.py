@@ -86,6 +86,18 @@ def test_versions_that_were_never_tested(tmp_path, version, is_odd):
     assert not is_odd or (found["nixl-version"][0] == "warning" and version in found["nixl-version"][1])
 
 
+def test_one_version_is_called_tested(tmp_path):
+    install(tmp_path, "nixl-cu13", "1.5.1")
+    assert judged(tmp_path, "nixl_cu13")["nixl-packages"] == ("ok", "nixl-cu13 1.5.1, tested")
+
+
+@pytest.mark.parametrize("version", ["1.5", "1.6.0", "1.12.0"])
+def test_other_accepted_versions_are_not_called_tested(tmp_path, version):
+    install(tmp_path, "nixl-cu13", version)
+    severity, message = judged(tmp_path, "nixl_cu13")["nixl-packages"]
+    assert (severity, message) == ("ok", f"nixl-cu13 {version}; accepted, but the tests ran with 1.5.1 alone")
+
+
 @pytest.mark.parametrize(
     ("cuda", "hip", "loaded", "severity", "words"),
     [

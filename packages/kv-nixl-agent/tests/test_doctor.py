@@ -1,15 +1,23 @@
 """The doctor's judgement, on logs and environments that are given."""
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 
 from kv_nixl_agent import _cli
-from kv_nixl_agent._doctor import _environment, _report
+from kv_nixl_agent._doctor import _environment, _report, _trials
 from kv_nixl_agent._doctor._environment import Finding, check_environment
+from kv_nixl_agent._doctor._quiet import captured_output, reason_in
 from kv_nixl_agent._doctor._report import Report, examine
 from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest
+from kv_nixl_agent._doctor._text import report_lines
 from kv_nixl_agent._doctor._transports import ReadPath, is_tcp, read_paths
+from kv_nixl_agent._doctor._trials import Transport, try_transports
 
 LOG = """
 [1795219524.924020] [vm:26730:0]   +--------+-------------+-----------------------------------+
@@ -66,6 +74,7 @@ def test_a_transport_list_without_cuda_is_an_error_beside_a_gpu(monkeypatch):
 def examined(monkeypatch, test):
     monkeypatch.setattr(_report, "run_selftest", lambda: test)
     monkeypatch.setattr(_report, "check_environment", list)
+    monkeypatch.setattr(_report, "try_transports", lambda _: ())
     monkeypatch.setattr(_report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
     return examine()
 
@@ -114,3 +123,112 @@ def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
 def test_an_unreachable_peer_is_an_error():
     _, finding = _report._try_peer("127.0.0.1", 1)
     assert (finding.name, finding.severity) == ("peer", "error")
+
+
+def judged(monkeypatch, tests, variables, *, obstacles=()):
+    """Judge transports on self-tests that are given, by `UCX_TLS`; those in `obstacles` lack what they need."""
+    candidates = [
+        dataclasses.replace(each, obstacle=partial(str, "gone" if each.name in obstacles else ""))
+        for each in _trials._CANDIDATES
+    ]
+    monkeypatch.setattr(_trials, "_CANDIDATES", candidates)
+    monkeypatch.setattr(_trials, "run_selftest", lambda ucx_tls, **_: tests[ucx_tls])
+    return {each.name: each for each in try_transports(CMA, variables)}
+
+
+OVER_TCP = SelfTest(True, "ok", (Bandwidth(1 << 20, 1.5, 10.0, 9.0),), TCP)
+OVER_CMA = SelfTest(True, "ok", (Bandwidth(1 << 20, 7.5, 10.0, 9.0),), CMA)
+TRIALS = {"cma,tcp,self": OVER_CMA, "tcp,self": OVER_TCP, "rc,self": SelfTest(False, "No such device")}
+
+
+def test_each_transport_has_a_speed_or_a_reason(monkeypatch):
+    found = judged(monkeypatch, TRIALS, {}, obstacles=("cuda_ipc",))
+    assert found["cma"] == Transport("cma", found["cma"].carries, "used", 7.5)
+    assert found["tcp"] == Transport("tcp", found["tcp"].carries, "usable", 1.5)
+    assert (found["rc"].state, found["rc"].reason) == ("unusable", "No such device")
+    assert (found["cuda_ipc"].state, found["cuda_ipc"].reason) == ("unusable", "gone")
+
+
+def test_a_trial_that_another_transport_carried_does_not_count(monkeypatch):
+    found = judged(monkeypatch, {**TRIALS, "cma,tcp,self": OVER_TCP}, {})
+    assert (found["cma"].state, found["cma"].read_gb_s) == ("unusable", None)
+    assert found["cma"].reason == "UCX took tcp/lo instead"
+    assert found["cuda_ipc"].state == "untried"
+
+
+@pytest.mark.parametrize(
+    ("ucx_tls", "forbidden"),
+    [
+        ("", set()),
+        ("all", set()),
+        ("tcp,self", {"cma", "rc", "cuda_ipc"}),
+        ("\\rc,sm,tcp", {"cuda_ipc"}),
+        ("rc_x,cuda", {"cma", "tcp"}),
+        ("^cma", {"cma"}),
+        ("^tcp,ib", {"tcp", "rc"}),
+    ],
+)
+def test_ucx_tls_forbids_what_it_says(monkeypatch, ucx_tls, forbidden):
+    found = judged(monkeypatch, TRIALS, {"UCX_TLS": ucx_tls})
+    assert {name for name, each in found.items() if each.reason.startswith(f"UCX_TLS={ucx_tls} ")} == forbidden
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "E1 a.h:1] Failed to create UCX context doctor: No such device\nAgentError: plugin UCX\nEOFError",
+            "No such device",
+        ),
+        ("W1 b.cpp:5] Unexpected UCX error: Destination is unreachable\nEOFError", "Destination is unreachable"),
+        ("Traceback\nkv._errors.AgentError: plugin UCX did not start\nEOFError", "plugin UCX did not start"),
+        (
+            "Traceback\nRuntimeError: pages arrived with other content\n",
+            "RuntimeError: pages arrived with other content",
+        ),
+        ("one\n  two  \n\n", "two"),
+        ("", ""),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_sentence_nearest_to_its_cause(log, reason):
+    assert reason_in(log) == reason
+
+
+def test_output_of_libraries_and_children_is_captured_and_ours_is_not(capfd):
+    print("before")
+    with captured_output() as captured:
+        os.write(1, b"from a library, ")
+        subprocess.run([sys.executable, "-c", "import os; os.write(2, b'from a child')"], check=True)
+    print("after")
+    assert capfd.readouterr() == ("before\nafter\n", "")
+    assert captured.text == "from a library, from a child"
+
+
+def test_output_is_given_back_after_an_exception(capfd):
+    with pytest.raises(ValueError, match="mine"), captured_output():
+        raise ValueError("mine")
+    print("heard")
+    assert capfd.readouterr().out == "heard\n"
+
+
+def test_the_text_ends_with_the_verdict_and_no_line_is_long():
+    findings = [Finding("a", "ok", "x"), Finding("b", "warning", "many words " * 30), Finding("c", "warning", "y")]
+    tried = [
+        Transport("cma", "host memory", "used", 7.25),
+        Transport("rc", "RDMA", "unusable", reason="no RDMA device"),
+    ]
+    lines = report_lines(Report(findings, FAST, CMA, transports=tried))
+    assert lines[-1] == "It works, but not as hoped (2 warnings). Exit code 1."
+    assert max(map(len, lines)) <= 110
+    assert " ".join(" ".join(lines).split()).count("many words") == 30
+    text = "\n".join(lines)
+    assert "7.25, used" in text
+    assert "unusable: no RDMA device" in text
+
+
+@pytest.mark.parametrize(
+    ("severity", "verdict"),
+    [("ok", "All is well. Exit code 0."), ("error", "It does not work (1 error). Exit code 3.")],
+)
+def test_the_verdict(severity, verdict):
+    assert report_lines(Report([Finding("x", severity, "text")], (), ()))[-1] == verdict

@@ -18,7 +18,8 @@ from typer.core import TyperGroup
 from . import __version__
 from ._doctor._live_reads import Measurement, measure_ranks, read_ranks
 from ._doctor._remote_test import serve_peer
-from ._doctor._report import EXIT_CODES, Report, examine
+from ._doctor._report import EXIT_CODES, examine
+from ._doctor._text import report_lines
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -29,7 +30,6 @@ _NAME = "kv-nixl"
 _OK = 0
 _USAGE = 2
 
-_SIGNS = {"ok": "  ok ", "warning": " WARN", "error": "ERROR"}
 _EXIT_CODES = """\b
 exit codes:
   0  all is well
@@ -132,10 +132,9 @@ def _doctor(
 ) -> int:
     """Say what works, over which transports and how fast."""
     endpoint = None if peer is None else _endpoint(peer)
-    with _foreign_output_to_stderr():
-        report = examine(endpoint)
-    print(json.dumps(report.as_json()) if as_json else _text(report))
-    return EXIT_CODES[report.severity]
+    report = examine(endpoint)
+    print(json.dumps(report.as_json()) if as_json else "\n".join(report_lines(report)))
+    return report.exit_code
 
 
 @app.command("measure", epilog=_MEASURE_EXAMPLES + _EXIT_CODES)
@@ -200,33 +199,6 @@ def _endpoint(text: str) -> tuple[str, int]:
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--peer")
     return host.strip("[]"), int(port)
-
-
-@contextmanager
-def _foreign_output_to_stderr() -> Generator[None, None, None]:
-    """Keep NIXL's log, which goes to standard output, out of the command's own."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-def _text(report: Report) -> str:
-    lines = [f"{_SIGNS[finding.severity]}  {finding.name}: {finding.message}" for finding in report.findings]
-    if report.bandwidth:
-        lines.append("")
-        lines.append("  page KiB   read GB/s   memcpy GB/s   of memcpy   fence us")
-        lines += [
-            f"  {row.page_bytes >> 10:8}   {row.read_gb_s:9.2f}   {row.memcpy_gb_s:11.2f}"
-            f"   {row.read_gb_s / row.memcpy_gb_s:9.0%}   {row.fence_us:8.0f}"
-            for row in report.bandwidth
-        ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ __all__ = ["Torch", "check_builds", "installed_torch"]
 
 _PACKAGES: Final = tuple(name.replace("_", "-") for name in IMPORT_NAMES)
 _CUDA_BUILD: Final = re.compile(r"nixl_cu(\d+)")
-_TESTED: Final = ((1, 5), (2, 0))
+_TESTED: Final = "1.5.1"
+_ACCEPTED: Final = ((1, 5), (2, 0))
 
 
 @final
@@ -68,7 +69,9 @@ def _check_packages(found: Sequence[Distribution], loaded: str | None) -> Sequen
     if not findings:
         builds = [one for one in ours if _CUDA_BUILD.fullmatch(_name_of(one).replace("-", "_"))]
         note = f"; of {len(builds)} builds {loaded} is used" if len(builds) > 1 else ""
-        findings.append(Finding("nixl-packages", "ok", listed + note))
+        is_tested = all(one.version == _TESTED for one in ours)
+        tested = ", tested" if is_tested else f"; accepted, but the tests ran with {_TESTED} alone"
+        findings.append(Finding("nixl-packages", "ok", listed + note + tested))
     return findings
 
 
@@ -90,12 +93,12 @@ def _check_owners(found: Sequence[Distribution]) -> Sequence[Finding]:
 
 
 def _check_range(ours: Sequence[Distribution]) -> Sequence[Finding]:
-    low, high = _TESTED
+    low, high = _ACCEPTED
     odd = sorted({one.version for one in ours if not low <= _numbers(one.version) < high})
     if not odd:
         return []
-    span = f"{low[0]}.{low[1]} to below {high[0]}"
-    return [Finding("nixl-version", "warning", f"NIXL {', '.join(odd)}: the versions that were tested are {span}")]
+    text = f"NIXL {', '.join(odd)}: {_TESTED} is the version that was tested; {low[0]}.{low[1]} to below {high[0]} is accepted"
+    return [Finding("nixl-version", "warning", text)]
 
 
 def _check_cuda(loaded: str | None, torch: Torch | None) -> Finding:

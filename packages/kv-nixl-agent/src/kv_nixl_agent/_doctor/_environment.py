@@ -49,10 +49,10 @@ def check_nixl() -> Sequence[Finding]:
     implementation = port.features.implementation
     port.close()
     kinds = plugins.get("UCX", ((), {}))[0]
-    listed = ", ".join(
-        f"{name} ({'/'.join(given) or 'no memory kinds'})" for name, (given, _) in sorted(plugins.items())
-    )
-    findings = [Finding("nixl", "ok", f"{implementation}; plugins {listed}")]
+    loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, (given, _) in sorted(plugins.items()) if given)
+    absent = ", ".join(name for name, (given, _) in sorted(plugins.items()) if not given)
+    note = f"; cannot be loaded here, for want of their libraries: {absent}" if absent else ""
+    findings = [Finding("nixl", "ok", f"{implementation}; plugins {loaded}{note}")]
     if not has_gpu():
         findings.append(Finding("gpu", "ok", "no NVIDIA GPU: DRAM transfers only, VRAM is not looked at"))
     elif "VRAM" not in kinds:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final, final
 from kv_nixl_agent._bindings import loaded_build
 from kv_nixl_agent._doctor._builds import check_builds
 from kv_nixl_agent._doctor._environment import Finding, Severity, check_environment, check_nixl
+from kv_nixl_agent._doctor._quiet import captured_output
 from kv_nixl_agent._doctor._remote_test import measure_peer
 from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest, run_selftest
 from kv_nixl_agent._doctor._transports import ReadPath, is_tcp
+from kv_nixl_agent._doctor._trials import Transport, try_transports
 from kv_nixl_agent._errors import AgentError
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Report:
     bandwidth: Sequence[Bandwidth]
     paths: Sequence[ReadPath]
     peer_bandwidth: Bandwidth | None = field(default=None)
+    transports: Sequence[Transport] = ()
 
     @property
     def severity(self) -> Severity:
@@ -40,27 +43,41 @@ class Report:
         found = {finding.severity for finding in self.findings}
         return "error" if "error" in found else "warning" if "warning" in found else "ok"
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command."""
+        return EXIT_CODES[self.severity]
+
     def as_json(self) -> dict[str, object]:
         """Return plain values for `--json`."""
-        return {"severity": self.severity, "exit_code": EXIT_CODES[self.severity], **asdict(self)}
+        return {"severity": self.severity, "exit_code": self.exit_code, **asdict(self)}
 
 
 def examine(peer: tuple[str, int] | None = None) -> Report:
-    """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises."""
+    """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises, prints nothing.
+
+    NIXL logs a traceback for each plugin whose library this machine lacks: no news for somebody who reads the report.
+    """
+    with captured_output():
+        return _examine(peer)
+
+
+def _examine(peer: tuple[str, int] | None) -> Report:
     findings = list(check_nixl())
     findings += [*check_builds(loaded_build()), *check_environment()]
-    test = SelfTest(is_ok=False, message="not run, NIXL does not start")
+    test, transports = SelfTest(is_ok=False, message="not run, NIXL does not start"), list[Transport]()
     if findings[0].severity != "error":
         test = run_selftest()
     findings.append(Finding("two-process-read", "ok" if test.is_ok else "error", test.message))
     if test.is_ok:
         findings.append(_judge_paths(test.paths))
         findings.append(_judge_speed(test.bandwidth))
+        transports += try_transports(test.paths)
     peer_bandwidth = None
     if peer is not None:
         peer_bandwidth, finding = _try_peer(*peer)
         findings.append(finding)
-    return Report(findings, test.bandwidth, test.paths, peer_bandwidth)
+    return Report(findings, test.bandwidth, test.paths, peer_bandwidth, transports)
 
 
 def _judge_paths(paths: Sequence[ReadPath]) -> Finding:

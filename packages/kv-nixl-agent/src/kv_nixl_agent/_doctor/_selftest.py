@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from kv_nixl_agent._agent import TransferAgent
+from kv_nixl_agent._doctor._quiet import reason_in
 from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, ReadPath, read_paths
 from kv_nixl_agent._producer_process import PeerProcess, page_pattern
 from kv_nixl_agent._values import PeerSpec, TransferOrder
@@ -55,11 +56,17 @@ class SelfTest:
     paths: Sequence[ReadPath] = field(default_factory=tuple[ReadPath, ...])
 
 
-def run_selftest() -> SelfTest:
-    """Run the test in a child and return what it measured; never raises."""
+def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -> SelfTest:
+    """Run the test in a child and return what it measured; never raises.
+
+    Args:
+        ucx_tls: `UCX_TLS` of both processes; this process's own if empty.
+        page_sizes: Bytes of the pages that are read, one measurement each.
+    """
     ours, theirs = os.pipe()
-    command = [sys.executable, "-c", f"from kv_nixl_agent._doctor._selftest import child; child({theirs})"]
-    environment = {**os.environ, **TRANSPORT_ENVIRONMENT}
+    call = f"child({theirs}, {list(page_sizes)})"
+    command = [sys.executable, "-c", f"from kv_nixl_agent._doctor._selftest import child; {call}"]
+    environment = {**os.environ, **TRANSPORT_ENVIRONMENT, **({"UCX_TLS": ucx_tls} if ucx_tls else {})}
     with os.fdopen(ours) as measured:
         try:
             done = subprocess.run(
@@ -77,18 +84,18 @@ def run_selftest() -> SelfTest:
         finally:
             os.close(theirs)
         answer = measured.read()
-    paths = read_paths(done.stdout + "\n" + done.stderr)
+    log = done.stdout + "\n" + done.stderr
+    paths = read_paths(log)
     if answer:
         rows = [Bandwidth(*row) for row in json.loads(answer)]
         return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return SelfTest(is_ok=False, message=lines[-1] if lines else f"exit code {done.returncode}", paths=paths)
+    return SelfTest(is_ok=False, message=reason_in(log) or f"exit code {done.returncode}", paths=paths)
 
 
-def child(answer: int) -> None:
+def child(answer: int, page_sizes: Sequence[int]) -> None:
     """Be the child: measure every page size against a producer in yet another process; write JSON to a descriptor."""
     rows: list[tuple[int, float, float, float]] = []
-    for page_bytes in PAGE_SIZES:
+    for page_bytes in page_sizes:
         producer = PeerProcess("doctor-producer", page_bytes=page_bytes, page_count=_REGION_BYTES // page_bytes)
         try:
             measured = measure_pages(producer.agent_metadata, producer.rows, producer.fence)
