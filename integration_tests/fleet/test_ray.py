@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from judging import (
 )
 from ray_cluster import RayCluster, started_app
 
-from kvdev.engines import metric_sum
+from kvdev.engines import metric_sum, samples_of
 
 INFO = "vllm:kv_transfer_info"
 _EXPORTED_WITHIN_S = 60.0
@@ -100,7 +99,7 @@ def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alo
         def hands_over(replicas: int) -> bool:
             """Ask for some texts and tell whether so many prefill replicas have handed over since the start."""
             alone.assert_same(asyncio.run(ask_all(app.url, range(8))))
-            leasing.update(replicas_with(app.page(), LIVE, 'state="producer-leased"'))
+            leasing.update(replicas_with(app.page(), LIVE, state="producer-leased"))
             return len(leasing) >= replicas
 
         eventually(lambda: hands_over(2), _REPLACED_WITHIN_S)
@@ -151,7 +150,7 @@ class Load:
             self._replies += asyncio.run(ask_all(self._app.url, numbers, at_once=_AT_ONCE))
 
 
-def replicas_with(page: str, name: str, label: str = "") -> set[str]:
-    """Return the replicas that show a metric, with a certain label."""
-    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line]
-    return {replica for line in lines for replica in re.findall(r'ReplicaId="([^"]+)"', line)}
+def replicas_with(page: str, name: str, **labels: str) -> set[str]:
+    """Return the replicas that show a metric, with certain labels."""
+    samples = (sample for sample in samples_of(page, name) if labels.items() <= sample.labels.items())
+    return {sample.labels["ReplicaId"] for sample in samples}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import openai
 from judging import (
     IS_LONG,
     PROMPTS,
@@ -25,6 +24,7 @@ from judging import (
 )
 from two_by_two import SHUTDOWN_TIMEOUT_S, TwoByTwo
 
+from kvdev.asking import openai_client
 from kvdev.demo import running_router
 
 PLACES = (0, 1, 2, 3) if IS_LONG else (0, 2)
@@ -44,33 +44,30 @@ class Load:
 
     async def run(self) -> None:
         """Send requests."""
-        connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=connector) as session:
-            await asyncio.gather(*(self._one_after_another(session) for _ in range(AT_ONCE)))
+        async with openai_client(self.url, timeout_s=180) as asked:
+            await asyncio.gather(*(self._one_after_another(asked) for _ in range(AT_ONCE)))
 
-    async def _one_after_another(self, session: aiohttp.ClientSession) -> None:
+    async def _one_after_another(self, asked: openai.AsyncOpenAI) -> None:
         while self.is_needed or self._sent < REQUESTS:
             number = self._sent
             self._sent += 1
-            self.replies.append(await ask(session, self.url, number % REQUESTS, is_stream=number % 2 == 1))
+            self.replies.append(await ask(asked, number % REQUESTS, is_stream=number % 2 == 1))
             # Engines that start share the cores with those that answer.
             await asyncio.sleep(0.3)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, number: int, *, is_stream: bool) -> Reply:
-    body = {**request_body(prompt(number)), "stream": is_stream}
+async def ask(asked: openai.AsyncOpenAI, number: int, *, is_stream: bool) -> Reply:
+    body = request_body(prompt(number))
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as reply:
-            raw = await reply.text()
-    except (aiohttp.ClientError, TimeoutError) as error:
+        answer = await asked.completions.create(model="", prompt="", stream=is_stream, extra_body=body)
+        parts = [part async for part in answer] if isinstance(answer, openai.AsyncStream) else [answer]
+    except openai.APIStatusError as error:
+        return Reply(number, error.status_code, error.message)
+    except openai.APIConnectionError as error:
         return Reply(number, 0, repr(error))
-    if reply.status != 200:
-        return Reply(number, reply.status, raw)
-    lines = [line[6:] for line in raw.splitlines() if line.startswith("data: {")] if is_stream else [raw]
-    answers: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    if any("error" in answer for answer in answers):
-        return Reply(number, 502, raw[-300:])
-    return Reply(number, 200, "".join(choice["text"] for answer in answers for choice in answer["choices"]))
+    except openai.APIError as error:
+        return Reply(number, 502, error.message)
+    return Reply(number, 200, "".join(choice.text for part in parts for choice in part.choices))
 
 
 def hold_ticket(fleet: TwoByTwo, place: int, number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvdev.envs import host_environment
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
@@ -26,7 +29,20 @@ from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Engine", "EngineSpec", "die_with_parent", "free_port", "local_model", "metric_sum", "start_all"]
+    from prometheus_client import Metric
+    from prometheus_client.samples import Sample
+
+__all__ = [
+    "Engine",
+    "EngineSpec",
+    "die_with_parent",
+    "families_of",
+    "free_port",
+    "local_model",
+    "metric_sum",
+    "samples_of",
+    "start_all",
+]
 
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
@@ -247,7 +263,8 @@ def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:
         folder.mkdir(parents=True)
         try:
             env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-            run_step(f"make model {family}", [python, ROOT / "tools/kvdev/make_model.py", family, folder], env=env)
+            words = ["make_words.py"] if family == "words" else ["make_model.py", family]
+            run_step(f"make model {family}", [python, ROOT / "tools/kvdev" / words[0], *words[1:], folder], env=env)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -256,13 +273,17 @@ def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:
 
 def metric_sum(page: str, name: str, **labels: str) -> float:
     """Add up the samples of one metric on a Prometheus page; 0 when it has none."""
-    total = 0.0
-    for line in page.splitlines():
-        head, _, value = line.rpartition(" ")
-        metric = head.split("{", 1)[0]
-        if metric == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
-            total += float(value)
-    return total
+    return math.fsum(sample.value for sample in samples_of(page, name) if labels.items() <= sample.labels.items())
+
+
+def samples_of(page: str, *names: str) -> list[Sample]:
+    """Return the samples of these names on a Prometheus page; without names, all of them."""
+    return [sample for family in families_of(page) for sample in family.samples if not names or sample.name in names]
+
+
+def families_of(page: str) -> list[Metric]:
+    """Return the metrics on a Prometheus page with their types and samples, those without a sample too."""
+    return list(text_string_to_metric_families(page))
 
 
 def die_with_parent() -> None:

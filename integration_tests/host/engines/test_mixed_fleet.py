@@ -31,7 +31,7 @@ from fleets import (
     started_fleet,
 )
 
-from kvdev.engines import free_port
+from kvdev.engines import free_port, samples_of
 
 LEASE_S = 4
 MIXED = [("ours", "hosts"), ("hosts", "ours")]
@@ -210,10 +210,9 @@ def assert_the_same_is_scraped(fleet: Fleet) -> None:
 
 def nixl_samples(page: str) -> dict[str, float]:
     """Return what must be equal: all counters and numbers of observations, and the bytes; times and descriptors are one's own."""
-    lines = (line.rpartition(" ") for line in page.splitlines() if line.startswith("vllm:nixl_"))
-    samples = [(head.split("{", 1)[0], float(value)) for head, _, value in lines]
     counted = ("_total", "_count", "bytes_transferred_sum")
-    return {name: value for name, value in samples if name.endswith(counted)}
+    samples = (sample for sample in samples_of(page) if sample.name.startswith("vllm:nixl_"))
+    return {sample.name: sample.value for sample in samples if sample.name.endswith(counted)}
 
 
 def log_keys(log: str) -> list[str]:
