@@ -34,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         _affected,
         _metrics,
         _newest,
+        _dashboard,
     ):
         add(verbs)
     return parser
@@ -146,3 +147,7 @@ def _router(verbs: Verbs) -> None:
     parser.add_argument("--decode", action="append", required=True, metavar="URL", help="a decode engine (repeatable)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
+
+
+def _dashboard(verbs: Verbs) -> None:
+    verbs.add_parser("dashboard", help="write the Grafana dashboard, deploy/grafana/kv-transfer.json")

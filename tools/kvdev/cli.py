@@ -130,6 +130,12 @@ def _newest(uv: Path, options: Namespace) -> int:
     return run_newest(uv, version=options.vllm, source=options.source, record=options.record)
 
 
+def _dashboard(_uv: Path, _options: Namespace) -> int:
+    from kvdev.dashboard import write_dashboard
+
+    return write_dashboard()
+
+
 _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "demo": _demo,
     "test": _test,
@@ -143,4 +149,5 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "docs": _docs,
     "metrics": _metrics,
     "newest": _newest,
+    "dashboard": _dashboard,
 }

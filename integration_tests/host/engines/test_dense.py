@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, VLLM, Fleet, client, prompt, started_pair
 
-from kvdev.engines import local_model
+from kvdev.asking import openai_client
+from kvdev.engines import families_of, local_model, samples_of
+from kvdev.expressions import INFO_LABELS, RULES, panel_expressions, plain, rules, samples_read
+from kvdev.prometheus import find_prometheus, query, rule_states, running_prometheus
 
 ANSWERED = "vllm:request_success_total"
 
@@ -62,26 +65,66 @@ def test_a_first_token_that_stops_the_request_is_handed_over_too(pair: Fleet) ->
 
 
 def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": prompt(120)}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
-
     async def stream(url: str) -> str:
-        async with client() as session, session.post(url + "/v1/chat/completions", json=body) as reply:
-            assert reply.status == 200
-            text = ""
-            async for raw in reply.content:
-                line = raw.decode().strip()
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
-            return text
+        async with openai_client(url, timeout_s=240) as asked:
+            events = await asked.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": prompt(120)}],
+                max_tokens=8,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            return "".join([event.choices[0].delta.content or "" async for event in events])
 
     assert asyncio.run(stream(pair.router)) == asyncio.run(stream(pair.engines["prefill"].url))
+
+
+def wait_for(is_so: Callable[[], bool], within_s: float = 30) -> None:
+    until = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < until, f"not within {within_s} s"
+        time.sleep(0.3)
+
+
+def test_prometheus_scrapes_both_engines_and_answers_every_panel_and_rule(pair: Fleet, tmp_path: Path) -> None:
+    tools = find_prometheus()
+    if isinstance(tools, str):
+        pytest.skip(tools)
+    targets = [engine.url.removeprefix("http://") for engine in pair.engines.values()]
+    settings = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": targets}]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(json.dumps(settings))
+    with running_prometheus(tools, tmp_path / "prometheus.yml", tmp_path) as url:
+        wait_for(lambda: len(query(url, "up == 1")) == 2)
+        for number in range(3):
+            pair.assert_same_as_alone([prompt(600 + number, 60)])
+        drawn = {name: plain(text) for name, text in panel_expressions().items()}
+        throughput = next(text for name, text in drawn.items() if name.startswith("KV read, by transport"))
+        wait_for(lambda: any(float(each["value"][1]) > 0 for each in query(url, throughput)))
+        wait_for(lambda: all(health == "ok" for health, _ in rule_states(url).values()))
+        empty = {name.partition(":")[0] for name, text in drawn.items() if not query(url, text)}
+        states = rule_states(url)
+    assert states.keys() == {rule.name for rule in rules()}
+    assert {name for name, (_, state) in states.items() if state == "firing"} == set()
+    # Samples by code appear with the first code.
+    assert empty <= {"Failed reads, by code", "Tickets withheld or refused, by code"}
+    print(f"{len(drawn)} curves and {len(states)} rules answered")
+
+
+def test_what_the_dashboard_reads_is_on_the_engines_pages(pair: Fleet) -> None:
+    families = [
+        (family.name, family.type) for engine in pair.engines.values() for family in families_of(engine.metrics())
+    ]
+    endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
+    shown = {name + ending for name, kind in families for ending in endings.get(kind, ())}
+    read = {name for text in panel_expressions().values() for name in samples_read(text)}
+    assert read - shown == set()
+    (info,) = samples_of(pair.engines["decode"].metrics(), "vllm:kv_transfer_info")
+    assert info.labels.keys() == INFO_LABELS | {"model_name", "engine"}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

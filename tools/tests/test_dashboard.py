@@ -1,0 +1,170 @@
+"""The dashboard and the alert rules: generated, readable for Prometheus, and about samples and run books that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from kvdev.dashboard import DASHBOARD, dashboard_text
+from kvdev.expressions import RULES, Rule, names_in, panel_expressions, plain, rules, samples, samples_read
+from kvdev.panels import ROWS
+from kvdev.paths import ROOT
+from kvdev.prometheus import PrometheusTools, find_prometheus
+from vllm_adapter.observe import metric_tables as tables
+
+CASES = RULES.with_name("kv-transfer.tests.yaml")
+EXPRESSIONS = {**panel_expressions(), **{rule.name: rule.expression for rule in rules()}}
+KNOWN = samples()
+
+
+@pytest.fixture(scope="module")
+def tools() -> PrometheusTools:
+    found = find_prometheus()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def wrong_in(expression: str) -> list[str]:
+    """Return what an expression reads that no engine shows."""
+    read = samples_read(expression)
+    unknown = [name for name in read if name not in KNOWN]
+    labels = [f"{name}{{{label}}}" for name in read.keys() & KNOWN for label in read[name] - KNOWN[name]]
+    return sorted([*unknown, *labels])
+
+
+def section(anchor: str) -> str:
+    """Return the section of a page, e.g. `docs/troubleshoot.md#it-is-slow`; a section that is not there fails."""
+    page, _, wanted = anchor.partition("#")
+    for part in (ROOT / page).read_text().split("\n## ")[1:]:
+        heading = part.partition("\n")[0]
+        if re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") == wanted:
+            return part
+    raise AssertionError(f"no section {anchor}")
+
+
+def promtool(tools: PrometheusTools, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tools.promtool, *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_dashboard_is_the_one_that_the_panels_make() -> None:
+    assert DASHBOARD.read_text() == dashboard_text(), "run `python3 tools/dev.py dashboard` and commit the file"
+
+
+def test_panels_lie_side_by_side_and_each_has_a_number() -> None:
+    panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    pictures = [panel for panel in panels if panel["type"] != "row"]
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in panels)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)), "two panels overlap"
+    assert max(x for x, _ in cells) == 23
+    assert [panel["id"] for panel in pictures] == list(range(1, len(pictures) + 1))
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_an_expression_reads_samples_and_labels_that_exist(name: str) -> None:
+    read = samples_read(EXPRESSIONS[name])
+    assert read, "it reads nothing"
+    assert wrong_in(EXPRESSIONS[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "wrong"),
+    [
+        ("rate(vllm:kv_transfer_num_fence_rejections[5m])", ["vllm:kv_transfer_num_fence_rejections"]),
+        ("sum by (code) (vllm:kv_transfer_stuck_threads)", ["vllm:kv_transfer_stuck_threads{code}"]),
+        ("a + vllm:kv_transfer_leased_blocks{x='1'} / b", ["a", "b", "vllm:kv_transfer_leased_blocks{x}"]),
+        ("histogram_quantile(0.9, rate(vllm:kv_transfer_queue_seconds[5m]))", ["vllm:kv_transfer_queue_seconds"]),
+        ("max_over_time((sum(c))[5m:1m]) > -d", ["c", "d"]),
+    ],
+)
+def test_a_sample_that_does_not_exist_is_found_wherever_it_stands(expression: str, wrong: list[str]) -> None:
+    assert wrong_in(expression) == wrong
+
+
+def test_text_that_is_not_promql_is_refused() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        samples_read("sum(rate(vllm:kv_transfer_num_fence_rejections_total[5m])")
+
+
+def test_every_metric_of_the_connector_is_drawn() -> None:
+    rows = [*tables.HISTOGRAMS.values(), *tables.COUNTERS.values(), *tables.BY_CODE.values(), *tables.LEVELS.values()]
+    ours = {str(row[0]) for row in rows} | {tables.PATHS[0], tables.LIVE[0], tables.INFO[0]}
+    read = {name for text in panel_expressions().values() for name in samples_read(text)}
+    drawn = {name for name in ours if read & {name, *(f"{name}_{end}" for end in ("total", "bucket", "count"))}}
+    assert ours - drawn == set()
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.name)
+def test_a_rules_run_book_speaks_of_what_the_rule_watches(rule: Rule) -> None:
+    anchor = rule.annotations["runbook"]
+    page, _, heading = anchor.partition("#")
+    assert rule.annotations["runbook_url"].endswith(f"}}}}/{Path(page).stem}/#{heading}")
+    metrics = {name.removeprefix("vllm:kv_transfer_") for name in samples_read(rule.expression)}
+    watched = {re.sub(r"_(total|bucket|count)$", "", name) for name in metrics}
+    assert watched & names_in(section(anchor)), f"{anchor} names none of {watched}"
+
+
+def test_each_rule_has_a_case_that_fires_and_one_that_is_quiet() -> None:
+    names = [str(case["name"]).partition(":")[0] for case in YAML(typ="safe").load(CASES)["tests"]]
+    expected = [f"{rule.name} {word}" for rule in rules() for word in ("fires", "is quiet")]
+    assert sorted(names[:-1]) == sorted(expected)
+
+
+def test_the_page_names_each_rule_with_its_severity() -> None:
+    page = (ROOT / "docs/operate/dashboards.md").read_text()
+    named = re.findall(r"^\| `(KvTransfer\w+)` \| (\w+) \|", page, re.MULTILINE)
+    assert sorted(named) == sorted((rule.name, rule.severity) for rule in rules())
+
+
+def test_prometheus_reads_the_rules_and_each_fires_when_it_must(tools: PrometheusTools) -> None:
+    done = promtool(tools, "test", "rules", CASES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rule_that_cannot_fire_is_found_by_its_case(tools: PrometheusTools, tmp_path: Path) -> None:
+    text = RULES.read_text()
+    spoilt = text.replace("stuck_threads) > 0", "stuck_threads) > 9").replace("m])) > 0", "m])) >= 0")
+    assert spoilt != text
+    (tmp_path / RULES.name).write_text(spoilt)
+    (tmp_path / CASES.name).write_text(CASES.read_text())
+    done = promtool(tools, "test", "rules", tmp_path / CASES.name)
+    assert done.returncode == 1
+    assert "KvTransferThreadStuck" in done.stdout + done.stderr
+
+
+def test_prometheus_reads_the_expressions_of_the_dashboard(tools: PrometheusTools, tmp_path: Path) -> None:
+    texts = panel_expressions().values()
+    recorded = [{"record": f"panel:{number}", "expr": plain(text)} for number, text in enumerate(texts)]
+    (tmp_path / "panels.yaml").write_text(json.dumps({"groups": [{"name": "panels", "rules": recorded}]}))
+    done = promtool(tools, "check", "rules", "--lint=none", tmp_path / "panels.yaml")
+    assert (done.returncode, f"{len(recorded)} rules found" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_a_picture_has_one_unit() -> None:
+    """Growth per second is in `cps` or bytes per second, a histogram of seconds in seconds."""
+    for panel in (panel for _, panels in ROWS for panel in panels if panel.kind == "curves"):
+        texts = [query.expression for query in panel.queries]
+        kinds = {("rate(" in text, "histogram_quantile" in text) for text in texts}
+        assert len(kinds) == 1, panel.title
+        is_rate, is_quantile = kinds.pop()
+        ends = {
+            re.sub(r"_(bucket|count|total)$", "", name).rpartition("_")[2]
+            for text in texts
+            for name in samples_read(text)
+        }
+        if is_quantile:
+            assert (panel.unit == "s") is (ends == {"seconds"}), panel.title
+            assert (panel.unit == "bytes") is ("bytes" in str(texts)), panel.title
+        else:
+            assert (panel.unit in {"cps", "Bps"}) is is_rate, panel.title
