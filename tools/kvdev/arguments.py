@@ -50,7 +50,14 @@ def _demo(verbs: Verbs) -> None:
     parser.add_argument(
         "--corrupt", action="store_true", help="control: flip one byte of one received page; texts must differ"
     )
-    parser.add_argument("--family", default="dense", help="model family (default %(default)s)")
+    parser.add_argument(
+        "--family",
+        nargs="?",
+        default="words",
+        const="",
+        help="model family (default %(default)s); without a name: list them",
+    )
+    parser.add_argument("--list-families", action="store_const", const="", dest="family", help="list them and end")
 
 
 def _test(verbs: Verbs) -> None:

@@ -11,6 +11,7 @@ from kvdev.affected import run_affected
 from kvdev.arguments import make_parser
 from kvdev.bootstrap import enter_workspace
 from kvdev.envs import describe, host_environment
+from kvdev.families import families_text
 from kvdev.steps import DevError, fail
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def main(arguments: list[str]) -> int:
     try:
         if options.verb == "affected":  # asked before anything is tested: it needs no environment
             return run_affected(options.base)
+        if options.verb == "demo" and not options.family:
+            print(families_text())
+            return 0
         uv = enter_workspace(arguments)
         return _VERBS[options.verb](uv, options)
     except DevError as error:

@@ -15,21 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
+import openai
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, start_all
+from kvdev.asking import openai_client
+from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
+from kvdev.families import FAMILIES, families_text
 from kvdev.paths import ROOT
 from kvdev.steps import end_process, fail, note
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["connector_config", "run_demo", "running_router"]
 
-PROMPTS = (
+_ANY_PROMPTS = (
     "Tell me a story about a lighthouse keeper who counts ships. " * 4,
     "In 1854 the first cable crossed the channel; explain how a signal travels through it. " * 7,
     "List the planets, their moons, and what each was named after, slowly and with care. " * 12,
@@ -60,27 +64,48 @@ def connector_config(role: str, **extra: object) -> dict[str, object]:
 
 def run_demo(uv: Path, options: argparse.Namespace) -> int:
     """Run the demo; exit code 0 when the texts agree (with --corrupt: when they differ)."""
+    if options.family not in FAMILIES:
+        fail(f"no family named {options.family!r}; there are:\n{families_text()}")
     python, model = local_model(uv, options.family, options.vllm)
+    prompts = _prompts(model)
     note("starting three engines: prefill, decode, and one that does the whole job alone")
     with (
         tempfile.TemporaryDirectory(prefix="kvdev-") as folder,
         start_all(_specs(model, Path(folder), is_corrupt=options.corrupt), python) as (prefill, decode, alone),
         running_router([prefill.url], [decode.url]) as router_url,
     ):
-        warm_up = "a first request, to warm both paths up"
-        asyncio.run(_ask_all(router_url, [warm_up]))
-        asyncio.run(_ask_all(alone.url, [warm_up]))
-        before = decode.metrics()
-        handed_over = asyncio.run(_ask_all(router_url, PROMPTS))
-        after = decode.metrics()
-        by_itself = asyncio.run(_ask_all(alone.url, PROMPTS))
+        with _progress() as progress:
+            warm_up = ["a first request, to warm both paths up"]
+            _answers(progress, "first request of both ways", router_url, warm_up)
+            _answers(progress, "first request of one engine", alone.url, warm_up)
+            before = decode.metrics()
+            handed_over = _answers(progress, "prefill, hand-over, decode", router_url, prompts)
+            after = decode.metrics()
+            by_itself = _answers(progress, "one engine alone", alone.url, prompts)
         report = _report(options.vllm, model, before, after, handed_over, by_itself)
-        _print_table(handed_over, by_itself, report)
+        _print_table(prompts, handed_over, by_itself, report)
         if options.json:
             print(json.dumps(report))
         if options.keep:
-            _keep(router_url, (prefill, decode, alone))
+            _keep(router_url, (prefill, decode, alone), prompts[-1])
     return 0 if report["identical"] != options.corrupt else 1
+
+
+def _prompts(model: Path) -> Sequence[str]:
+    """Return the prompts that were made with a model; for random weights any text does."""
+    made = model / "prompts.json"
+    return list(map(str, json.loads(made.read_text()))) if made.exists() else _ANY_PROMPTS
+
+
+def _progress() -> Progress:
+    """Return the bars of the demo, on standard error, where they cannot disturb `--json`."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _answers(progress: Progress, about: str, url: str, prompts: Sequence[str]) -> list[_Answer]:
+    task = progress.add_task(about, total=len(prompts))
+    return asyncio.run(_ask_all(url, prompts, lambda: progress.advance(task)))
 
 
 def _specs(model: Path, folder: Path, *, is_corrupt: bool) -> list[EngineSpec]:
@@ -117,42 +142,39 @@ def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[st
             process.stdout.close()
 
 
-async def _ask_all(url: str, prompts: Sequence[str]) -> list[_Answer]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
+async def _ask_all(url: str, prompts: Sequence[str], answered: Callable[[], None]) -> list[_Answer]:
+    answers: list[_Answer] = []
+    async with openai_client(url, timeout_s=_ANSWER_WITHIN_S) as client:
         try:
-            return [await _ask(session, url, prompt) for prompt in prompts]
-        except TimeoutError:
-            return fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
+            for prompt in prompts:
+                answers.append(await _ask(client, prompt))
+                answered()
+        except openai.APITimeoutError:
+            fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
+        except openai.APIError as error:
+            fail(f"{url} did not answer: {error.message[:500]}")
+    return answers
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: str) -> _Answer:
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": _ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+async def _ask(client: openai.AsyncOpenAI, prompt: str) -> _Answer:
     started = time.perf_counter()
     first_token_ms = math.nan
     text, prompt_tokens = "", 0
-    async with session.post(url + "/v1/completions", json=body) as reply:
-        if reply.status != 200:
-            fail(f"{url} answered HTTP {reply.status}: {(await reply.text())[:500]}")
-        async for raw in reply.content:
-            line = raw.decode().strip()
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event: dict[str, Any] = json.loads(line[6:])
-            if "error" in event:
-                fail(f"{url} ended the stream with an error: {event['error']}")
-            for choice in event.get("choices", []):
-                if math.isnan(first_token_ms):
-                    first_token_ms = 1e3 * (time.perf_counter() - started)
-                text += choice["text"]
-            prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+    parts = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=_ANSWER_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    async for part in parts:
+        for choice in part.choices:
+            if math.isnan(first_token_ms):
+                first_token_ms = 1e3 * (time.perf_counter() - started)
+            text += choice.text
+        prompt_tokens = part.usage.prompt_tokens if part.usage else prompt_tokens
     return _Answer(prompt_tokens, text, first_token_ms)
 
 
@@ -190,36 +212,46 @@ def _expected_bytes(model: Path, metrics_page: str, prompt_tokens: Sequence[int]
 
 
 def _block_tokens(metrics_page: str) -> int:
-    for line in metrics_page.splitlines():
-        if line.startswith("vllm:cache_config_info{"):
-            return int(line.split('block_size="', 1)[1].split('"', 1)[0])
+    for sample in samples_of(metrics_page, "vllm:cache_config_info"):
+        return int(sample.labels["block_size"])
     return fail("the engine's metrics do not tell its block size (vllm:cache_config_info)")
 
 
-def _print_table(handed_over: list[_Answer], by_itself: list[_Answer], report: dict[str, Any]) -> None:
-    table = Table(title="One prompt, two ways", show_lines=True)
-    for heading in ("prompt", "tokens", "prefill -> decode", "alone", "same", "first token, ms"):
-        table.add_column(heading, overflow="fold")
-    for prompt, ours, theirs in zip(PROMPTS, handed_over, by_itself, strict=True):
+def _print_table(
+    prompts: Sequence[str], handed_over: list[_Answer], by_itself: list[_Answer], report: dict[str, Any]
+) -> None:
+    table = Table(title="One prompt, two ways", show_lines=True, expand=True)
+    for heading, share in (("the prompt ends with", 3), ("prefill -> decode goes on", 5), ("one engine alone", 5)):
+        table.add_column(heading, overflow="fold", ratio=share)
+    for heading in ("same", "tokens", "first token"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for prompt, ours, theirs in zip(prompts, handed_over, by_itself, strict=True):
         table.add_row(
-            prompt[:32] + "...",
-            str(ours.prompt_tokens),
-            repr(ours.text)[:36],
-            repr(theirs.text)[:36],
+            escape("..." + prompt[-48:]),
+            escape(_shown(ours.text)),
+            escape(_shown(theirs.text)),
             "yes" if ours.text == theirs.text else "NO",
-            f"{ours.first_token_ms:.0f} | {theirs.first_token_ms:.0f}",
+            str(ours.prompt_tokens),
+            f"{ours.first_token_ms:.0f} | {theirs.first_token_ms:.0f} ms",
         )
     console = Console(stderr=True, width=120)
     console.print(table)
     console.print(
         f"{report['transfers']} transfers, {report['kv_bytes']:,} bytes of KV (the geometry demands "
         f"{report['kv_bytes_expected']:,}), {report['recomputed_prompt_tokens']} prompt tokens recomputed by the decode "
-        f"engine, texts {'identical' if report['identical'] else 'DIFFERENT'}"
+        f"engine, texts {'identical' if report['identical'] else 'DIFFERENT'}",
+        soft_wrap=True,
     )
 
 
-def _keep(router_url: str, engines: Sequence[Engine]) -> None:
-    body = json.dumps({"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0})
+def _shown(text: str) -> str:
+    """Return a text as one line; what no terminal shows is spelt in escapes."""
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return line.strip() or "(special tokens, which have no text)"
+
+
+def _keep(router_url: str, engines: Sequence[Engine], prompt: str) -> None:
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0})
     print(f"\nrouter {router_url}; " + "; ".join(f"{e.spec.name} {e.url} (log {e.log})" for e in engines))
     print(f"curl {router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     print(f"curl {engines[1].url}/metrics | grep nixl")

@@ -11,7 +11,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("dense", "sliding-window", "mla", "mla-calm", "mamba", "mamba-one-group")
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 # Random weights of the usual size repeat one token whatever the cache holds; with wider ones a wrong byte shows in the text.
 SPREAD = 0.2
@@ -87,7 +86,7 @@ def build(family: str) -> transformers.PreTrainedModel:
             position_embedding_type="rope",
         )
         return transformers.GraniteMoeHybridForCausalLM(config)
-    raise SystemExit(f"unknown model family {family!r}: {', '.join(FAMILIES)}")
+    raise SystemExit(f"unknown model family {family!r}; `dev.py demo --list-families` lists them")
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
