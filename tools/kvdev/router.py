@@ -186,16 +186,16 @@ class _Router:
                 break
         check_first_event(first)
         response = _prepared_like(reply, job)
-        await response.prepare(job.request)
-        await response.write(held)
         try:
-            async for chunk in reply.content.iter_any():
-                await response.write(chunk)
+            is_there = await _sent(job, response, held)
+            while is_there and (chunk := await reply.content.readany()):
+                is_there = await _sent(job, response, chunk)
         except _NO_ANSWER as error:
             self.counts["decode_errors"] += 1
             await _end_broken(job.request, response, _said(error))
             return response
-        await response.write_eof()
+        if is_there:
+            await response.write_eof()
         return response
 
     # ------------------------------------------------------------------------------------------------------- looking
@@ -231,10 +231,20 @@ async def _relay_whole(job: _Job, reply: aiohttp.ClientResponse) -> web.StreamRe
     if is_aborted(answer):
         raise Refusal("it drains", has_seen_ticket=any(choice.get("text") for choice in answer["choices"]))
     response = _prepared_like(reply, job)
-    await response.prepare(job.request)
-    await response.write(body)
-    await response.write_eof()
+    if await _sent(job, response, body):
+        await response.write_eof()
     return response
+
+
+async def _sent(job: _Job, response: web.StreamResponse, data: bytes) -> bool:
+    """Send a part of an answer; False if the client has left, which is no fault of the engine that answers."""
+    try:
+        if not response.prepared:
+            await response.prepare(job.request)
+        await response.write(data)
+    except ConnectionResetError:
+        return False
+    return True
 
 
 def _prepared_like(reply: aiohttp.ClientResponse, job: _Job) -> web.StreamResponse:

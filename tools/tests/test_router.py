@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvdev.arguments import make_parser
@@ -364,6 +364,43 @@ def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     last = [line for line in seen if line][-1]
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"]) == (502, "router_error")
+
+
+def test_a_client_that_leaves_is_no_fault_of_the_engine() -> None:
+    """Nobody is asked again for it, and the engine that still talks is told by the end of its connection."""
+    left = asyncio.Event()
+
+    async def talks_for_long(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            for number in range(1000):
+                event = {"choices": [{"text": str(number)}]}
+                await response.write(f"data: {json.dumps(event)}\n\n".encode())
+                await asyncio.sleep(0.005)
+        finally:
+            left.set()
+        return response
+
+    async def run() -> tuple[int, int, int]:
+        fleet = Fleet([gives_ticket], [talks_for_long])
+        async with fleet:
+            # As `serve_forever` runs it: aiohttp's test server would cancel the router's handler instead.
+            runner = web.AppRunner(make_app([fleet.prefill[0].url], [fleet.decode[0].url]))
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with ClientSession() as session:
+                reply = await session.post(f"{url}/v1/completions", json={"prompt": "p", "stream": True})
+                assert json.loads((await reply.content.readline()).removeprefix(b"data: "))
+                reply.close()
+                await asyncio.wait_for(left.wait(), timeout=4)
+                await asyncio.sleep(0.3)
+                health = await (await session.get(f"{url}/health")).json()
+            await runner.cleanup()
+            return len(fleet.prefill[0].asked), len(fleet.tickets), health["decode_errors"]
+
+    assert asyncio.run(run()) == (1, 1, 0)
 
 
 def test_models_come_from_the_engine_that_is_left_and_health_names_the_other() -> None:
