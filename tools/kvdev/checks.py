@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.house import house_rules
 from kvdev.paths import PACKAGES, ROOT
+from kvdev.site.messages import check_messages
 from kvdev.steps import DevError, note, run_step
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _checks(*, fix: bool) -> list[tuple[str, Callable[[], object]]]:
         tool("pyright of tests", "pyright", "--project", ROOT / "tools" / "pyright-tests.json"),
         tool("import contracts", "lint-imports", "--no-logo", "--config", ROOT / "importlinter.toml"),
         ("house rules", house_rules),
+        ("messages page", lambda: check_messages(fix=fix)),
         tool("workflow schema", "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows),
         tool("workflow lint", "zizmor", "--offline", "--quiet", ROOT / ".github"),
         tool(

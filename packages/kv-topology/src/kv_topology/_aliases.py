@@ -95,7 +95,8 @@ def _check_disjoint_pages(views: Sequence[SharedView], page_starts: Sequence[np.
         owner = np.repeat([view.group for view in views], counts)[order]
         groups = sorted({int(owner[touching[0]]), int(owner[touching[0] + 1])})
         raise InvalidBlocks(
-            f"Groups {groups} share memory, and their local block lists share blocks.",
+            f"Groups {groups} share memory, and their local block lists both name the page at byte "
+            f"{int(starts[order][touching[0] + 1])}; a block belongs to one group at a time.",
             code="local-block-twice",
             context={"groups": tuple(groups)},
         )

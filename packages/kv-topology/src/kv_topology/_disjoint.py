@@ -39,8 +39,8 @@ class Budget:
     """
 
     def __init__(self, fields: int, runs: int) -> None:
-        self._fields = fields
-        self._runs = runs
+        self._fields = self._most_fields = fields
+        self._runs = self._most_runs = runs
 
     def spend(self, *, fields: int = 0, runs: int = 0) -> None:
         """Take off work before it is done; raises `InvalidGeometry` (`layout-too-fine`) if it is too much."""
@@ -48,7 +48,9 @@ class Budget:
         self._runs -= runs
         if self._fields < 0 or self._runs < 0:
             raise InvalidGeometry(
-                "The fields of the pages are woven into each other too finely or too often to be checked.",
+                "The fields of the pages are woven into each other too finely to be checked: a geometry may take "
+                f"{self._most_fields} comparisons of fields and {self._most_runs} runs of bytes. Keep fields apart, or "
+                "let them step alike.",
                 code="layout-too-fine",
                 context={"fields": fields, "runs": runs},
             )

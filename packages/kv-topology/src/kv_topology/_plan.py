@@ -227,7 +227,8 @@ def plan_transfer(
     estimate = make_estimate(tables, staged, cost or CostModel())
     if staging == "always" and staged is None:
         raise UnsupportedTopology(
-            "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read.",
+            "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read. "
+            'Use staging="auto", which then plans a direct read.',
             code="not-stageable",
         )
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):

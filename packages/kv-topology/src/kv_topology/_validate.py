@@ -62,7 +62,8 @@ def _check_region(region: Region, number: int, group_count: int, known: set[obje
 def _check_group(group: Group, number: int) -> None:
     where = f"group {number}"
     if group.kind not in {"attention", "sliding-window", "latent", "state"}:
-        raise refusal("bad-group-kind", f"{where} is of kind {group.kind!r}.", kind=group.kind)
+        known = "attention, sliding-window, latent, state"
+        raise refusal("bad-group-kind", f"{where} is of kind {group.kind!r}; known: {known}.", kind=group.kind)
     check_in_range("pages_per_block", group.pages_per_block, 1, LIMITS["axis_size"], where)
     low, high = (0, 0) if group.is_state else (1, LIMITS["axis_size"])
     check_in_range("block_tokens", group.block_tokens, low, high, where)
@@ -143,7 +144,8 @@ def _check_share(held: list[Axis], where: str, tp_size: int, tp_rank: int) -> No
     intervals = sorted((axis.start, axis.stop) for axis in held)
     _check_adjoining(intervals, where)
     if len({(axis.name, axis.size) for axis in held}) != 1:
-        raise refusal("parts-differ", f"Parts of {where} are split along different axes.")
+        axes = ", ".join(sorted({f"{axis.name} of {axis.size}" for axis in held}))
+        raise refusal("parts-differ", f"Parts of {where} are split along different axes: {axes}.")
     share = (intervals[0][0], intervals[-1][1])
     expected = even_interval(held[0].size, tp_size, tp_rank)
     if share != expected:

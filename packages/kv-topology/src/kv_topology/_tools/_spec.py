@@ -117,7 +117,8 @@ def parse_spec(data: Table, folder: Path) -> DryRun:
     producer = _engine(data, "producer")
     cost: CostModel = _construct(CostModel, _table(data.get("link", {}), "link"), "link")
     if cost.bandwidth_gb_s == 0 or cost.permute_gb_s == 0:
-        raise _bad("link.bandwidth_gb_s and link.permute_gb_s must be positive.")
+        speeds = f"{cost.bandwidth_gb_s:g} and {cost.permute_gb_s:g}"
+        raise _bad(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
     return DryRun(model, consumer, producer, cost)
 
 

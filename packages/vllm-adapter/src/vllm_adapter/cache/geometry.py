@@ -46,7 +46,11 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> Geometry
         AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
     """
     if not caches:
-        raise AdapterError("the engine registered no layer that keeps a KV cache", code="no-cache-layers")
+        raise AdapterError(
+            "the engine registered no layer that keeps a KV cache, so there is nothing to hand over; leave "
+            "--kv-transfer-config out for this model",
+            code="no-cache-layers",
+        )
     layouts: list[list[FieldDocument]] = []
     regions: list[RegionDocument] = []
     pages_per_block = _pages_per_block(facts, caches)

@@ -44,4 +44,7 @@ class TicketLog:
 
     def not_shortened(self, request_id: str) -> None:
         """Note a prompt whose last tokens the consumer was to compute, and which could not be shortened."""
-        _logger.warning("request %s: its prompt could not be shortened for the hand-off", request_id)
+        _logger.warning(
+            "request %s: its last prompt tokens are the decode engine's to compute, and could not be left out here",
+            request_id,
+        )

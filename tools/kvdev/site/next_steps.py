@@ -1,0 +1,155 @@
+"""Say what a person does about a message: by its code, else by words of its text. Every message but "ok" and "info" has a step.
+
+Rules are tried in order; the first whose pattern is found in the code decides, then the first whose pattern is in the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["next_step"]
+
+_CHECK = "`vllm-adapter check PREFILL DECODE` names what differs"
+_PROBE = "`kv-handshake probe HOST:PORT` shows who answers there"
+_DOCTOR = "`kv-nixl doctor` in the engine's environment"
+_CALLER = "a caller's mistake: correct the value that the text names"
+_CONFIG = "correct the key that the text names; `vllm-adapter config --check CONFIG` tries it"
+_TICKET = "nothing is lost, the prompt is computed here; look at the router and at the engine that gave the ticket"
+_RESTART = "restart this engine, and report its log"
+_AGAIN = "nothing: it is tried again, or `kv_load_failure_policy` decides"
+_DETAIL = "part of another message, after its colon; alone it is a defect: report it"
+
+_BY_CODE = (
+    (r"^ticket-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
+    (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
+    (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
+    (r"^ticket-", _TICKET),
+    (r"^(hash-mismatch|factors-differ|protocol-range|capability-missing)$", _CHECK),
+    (
+        r"^(engine-mismatch|generation-mismatch)$",
+        "nothing: the peer was restarted, and its old tickets end as failures",
+    ),
+    (r"^(connection-refused|connection-lost|timed-out|name-unresolved|recently-failed|transport-failed)$", _PROBE),
+    (
+        r"^(authentication-refused|keys-on-one-side|invalid-key-file|insecure-key-file)$",
+        "compare the key files: [Security](security.md)",
+    ),
+    (r"^(invalid-secret|insecure-secret-file)$", "mend the secret's file or variable: [Security](security.md)"),
+    (r"^bind-failed$", "choose another `VLLM_NIXL_SIDE_CHANNEL_PORT`, or end the process that has this one"),
+    (r"^(refused|rate-limited|not-ready|unknown-rank|no-advertisement)$", "wait for the peer to be ready; " + _PROBE),
+    (
+        r"^(malformed|wrong|oversized|unexpected|unknown-command|rank-mismatch|checksum-mismatch)",
+        "another program or version speaks there; " + _PROBE,
+    ),
+    (r"^(invalid-endpoint)$", "give HOST:PORT of a side channel"),
+    (r"^(unknown-dialect)$", "give the peer's vLLM release: `--vllm 0.32.0`"),
+    (r"^(invalid-recording)$", "record the engine anew: `kv-handshake probe --save FILE`"),
+    (
+        (
+            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|consumer-pipeline|"
+            r"prefill-context|computed-kv|sleep-mode|unsupported-buffer)"
+        ),
+        _CONFIG,
+    ),
+    (r"^(side-channel-)", "set `VLLM_NIXL_SIDE_CHANNEL_HOST` or `_PORT` as the text says"),
+    (r"^(unsupported-vllm)$", "install a vLLM of the [support matrix](support.md)"),
+    (
+        r"^(unknown-cache-shape|no-engine-id)$",
+        "choose another attention back end, and report the shape",
+    ),
+    (r"^(no-cache-layers)$", "leave `--kv-transfer-config` out for this model"),
+    (r"^(memory-in-use|thread-dead)$", _RESTART),
+    (
+        (
+            r"^(ucx-|nixl-|rdma-|shared-memory|plugin-dir|backend-unavailable|"
+            r"registration-failed|memlock|file-descriptors|cma)"
+        ),
+        _DOCTOR,
+    ),
+    (
+        (
+            r"^(peer-disconnected|peer-removed|notification-failed|fence-mismatch|"
+            r"read-after-expiry|cancelled|closed|agent-closed)$"
+        ),
+        _AGAIN,
+    ),
+    (r"^(quarantine-full|deadline-exceeded)$", "look whether the peer's process is stopped; restart it"),
+    (r"^(queue-full)$", "wait, or add decode engines"),
+    (
+        (
+            r"^(metadata-|agent-name|mixed-memory|peer-facts|pipeline-|region-count|"
+            r"page-bytes|state-bytes|layer-not-held|bad-geometry)"
+        ),
+        _CHECK,
+    ),
+    (r"-differ(s)?$|^(peer-|no-producer|packed-block|plan-too|too-many|stage-|not-stageable|layout-not)", _CHECK),
+    (r"^(document-)", "run compatible releases on both engines"),
+    (
+        (
+            r"^(no-fences|seals-not-verified|unsealed-tickets|terms-not-known|"
+            r"plan-not-known|one-heartbeat-to-spare|tcp-only|may-differ)$"
+        ),
+        "[Check two engines](operate/check.md)",
+    ),
+    (r"^(rank-missing|same-engine|lease-shorter|seal-)", "[Check two engines](operate/check.md)"),
+)
+
+_BY_TEXT = (
+    (r"could not be left out here", "report it, with the model's name and vLLM's version"),
+    (r"has died|stuck in one turn|caught \{", _RESTART),
+    (r"still on the wire|pages stay quarantined", "restart the peer that hangs, if it does not end by itself"),
+    (
+        r"is stopped, slow or unreachable|is dropped and will be met anew",
+        "look at that engine's host and network; " + _DOCTOR,
+    ),
+    (r"lease ended before it was read|stay leased until", "[Leases expire](troubleshoot.md#leases-expire)"),
+    (
+        r"prompt is not handed over|was refused; it goes on|order to",
+        (
+            ""
+            "[Troubleshoot](troubleshoot.md#requests-are-answered-but-decode-computes-the-prompt-itself) by the code in the text"
+        ),
+    ),
+    (r"hand-off ticket is refused", _TICKET),
+    (
+        r"was not taken over|could not be copied|ends with %d requests",
+        "[Troubleshoot](troubleshoot.md#hand-overs-fail) by the code in the text",
+    ),
+    (r"shutdown-timeout", "give vLLM the `--shutdown-timeout` that the text names: [Drain](operate/drain.md)"),
+    (r"hands over without seals", "seal that engine's tickets, or keep its network closed: [Security](security.md)"),
+    (
+        r"secrets stay|fleet secret|ticket_policy|encrypted side channel needs",
+        "mend the secret's file or key: [Security](security.md)",
+    ),
+    (r"vLLM'?s? (version|%d)|was made for vLLM", "install a vLLM of the [support matrix](support.md)"),
+    (r"mm_processor_cache_gb", "set it above 0, or enable prefix caching, on all engines"),
+    (
+        r"asks too often|sent a message|connection of|too many frames",
+        "look who asks: a scanner, or an engine that restarts in a loop",
+    ),
+    (
+        r"restarts after|goes on after|does not close|raised \{|failed unexpectedly|metric %s",
+        "nothing now: work goes on; report the traceback",
+    ),
+    (r"^peer \{peer\}", _CHECK),
+    (r"tables need rich", "`pip install 'vllm-adapter[cli]'`"),
+    (
+        r"^(vllm-adapter|kv-topology|kv-handshake|kv-nixl)",
+        "`--help` shows the usage; the words after the colon say what is wrong",
+    ),
+)
+
+_NONE_NEEDED = frozenset({"ok", "info"})
+
+
+def next_step(level: str, code: str, text: str) -> str:
+    """Return the next step for a message; empty only for those that need none."""
+    if level in _NONE_NEEDED:
+        return ""
+    for pattern, step in _BY_CODE if code else ():
+        if re.search(pattern, code):
+            return step
+    for pattern, step in _BY_TEXT:
+        if re.search(pattern, text):
+            return step
+    return _CALLER if code else _DETAIL
