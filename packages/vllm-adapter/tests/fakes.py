@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kv_scheduler_state import BlockList, HeartbeatOrder, PeerAddress, ReadOrder
+from vllm_adapter.observe.hand_overs import HandOverLog
 from vllm_adapter.ports import PeerSpec
 
 
@@ -234,6 +235,7 @@ class FakeRecorder:
         self.warnings: list[str] = []
         self.errors: list[tuple[str, Exception]] = []
         self.observed: list[tuple[str, Any]] = []
+        self.hand_overs = HandOverLog()
 
     def transfer(self, _result: Any) -> None:
         self.counts["done"] += 1

@@ -30,6 +30,7 @@ class Request:
     prompt_token_ids: list[int] | None
     prompt_embeds: torch.Tensor | None
     _all_token_ids: list[int]
+    arrival_time: float
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
@@ -40,3 +41,5 @@ class Request:
     all_token_ids: Sequence[int]
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...

@@ -94,6 +94,12 @@ class ReadTimes:
     fence_s: float = 0.0
     """Seconds that the verification of the slowest fence took after that."""
     bytes_moved: int = 0
+    told_s: float | None = None
+    """The peer, which was not known yet, has answered the handshake."""
+    planned_s: float | None = None
+    """It is planned against, and its lists are prepared."""
+    queue_s: float = 0.0
+    """Seconds that the transfer which ended last waited for a place on the wire after it was posted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,18 @@ _MOST_BYTES = 4 << 20
 _AT_ONCE = 16
 
 
-def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0) -> list[Answer]:
+def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: bytes = REQUEST) -> list[Answer]:
     """Ask every process that has a socket; return the answers, ordered by engine and part.
 
     Args:
         folders: Where to look; where engines of this user put their sockets, if none is named.
         timeout_s: Longest wait for each process.
+        request: The line to ask with.
     """
     files = [file for folder in folders or status_folders() for file in sorted(folder.glob("*" + SUFFIX))]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = [answer for answer in pool.map(_ask, files, repeat(timeout_s)) if answer is not None]
+        asked = pool.map(_ask, files, repeat(timeout_s), repeat(request))
+        answers = [answer for answer in asked if answer is not None]
     return sorted(answers, key=_order)
 
 
@@ -44,10 +46,13 @@ def _order(answer: Answer) -> tuple[str, bool, str]:
     return str(answer.get("engine_id", "")), part != "scheduler", part
 
 
-def _ask(file: Path, timeout_s: float) -> Answer | None:
-    """Return one process's answer; None if the process is gone, whose socket is removed then."""
+def _ask(file: Path, timeout_s: float, request: bytes) -> Answer | None:
+    """Return one process's answer and when it was asked and heard, by the clock of this process.
+
+    None if the process is gone, whose socket is removed then.
+    """
     try:
-        text = _exchange(file, time.monotonic() + timeout_s)
+        text, asked_s, received_s = _exchange(file, time.monotonic() + timeout_s, request)
     except FileNotFoundError:
         return None
     except ConnectionRefusedError:
@@ -56,25 +61,32 @@ def _ask(file: Path, timeout_s: float) -> Answer | None:
         return None
     except OSError as error:
         return {"socket": str(file), "error": f"no answer within {timeout_s:g} s: {error}"}
+    if not text:
+        return {
+            "socket": str(file),
+            "error": f"an engine of an older version does not know {request.decode().strip()!r}",
+        }
     try:
         answer: object = json.loads(text)
     except ValueError as error:
         return {"socket": str(file), "error": f"{len(text)} bytes that are no JSON: {error}"}
     known = cast("Answer", answer) if isinstance(answer, dict) else {"error": "an answer that is no JSON object"}
-    return {"socket": str(file), **known}
+    return {"socket": str(file), "asked_s": asked_s, "received_s": received_s, **known}
 
 
-def _exchange(file: Path, until_s: float) -> bytes:
+def _exchange(file: Path, until_s: float, request: bytes) -> tuple[bytes, float, float]:
     chunks: list[bytes] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(_left(until_s))
         client.connect(str(file))
-        client.sendall(REQUEST)
+        asked_s = received_s = time.monotonic()
+        client.sendall(request)
         while chunk := _receive(client, until_s):
+            received_s = received_s if chunks else time.monotonic()
             chunks.append(chunk)
             if sum(map(len, chunks)) > _MOST_BYTES:
                 raise OSError(f"more than {_MOST_BYTES} bytes")
-    return b"".join(chunks)
+    return b"".join(chunks), asked_s, received_s
 
 
 def _receive(client: socket.socket, until_s: float) -> bytes:

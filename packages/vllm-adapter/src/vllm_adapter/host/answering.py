@@ -23,6 +23,7 @@ SCHEMA = 1
 def open_status(
     part: str,
     describe: Callable[[], Mapping[str, object]],
+    hand_overs: Callable[[], Mapping[str, object]],
     labels: Mapping[str, str] | None = None,
     settings: Settings | None = None,
 ) -> StatusSocket:
@@ -31,6 +32,7 @@ def open_status(
     Args:
         part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
         describe: Returns what it holds, on the socket's thread.
+        hand_overs: Returns its latest hand-overs, alike.
         labels: What the connector says of itself at start.
         settings: The configuration, of which the figures that peers depend on are told.
     """
@@ -53,6 +55,9 @@ def open_status(
     def answer() -> Mapping[str, object]:
         return {**fixed, "up_s": time.monotonic() - began_s, **describe()}
 
-    status = StatusSocket(part, answer)
+    def trace() -> Mapping[str, object]:
+        return {"schema": SCHEMA, "pid": os.getpid(), **hand_overs()}
+
+    status = StatusSocket(part, answer, hand_overs=trace)
     status.open()
     return status

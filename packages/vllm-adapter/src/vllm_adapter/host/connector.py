@@ -77,11 +77,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if is_worker:
             self._worker = make_worker_side(vllm_config, facts, settings)
-            self._status = open_status(f"{facts.pp_rank}.{facts.tp_rank}", self._worker.status)
+            part = f"{facts.pp_rank}.{facts.tp_rank}"
+            self._status = open_status(part, self._worker.status, self._worker.hand_overs)
         else:
             self._scheduler = make_scheduler_side(vllm_config, facts, settings, has_mirror=self._has_mirror)
             labels = labels_of(vllm_config, settings)
-            self._status = open_status("scheduler", self._scheduler.status, labels, settings)
+            side = self._scheduler
+            self._status = open_status("scheduler", side.status, side.hand_overs, labels, settings)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

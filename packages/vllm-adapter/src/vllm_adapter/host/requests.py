@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -106,6 +107,9 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         identity,
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
+        # Both are readings of this host's wall clock; what is kept is the time between them.
+        max(0.0, time.time() - request.arrival_time),
+        lambda: request.num_output_tokens,
     )
 
 

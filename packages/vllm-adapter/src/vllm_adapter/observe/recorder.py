@@ -11,6 +11,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from vllm_adapter.observe.hand_overs import HandOverLog
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -74,9 +76,13 @@ class Recorder:
         ucx_tls: UCX's choice of transports as configured; a label of bytes that the UCX backend moved.
         is_lead: Whether this is the rank that warns on behalf of all ranks of its engine. The others write the same lines
             as information, so that an event that all ranks see is one warning and not eight.
+
+    Attributes:
+        hand_overs: Moments of the latest hand-overs in this process.
     """
 
     def __init__(self, *, ucx_tls: str = "", is_lead: bool = True) -> None:
+        self.hand_overs = HandOverLog()
         self._ucx_tls = ucx_tls
         self._warning_level = logging.WARNING if is_lead else logging.INFO
         # A child of the host's logger, so that its format and level apply.

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["REQUEST", "StatusSocket", "remove_stale"]
+__all__ = ["REQUEST", "TRACE_REQUEST", "StatusSocket", "remove_stale"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
 REQUEST = b"status\n"
 """The line that a client sends."""
+TRACE_REQUEST = b"trace\n"
+"""The line of a client that wants the latest hand-overs, and the process's monotonic clock at both ends of its answer."""
 _MOST_REQUEST_BYTES = 64
 _BACKLOG = 4
 _CLIENT_S = 1.0
@@ -44,12 +46,21 @@ class StatusSocket:
     Args:
         part: The process's part of its engine, for the name of the file: `scheduler`, or a rank as `0.1`.
         describe: Returns plain values; called on the socket's thread, any time.
+        hand_overs: Returns the latest hand-overs, alike.
         folder: Where the socket goes; None for the user's own.
     """
 
-    def __init__(self, part: str, describe: Callable[[], Mapping[str, object]], *, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        part: str,
+        describe: Callable[[], Mapping[str, object]],
+        *,
+        hand_overs: Callable[[], Mapping[str, object]] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
         self._describe = describe
+        self._hand_overs = hand_overs
         self._folder = folder or status_folder()
         self._listening: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-status", daemon=True)
@@ -122,14 +133,22 @@ class StatusSocket:
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_CLIENT_S)
-        if connection.recv(_MOST_REQUEST_BYTES) == REQUEST:
-            connection.sendall(self._text())
+        request = connection.recv(_MOST_REQUEST_BYTES)
+        heard_s = time.monotonic()
+        if request == REQUEST:
+            connection.sendall(_text(self._describe))
+        elif request == TRACE_REQUEST and self._hand_overs is not None:
+            text = _text(self._hand_overs)
+            clock = {"heard_s": heard_s, "answered_s": time.monotonic()}
+            # The clock is read last, so that the time it takes to describe everything does not blur it.
+            connection.sendall(text[:-1] + b", " + json.dumps(clock).encode()[1:])
 
-    def _text(self) -> bytes:
-        try:
-            return json.dumps(self._describe(), default=str).encode()
-        except Exception as error:  # noqa: BLE001  (whatever a look at live state provokes, the thread goes on)
-            return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+def _text(describe: Callable[[], Mapping[str, object]]) -> bytes:
+    try:
+        return json.dumps(describe(), default=str).encode()
+    except Exception as error:  # noqa: BLE001  (whatever a look at live state provokes, the thread goes on)
+        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 
 def remove_stale(folder: Path) -> None:

@@ -22,6 +22,7 @@ from vllm_adapter.scheduler.side_channel import SideChannel
 from vllm_adapter.scheduler.status import scheduler_status
 from vllm_adapter.scheduler.ticket_log import TicketLog
 from vllm_adapter.scheduler.ticket_seals import TicketSeals
+from vllm_adapter.scheduler.trail import Trail
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class SchedulerSide:
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
+        self._trail = Trail(self._stats.hand_overs, now_s)
         self._followed: set[str] = set()
 
     @property
@@ -101,6 +103,7 @@ class SchedulerSide:
                 self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
             if admission.role != "none":
                 self._followed.add(request_id)
+                self._trail.arrived(arrival, admission.role)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
@@ -143,6 +146,7 @@ class SchedulerSide:
             external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
             preemptions: How often the host has preempted the request so far.
         """
+        self._trail.allocated(request_id, external_tokens=external_tokens)
         with Refusals("allocation", request_id):
             self._state.allocate(
                 request_id,
@@ -169,7 +173,9 @@ class SchedulerSide:
                 identity=ending.identity,
                 now_s=self._now_s(),
             )
-        self._followed.discard(request_id)
+        if request_id in self._followed:
+            self._followed.discard(request_id)
+            self._trail.finished(request_id)
         self._saves.forget(request_id)
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
@@ -210,6 +216,8 @@ class SchedulerSide:
         self._saves.order(scheduled)
         plan = self._state.take_step_plan(now_s=now_s)
         self._awaited.ordered(plan)
+        if plan.reads:
+            self._trail.ordered(plan.reads, now_s)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         return StepOrders(plan, self._links.of_reads(plan), self._served.question)
@@ -248,6 +256,8 @@ class SchedulerSide:
         if sent_ids or ended:
             with Refusals("report of the workers", "(several)"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
+            self._trail.reported(sent_ids, "freed")
+            self._trail.reported(ended, "reported")
         self._links.sent(sent_ids)
         self._awaited.log_failures(broken)
 
@@ -274,6 +284,7 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
+        self._trail.step_ended()
         self._gauges.record(self._stats, self._now_s())
         return self._stats.take()
 
@@ -293,6 +304,11 @@ class SchedulerSide:
         ranks, now_s = self._served.rank_count, self._now_s()
         status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
         return {**status, "seals": self._seals.fingerprints}
+
+    def hand_overs(self) -> Mapping[str, object]:
+        """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""
+        log = self._stats.hand_overs
+        return {"part": "scheduler", "engine_id": self._facts.engine_id, "hand_overs": log.describe()}
 
     def close(self) -> None:
         """Stop serving; idempotent."""

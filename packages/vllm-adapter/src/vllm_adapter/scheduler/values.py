@@ -24,6 +24,8 @@ class Arrival:
         identity: Computes the digest of its prompt.
         trace_headers: Trace headers that it came with, if any.
         drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
+        frontend_s: Time since the host's frontend began with it; None if that is not known.
+        output_tokens: Counts the tokens that it has got so far.
     """
 
     request_id: str
@@ -32,6 +34,8 @@ class Arrival:
     identity: PromptIdentity | None = None
     trace_headers: Mapping[str, str] | None = None
     drop_tail: Callable[[int], bool] | None = None
+    frontend_s: float | None = None
+    output_tokens: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

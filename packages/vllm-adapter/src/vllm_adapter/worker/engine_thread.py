@@ -255,7 +255,10 @@ class WorkerSide:
 
     def _take_end(self, finished: FinishedRead) -> ReadEnd:
         """Complete a read whose transfers have ended, and close its trace."""
+        taken_s = time.monotonic()
         end = self._completion.complete(self._confirmed(finished))
+        if end.order.is_reported:
+            self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
         link = self._links.pop(end.order.request_id, None)
         if link is not None and self._trace is not None:
             self._trace(link, end)
@@ -301,3 +304,8 @@ class WorkerSide:
     def status(self) -> Mapping[str, object]:
         """Return what this rank holds, as plain values; any thread."""
         return worker_status(self._facts, self._registration, is_asleep=self._is_asleep)
+
+    def hand_overs(self) -> Mapping[str, object]:
+        """Return the moments of this rank's latest hand-overs, as plain values; any thread."""
+        part = f"{self._facts.pp_rank}.{self._facts.tp_rank}"
+        return {"part": part, "engine_id": self._facts.engine_id, "hand_overs": self._recorder.hand_overs.describe()}

@@ -62,7 +62,10 @@ class LeaseKeeper:
             plan: The orders.
             void: Requests among its grants whose KV is lost: their leases end at once.
         """
-        for refusal in self._leases.apply(plan, void=void, now_s=self._parts.now_s()):
+        now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
+        for grant in plan.grants:
+            log.begin(grant.request_id, "producer", {"granted": now_s})
+        for refusal in self._leases.apply(plan, void=void, now_s=now_s):
             self._parts.recorder.count("num_refused_notifications")
             self._parts.recorder.warn(
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
@@ -101,14 +104,17 @@ class LeaseKeeper:
         self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._heartbeat_s))
 
     def _count_reader(self, request_id: str, nonce: str, reader: str, view: NotificationView) -> None:
+        now_s = self._parts.now_s()
         verdict = self._leases.read_complete(
             request_id,
             reader=reader,
             consumer=view.consumer,
             reader_count=view.reader_count,
             nonce=nonce,
-            now_s=self._parts.now_s(),
+            now_s=now_s,
         )
+        if verdict == "complete":
+            self._parts.recorder.hand_overs.mark(request_id, "read", now_s)
         if verdict == "expired":
             self._parts.recorder.count("num_notifications_after_expiry")
         elif verdict not in {"counted", "complete"}:
@@ -142,6 +148,7 @@ class LeaseKeeper:
             self._parts.recorder.warn(
                 f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back"
             )
+        self._parts.recorder.hand_overs.mark(end.request_id, "freed", self._parts.now_s())
         self._sent(end.request_id)
 
     def end_all(self, *, has_fences: bool = True) -> None:

@@ -196,9 +196,9 @@ class PeerDirectory:
     def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
             return
-        if (
-            outcome.code != "recently-failed"
-        ):  # else nothing was asked, and many zeros would hide how long a handshake takes
+        told_s = self._parts.now_s()
+        # A refused attempt asked nothing, and many zeros would hide how long a handshake takes.
+        if outcome.code != "recently-failed":
             self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
         if not outcome.is_ok:
             self._parts.recorder.count("num_failed_handshakes")
@@ -218,6 +218,7 @@ class PeerDirectory:
         engine.phase = "ready"
         engine.last_answer_s = self._parts.now_s()
         for read in self._take(engine):
+            read.times.told_s, read.times.planned_s = told_s, engine.last_answer_s
             self._events.ready(read, engine)
 
     def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata]) -> None:

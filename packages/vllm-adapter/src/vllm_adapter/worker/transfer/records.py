@@ -83,6 +83,7 @@ class Read:
     def note_arrived(self, result: TransferResult, now_s: float) -> None:
         """Note that one rank's part is there, its fence verified."""
         self.times.data_s = now_s - result.fence_s
+        self.times.queue_s = result.queue_s
         self.times.fence_s = max(self.times.fence_s, result.fence_s)
         self.times.bytes_moved += result.bytes_moved
         self.done_ranks.add(self.transfers[result.transfer_id])

@@ -1,0 +1,87 @@
+"""Moments of hand-overs in the scheduler's process, for `vllm-adapter trace`. Scheduler's thread only.
+
+The first token has no hook of its own. After each step vLLM asks for statistics; while a request that was taken over waits
+for its first token, and only then, its tokens are counted there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.observe.hand_overs import short_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vllm_adapter.observe.hand_overs import HandOverLog
+    from vllm_adapter.ports import ReadOrder
+    from vllm_adapter.scheduler.values import Arrival
+
+__all__ = ["Trail"]
+
+
+@final
+class Trail:
+    """Writes down when hand-overs reached their stages.
+
+    Args:
+        log: This process's ring.
+        now_s: The monotonic clock.
+    """
+
+    def __init__(self, log: HandOverLog, now_s: Callable[[], float]) -> None:
+        self._log = log
+        self._now_s = now_s
+        self._counts: dict[str, Callable[[], int]] = {}
+        self._starting: dict[str, Callable[[], int]] = {}
+
+    def arrived(self, arrival: Arrival, role: str) -> None:
+        """Note a request that takes part in a hand-over."""
+        facts = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
+        moments = {"arrived": self._now_s()}
+        if role == "producer":
+            self._log.begin(arrival.request_id, "producer", moments, **facts)
+        else:
+            self._log.begin(arrival.request_id, "consumer", moments, **facts)
+            if arrival.output_tokens is not None:
+                self._counts[arrival.request_id] = arrival.output_tokens
+
+    def allocated(self, request_id: str, *, external_tokens: int) -> None:
+        """Note blocks that were allocated: for a read, or for the step that computes the rest."""
+        if external_tokens:
+            self._log.mark(request_id, "allocated", self._now_s())
+            return
+        count = self._counts.pop(request_id, None)
+        if count is not None:
+            self._starting[request_id] = count
+        self._log.mark(request_id, "scheduled", self._now_s())
+
+    def ordered(self, reads: Sequence[ReadOrder], now_s: float) -> None:
+        """Note the reads that a step orders."""
+        for order in reads:
+            if order.is_reported:
+                peer = {"peer_engine_id": order.peer.engine_id, "peer_request_id": short_id(order.peer_request_id)}
+                self._log.mark(order.request_id, "ordered", now_s, **peer)
+
+    def reported(self, request_ids: Iterable[str], stage: str) -> None:
+        """Note what the workers have reported: reads that ended, or blocks that are free."""
+        now_s = self._now_s()
+        for request_id in request_ids:
+            self._log.mark(request_id, stage, now_s)
+
+    def step_ended(self) -> None:
+        """Note first tokens; called after every step, and does nothing while no request waits for its first."""
+        if self._starting:
+            now_s = self._now_s()
+            for request_id in [request_id for request_id, count in self._starting.items() if count()]:
+                del self._starting[request_id]
+                self._log.mark(request_id, "first_token", now_s)
+
+    def finished(self, request_id: str) -> None:
+        """Note the answer of a request that is handed over, or that one which was taken over is done."""
+        self._counts.pop(request_id, None)
+        count = self._starting.pop(request_id, None)
+        if count is None:
+            self._log.mark(request_id, "answered", self._now_s())
+        elif count():
+            self._log.mark(request_id, "first_token", self._now_s())

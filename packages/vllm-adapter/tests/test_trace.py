@@ -1,0 +1,288 @@
+"""`vllm-adapter trace`: a timeline from answers of processes whose clocks have nothing in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from vllm_adapter.cli import main
+from vllm_adapter.cli.asking import Answer
+from vllm_adapter.cli.chrome_trace import trace_events
+from vllm_adapter.cli.joining import align, join_hand_overs
+from vllm_adapter.cli.timeline import Timeline, make_timeline
+from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe.status_socket import StatusSocket
+
+SHIFTS = {"P/scheduler": 1000.0, "P/0.0": -3.0, "D/scheduler": 0.0, "D/0.0": 52.5, "D/0.1": 9.0}
+"""Seconds that each process's clock shows beyond the true time."""
+WIRE_S = 0.0001
+PREFILL = {"arrived": 0.010, "scheduled": 0.015, "answered": 0.100, "freed": 0.165}
+DECODE = {
+    "arrived": 0.112,
+    "allocated": 0.113,
+    "ordered": 0.114,
+    "reported": 0.160,
+    "scheduled": 0.170,
+    "first_token": 0.200,
+}
+RANK = {
+    "ordered": 0.115,
+    "told": 0.125,
+    "planned": 0.127,
+    "posted": 0.128,
+    "started": 0.129,
+    "data": 0.149,
+    "fence": 0.150,
+    "ended": 0.150,
+    "taken": 0.152,
+    "completed": 0.158,
+}
+FAST_RANK = {**RANK, "completed": 0.1525}
+SOURCE = {"granted": 0.101, "read": 0.151, "freed": 0.153}
+
+
+def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> Answer:
+    """Return a process's answer to a command whose clock runs 5000 s ahead of the true time."""
+    engine_id, part = process.split("/")
+    shift_s = SHIFTS[process]
+    shown = {stage: moment + shift_s for stage, moment in moments.items()}
+    return {
+        "engine_id": engine_id,
+        "part": part,
+        "desk": "desk",
+        "asked_s": 5001.0 - WIRE_S,
+        "heard_s": 1.0 + shift_s,
+        "answered_s": 1.0 + shift_s,
+        "received_s": 5001.0 + WIRE_S,
+        "hand_overs": [{"request_id": request_id, "role": role, **facts, "moments": shown}],
+    }
+
+
+def answers() -> list[Answer]:
+    peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
+    return [
+        told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512),
+        told("P/0.0", SOURCE, "producer", "p1"),
+        told("D/scheduler", DECODE, "consumer", "d1", frontend_s=0.004, tokens=512, **peer),
+        told("D/0.0", RANK, "consumer", "d1", bytes=4096, code="", **peer),
+        told("D/0.1", FAST_RANK, "consumer", "d1", bytes=4096, code="", **peer),
+    ]
+
+
+def timeline(found: list[Answer], *, measured_s: float | None = None) -> Timeline:
+    hand_overs = join_hand_overs(found)
+    (hand_over,) = hand_overs
+    return make_timeline(hand_over, align(hand_over, hand_overs, found), measured_s=measured_s)
+
+
+def test_spans_are_the_true_durations_whatever_the_clocks_show() -> None:
+    made = timeline(answers())
+    durations = {(span.where, span.name): round(1e3 * span.duration_s, 1) for span in made.spans}
+    assert durations == {
+        ("prefill scheduler", "tokenize, pass on to the scheduler"): 10.0,
+        ("prefill scheduler", "wait in the queue"): 5.0,
+        ("prefill scheduler", "compute the prompt, write the ticket"): 85.0,
+        ("outside", "router and HTTP"): 8.0,
+        ("decode scheduler", "tokenize, pass on to the scheduler"): 4.0,
+        ("decode scheduler", "wait for blocks"): 1.0,
+        ("decode 0.0", "order to the rank"): 2.0,
+        ("decode 0.0", "handshake (first contact)"): 10.0,
+        ("decode 0.0", "plan, prepare lists (first contact)"): 2.0,
+        ("decode 0.0", "number the blocks"): 1.0,
+        ("decode 0.0", "wait for a place on the wire"): 1.0,
+        ("decode 0.0", "read"): 20.0,
+        ("decode 0.0", "check the fence"): 1.0,
+        ("decode 0.0", "wait for the engine's step"): 2.0,
+        ("decode 0.0", "put pages in order"): 6.0,
+        ("decode scheduler", "report to the scheduler"): 2.0,
+        ("decode scheduler", "wait for a step"): 10.0,
+        ("decode scheduler", "first decode step"): 30.0,
+    }
+    assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
+    assert made.unexplained_part == pytest.approx(0.0)
+    assert all(value is not None and value <= 2 * WIRE_S + 1e-9 for value in made.uncertainty_s.values())
+    beside = {(span.where, span.name) for span in made.side_spans}
+    assert ("decode 0.1", "read of another rank") in beside
+    assert ("prefill 0.0", "lease, until its reader is done") in beside
+
+
+def test_two_machines_are_aligned_by_the_hand_over_itself() -> None:
+    """The command of each machine has a clock of its own, and nobody asked both: ticket, and "read complete", went both ways."""
+    found = answers()
+    for answer in found:
+        if answer["engine_id"] == "P":
+            answer["desk"] = "the other machine's"
+            for name in ("asked_s", "received_s"):
+                answer[name] += 12_345.0
+    made = timeline(found)
+    uncertain_s = made.uncertainty_s["P/scheduler"]
+    assert uncertain_s is not None
+    assert 0.0005 < uncertain_s < 0.010, "half of the router's 8 ms and the notification's 2 ms"
+    (router,) = [span for span in made.spans if span.where == "outside"]
+    assert abs(router.duration_s - 0.008) <= uncertain_s
+    assert made.total_s == pytest.approx(0.200, abs=uncertain_s + 2 * WIRE_S)
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "part"), [(0.202, 0.0099), (0.250, 0.2), (0.180, 0.111)], ids=["near", "too long", "too short"]
+)
+def test_what_a_client_measured_beyond_the_spans_is_unexplained(measured_s: float, part: float) -> None:
+    assert timeline(answers(), measured_s=measured_s).unexplained_part == pytest.approx(part, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("process", "stage"), [(0, "answered"), (0, "scheduled"), (2, "reported"), (3, "data"), (2, "scheduled")]
+)
+def test_a_moment_that_is_missing_leaves_its_time_unexplained(process: int, stage: str) -> None:
+    found = answers()
+    whole = timeline(found)
+    del found[process]["hand_overs"][0]["moments"][stage]
+    made = timeline(found)
+    (unnamed,) = [span for span in made.spans if not span.is_named]
+    assert unnamed.name.startswith("not told: ")
+    assert made.unexplained_s == pytest.approx(unnamed.duration_s)
+    assert made.seen_s == pytest.approx(whole.seen_s, abs=2 * WIRE_S)
+
+
+def test_a_peer_that_was_known_has_no_handshake_and_a_full_prefix_hit_no_read() -> None:
+    found = answers()
+    for rank in (3, 4):
+        for stage in ("told", "planned"):
+            del found[rank]["hand_overs"][0]["moments"][stage]
+    made = timeline(found)
+    assert not [span for span in made.spans if "first contact" in span.name]
+    assert all(span.is_named for span in made.spans)
+    hit = found[:3]
+    for stage in ("allocated", "ordered", "reported"):
+        del hit[2]["hand_overs"][0]["moments"][stage]
+    made = timeline(hit)
+    assert [span.name for span in made.spans][-2:] == ["wait for a step", "first decode step"]
+    assert all(span.is_named for span in made.spans)
+
+
+def test_without_the_prefill_engine_the_timeline_begins_at_decode() -> None:
+    made = timeline(answers()[2:])
+    assert made.spans[0].where == "decode scheduler"
+    assert made.total_s == pytest.approx(0.200 - 0.108, abs=2 * WIRE_S)
+
+
+def test_trace_events_are_what_chrome_and_perfetto_read() -> None:
+    """Complete events with numbers for time, process and thread, each of which has a name; nothing of JSON's extensions."""
+    made = timeline(answers(), measured_s=0.2)
+    file = json.loads(json.dumps(trace_events(made), allow_nan=False))
+    assert set(file) == {"traceEvents", "displayTimeUnit", "otherData"}
+    spans = [event for event in file["traceEvents"] if event["ph"] == "X"]
+    names = [event for event in file["traceEvents"] if event["ph"] == "M"]
+    assert len(spans) + len(names) == len(file["traceEvents"])
+    assert len(spans) == len(made.spans) + len(made.side_spans)
+    for event in spans:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["cat"], str)
+        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+        assert all(isinstance(event[key], int | float) and event[key] >= 0 for key in ("ts", "dur"))
+    assert {event["pid"] for event in spans} == {e["pid"] for e in names if e["name"] == "process_name"}
+    assert {event["tid"] for event in spans} == {e["tid"] for e in names if e["name"] == "thread_name"}
+    whole_us = sum(event["dur"] for event in spans if event["cat"] == "way to the first token")
+    assert whole_us == pytest.approx(200_000, rel=0.01)
+    ends = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["cat"] == "way to the first token"]
+    for (_, end_us), (begin_us, _) in pairwise(ends):
+        assert begin_us == pytest.approx(end_us, abs=0.01)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StatusSocket]]:
+    """Processes of two engines that remember one hand-over."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+    sockets = []
+    for answer in answers():
+        fixed = {name: value for name, value in answer.items() if not name.endswith("_s") and name != "desk"}
+        sockets.append(StatusSocket(str(answer["part"]), dict, hand_overs=lambda fixed=fixed: fixed))  # type: ignore[misc]
+        assert sockets[-1].open()
+    yield sockets
+    for each in sockets:
+        each.close()
+
+
+def test_the_command_asks_both_engines_and_states_what_is_unexplained(
+    live: list[StatusSocket], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # The processes of this test share a clock, and the moments in their answers do not fit it: only text and codes count.
+    main(["trace"])
+    text = capsys.readouterr().out
+    for part in (
+        "prefill  request p1 of engine P",
+        "decode   request d1 of engine D",
+        "read",
+        "is unexplained",
+        "router and HTTP",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 130
+    file = tmp_path / "trace.json"
+    main(["trace", "p1", "--json", "--chrome", str(file)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["prefill"] == {"engine_id": "P", "request_id": "p1", "is_known": True}
+    assert found["bytes"] == 8192
+    assert json.loads(file.read_text())["traceEvents"]
+    assert main(["trace", "--list"]) == 0
+    assert capsys.readouterr().out == "D d1 from P p1\n"
+    assert main(["trace", "--ttft", "1000"]) == 1
+    assert "is unexplained (more than 5%)" in capsys.readouterr().out
+
+
+def test_answers_of_another_machine_come_from_a_file(
+    live: list[StatusSocket], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for each in live[2:]:
+        each.close()
+    file = tmp_path / "prefill.json"
+    assert main(["trace", "--save", str(file)]) == 3, "no decode engine is here"
+    capsys.readouterr()
+    for each in live:
+        each.close()
+    saved = [answer for answer in answers() if answer["engine_id"] == "D"]
+    other = tmp_path / "decode.json"
+    other.write_text(json.dumps(saved))
+    main(["trace", "--with", str(file), "--with", str(other), "--json"])
+    assert json.loads(capsys.readouterr().out)["prefill"]["is_known"]
+    other.write_text("{}")
+    assert main(["trace", "--with", str(other)]) == 2
+    assert "was not written by" in capsys.readouterr().err
+
+
+def test_nothing_to_show_says_why(live: list[StatusSocket], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "nobody"]) == 3
+    assert "no hand-over is meant by 'nobody'" in capsys.readouterr().err
+    for each in live:
+        each.close()
+    assert main(["trace"]) == 3
+    assert "no live engine found" in capsys.readouterr().err
+
+
+def test_a_process_of_an_older_version_is_named(live: list[StatusSocket], capsys: pytest.CaptureFixture[str]) -> None:
+    old = StatusSocket("scheduler", lambda: {"engine_id": "old"})
+    assert old.open()
+    try:
+        main(["trace"])
+    finally:
+        old.close()
+    assert "an engine of an older version does not know 'trace'" in capsys.readouterr().err
+
+
+def test_a_clock_is_read_when_the_request_is_heard_and_when_the_answer_leaves(
+    live: list[StatusSocket], tmp_path: Path
+) -> None:
+    file = tmp_path / "saved.json"
+    main(["trace", "--save", str(file)])
+    for answer in json.loads(file.read_text()):
+        # Both sides are in this process, so the four readings are of the same clock, in order.
+        assert answer["asked_s"] <= answer["heard_s"] <= answer["answered_s"] <= answer["received_s"]
+        assert answer["received_s"] - answer["asked_s"] < 1.0

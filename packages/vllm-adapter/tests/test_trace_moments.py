@@ -1,0 +1,167 @@
+"""Moments of hand-overs as processes keep them: which, how many, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fakes import Outcome, order
+from lease_bench import Bench as LeaseBench
+from read_bench import Bench
+from scheduler_engine import PREFILL, Engine, Prompt
+
+from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
+from vllm_adapter.scheduler.values import Arrival
+
+TEXT = "a prompt of forty characters, no more..."
+
+
+def only(log: HandOverLog) -> dict[str, Any]:
+    (entry,) = log.describe()
+    return entry
+
+
+def test_a_log_forgets_the_oldest_and_keeps_ids_short() -> None:
+    log = HandOverLog()
+    for number in range(MOST_HAND_OVERS + 40):
+        log.begin(f"r{number}", "producer", {"arrived": float(number)})
+    told = log.describe()
+    assert len(told) == MOST_HAND_OVERS
+    assert told[0]["request_id"] == "r40"
+    long = "x" * 70_000 + "-suffix"
+    log.begin(long, "consumer", {"arrived": 1.0})
+    log.mark(long, "allocated", 2.0)
+    last: Any = log.describe()[-1]
+    assert len(last["request_id"]) < 170
+    assert last["request_id"].endswith("-suffix")
+    assert last["moments"] == {"arrived": 1.0, "allocated": 2.0}
+    assert short_id("cmpl-1") == "cmpl-1"
+
+
+def test_the_first_moment_of_a_stage_counts_and_unknown_requests_cost_nothing() -> None:
+    log = HandOverLog()
+    log.mark("nobody", "arrived", 1.0)
+    assert log.describe() == []
+    log.begin("r", "producer", {"arrived": 1.0})
+    log.mark("r", "scheduled", 2.0)
+    log.mark("r", "scheduled", 9.0)
+    assert only(log)["moments"] == {"arrived": 1.0, "scheduled": 2.0}
+    log.begin("r", "producer", {"arrived": 11.0})
+    assert only(log)["moments"] == {"arrived": 11.0}, "an id that is used again is another hand-over"
+
+
+def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_hands_over() -> None:
+    engine = Engine("P")
+    engine.side.arrived(Arrival("r1", PREFILL, len(TEXT), Prompt(TEXT), frontend_s=0.25))
+    engine.now_s = 1.0
+    engine.allocate("r1", [1, 2, 3])
+    engine.step()
+    engine.now_s = 2.0
+    assert engine.end("r1", TEXT, [1, 2, 3]) is not None
+    engine.now_s = 3.0
+    engine.report(sent=("r1",))
+    told: Any = engine.side.hand_overs()
+    assert (told["part"], told["engine_id"]) == ("scheduler", "P")
+    (entry,) = told["hand_overs"]
+    assert entry["moments"] == {"arrived": 0.0, "scheduled": 1.0, "answered": 2.0, "freed": 3.0}
+    assert (entry["role"], entry["frontend_s"], entry["tokens"]) == ("producer", 0.25, len(TEXT))
+    assert TEXT not in json.dumps(told)
+
+
+def taken_over(tokens: list[int]) -> Engine:
+    """Return a decode engine that has read a hand-over and scheduled its first step at 5 s; `tokens` are its output."""
+    ticket = Engine("P").prefill("p1", TEXT)
+    engine = Engine("D")
+    engine.side.arrived(Arrival("r1", ticket, len(TEXT), Prompt(TEXT), output_tokens=lambda: len(tokens)))
+    engine.now_s = 1.0
+    engine.allocate("r1", [1, 2, 3], external=len(TEXT))
+    engine.now_s = 2.0
+    engine.step()
+    engine.now_s = 4.0
+    engine.report(received=("r1",))
+    engine.side.take_stats()
+    engine.now_s = 5.0
+    engine.allocate("r1", [1, 2, 3])
+    return engine
+
+
+def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_takes_over_up_to_its_first_token() -> None:
+    tokens: list[int] = []
+    engine = taken_over(tokens)
+    engine.now_s = 6.0
+    engine.side.take_stats()  # the end of an earlier step, as with asynchronous scheduling: no token of this request yet
+    tokens.append(7)
+    engine.now_s = 7.0
+    engine.side.take_stats()
+    engine.now_s = 8.0
+    engine.side.take_stats()
+    entry = only(engine.side._stats.hand_overs)
+    assert entry["moments"] == {
+        "arrived": 0.0,
+        "allocated": 1.0,
+        "ordered": 2.0,
+        "reported": 4.0,
+        "scheduled": 5.0,
+        "first_token": 7.0,
+    }
+    assert (entry["peer_engine_id"], entry["peer_request_id"]) == ("P", "p1")
+
+
+def test_a_request_whose_first_token_is_its_last_has_one_too_and_nothing_is_kept_of_it() -> None:
+    tokens = [7]
+    engine = taken_over(tokens)
+    engine.now_s = 6.0
+    engine.end("r1", TEXT, [1, 2, 3])
+    entry = only(engine.side._stats.hand_overs)
+    assert entry["moments"]["first_token"] == 6.0
+    trail = engine.side._trail
+    assert (trail._counts, trail._starting) == ({}, {}), "the host's request is not kept alive"
+
+
+def test_requests_that_take_part_in_no_hand_over_leave_nothing() -> None:
+    engine = Engine("D")
+    engine.side.arrived(Arrival("r1", None, len(TEXT), Prompt(TEXT), output_tokens=lambda: 1))
+    engine.end("r1", TEXT, [1, 2, 3])
+    assert engine.side.hand_overs()["hand_overs"] == []
+
+
+def test_a_read_tells_handshake_and_plan_only_where_the_peer_was_met_for_it() -> None:
+    bench = Bench()
+    bench.reads.read(order())
+    bench.now_s = 101.0
+    bench.handshakes.answer(Outcome())
+    bench.now_s = 105.0
+    bench.finish(queue_s=0.5, fence_s=0.25)
+    first = bench.ends[0]
+    assert (first.times.told_s, first.times.planned_s, first.times.posted_s) == (101.0, 101.0, 101.0)
+    log = HandOverLog()
+    log.read_ended(first, 106.0, 107.0)
+    entry = only(log)
+    assert entry["moments"] == {
+        "ordered": 100.0,
+        "told": 101.0,
+        "planned": 101.0,
+        "posted": 101.0,
+        "started": 101.5,
+        "data": 104.75,
+        "fence": 105.0,
+        "ended": 105.0,
+        "taken": 106.0,
+        "completed": 107.0,
+    }
+    assert (entry["bytes"], entry["tokens"], entry["code"]) == (100, 256, "")
+    bench.reads.read(order("r2"))
+    bench.finish("r2/0.0")
+    assert bench.ends[1].times.told_s is None
+
+
+def test_a_rank_that_is_read_from_stamps_grant_read_and_release() -> None:
+    bench = LeaseBench()
+    bench.expect()
+    bench.grant()
+    bench.now_s += 2.0
+    bench.read()
+    bench.leases.tick()
+    moments = only(bench.recorder.hand_overs)["moments"]
+    assert set(moments) == {"granted", "read", "freed"}
+    assert moments["read"] - moments["granted"] == 2.0
