@@ -24,12 +24,16 @@ def only(log: HandOverLog) -> dict[str, Any]:
 def test_a_log_forgets_the_oldest_and_keeps_ids_short() -> None:
     log = HandOverLog()
     for number in range(MOST_HAND_OVERS + 40):
-        log.begin(f"r{number}", "producer", {"arrived": float(number)})
+        log.begin(f"r{number}", "consumer", "arrived", float(number))
+        for stage in ("allocated", "ordered", "reported", "scheduled", "first_token"):
+            log.mark(f"r{number}", stage, float(number))
     told = log.describe()
     assert len(told) == MOST_HAND_OVERS
     assert told[0]["request_id"] == "r40"
+    log.mark("r50", "freed", 0.0)
+    assert log.describe()[0]["request_id"] == "r41", "a hand-over whose beginning is forgotten is not told"
     long = "x" * 70_000 + "-suffix"
-    log.begin(long, "consumer", {"arrived": 1.0})
+    log.begin(long, "consumer", "arrived", 1.0)
     log.mark(long, "allocated", 2.0)
     last: Any = log.describe()[-1]
     assert len(last["request_id"]) < 170
@@ -42,11 +46,11 @@ def test_the_first_moment_of_a_stage_counts_and_unknown_requests_cost_nothing() 
     log = HandOverLog()
     log.mark("nobody", "arrived", 1.0)
     assert log.describe() == []
-    log.begin("r", "producer", {"arrived": 1.0})
+    log.begin("r", "producer", "arrived", 1.0)
     log.mark("r", "scheduled", 2.0)
     log.mark("r", "scheduled", 9.0)
     assert only(log)["moments"] == {"arrived": 1.0, "scheduled": 2.0}
-    log.begin("r", "producer", {"arrived": 11.0})
+    log.begin("r", "producer", "arrived", 11.0)
     assert only(log)["moments"] == {"arrived": 11.0}, "an id that is used again is another hand-over"
 
 
@@ -115,7 +119,7 @@ def test_a_request_whose_first_token_is_its_last_has_one_too_and_nothing_is_kept
     entry = only(engine.side._stats.hand_overs)
     assert entry["moments"]["first_token"] == 6.0
     trail = engine.side._trail
-    assert (trail._counts, trail._starting) == ({}, {}), "the host's request is not kept alive"
+    assert (trail._counts, trail.starting) == ({}, {}), "the host's request is not kept alive"
 
 
 def test_requests_that_take_part_in_no_hand_over_leave_nothing() -> None:

@@ -1,7 +1,8 @@
 """Ring of the latest hand-overs' moments in one process, for `vllm-adapter trace`.
 
 A moment is a reading of this process's own monotonic clock, in seconds; no clock of another process is ever written here, and
-nothing of a prompt but its length. A process keeps the last `MOST_HAND_OVERS`; at rest nothing is done and nothing grows.
+nothing of a prompt but its length. A process keeps the last `MOST_HAND_OVERS`; at rest nothing is done and nothing grows. A moment costs one append to a ring;
+moments are put together when somebody asks.
 
 Stages of a prompt that is handed over: `arrived`, `scheduled`, `answered`, `freed` in the scheduler's process, `granted`, `read`,
 `freed` in a rank's. Of one that is taken over: `arrived`, `allocated`, `ordered`, `reported`, `scheduled`, `first_token` in the
@@ -11,19 +12,24 @@ rank's.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal, final
 
 if TYPE_CHECKING:
-    from vllm_adapter.steps import ReadEnd
+    from collections.abc import Mapping
+
+    from vllm_adapter.steps import ReadEnd, ReadTimes
 
 __all__ = ["MOST_HAND_OVERS", "HandOverLog", "short_id"]
 
 MOST_HAND_OVERS = 128
-"""Hand-overs that a process remembers, at about 1 KiB each."""
+"""Hand-overs that a process remembers at least, at about 1 KiB each."""
+_MOST_STAGES = 6
+"""Moments that one hand-over takes in the ring; what a rank stamps of a read is one of them."""
 _KEPT_CHARACTERS = 80
+_Role = Literal["producer", "consumer"]
+_Event = tuple[str, str, float, "_Role | None", "Mapping[str, object] | None", "tuple[ReadTimes, float, float] | None"]
+"""(request id, stage, seconds, role at the beginning, facts, a rank's times of its read)."""
 
 
 def short_id(request_id: str) -> str:
@@ -34,50 +40,33 @@ def short_id(request_id: str) -> str:
 
 
 @final
-@dataclass(slots=True)
-class _HandOver:
-    role: Literal["producer", "consumer"]
-    facts: dict[str, object]
-    moments: dict[str, float] = field(default_factory=dict[str, float])
-
-
-@final
 class HandOverLog:
     """Remembers when the latest hand-overs reached their stages in this process; any thread.
 
     Args:
-        most: Hand-overs that are remembered; the oldest is forgotten first.
+        most: Hand-overs that are remembered at least; the oldest moments are forgotten first.
     """
 
     def __init__(self, most: int = MOST_HAND_OVERS) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _HandOver] = OrderedDict()
+        self._events: deque[_Event] = deque(maxlen=most * _MOST_STAGES)
 
     def begin(
-        self, request_id: str, role: Literal["producer", "consumer"], moments: dict[str, float], **facts: object
+        self, request_id: str, role: _Role, stage: str, at_s: float, facts: Mapping[str, object] | None = None
     ) -> None:
-        """Remember a hand-over from its first moments here on; one of the same id is forgotten.
+        """Remember a hand-over from its first moment here on; one of the same id is forgotten.
 
         Args:
             request_id: This engine's request.
             role: Whether it is handed over from here or to here.
-            moments: Seconds of this process's clock by stage.
+            stage: Its first stage.
+            at_s: Seconds of this process's clock.
             facts: Plain values to tell along.
         """
-        key = short_id(request_id)
-        with self._lock:
-            self._entries.pop(key, None)
-            self._entries[key] = _HandOver(role, facts, moments)
-            if len(self._entries) > self._most:
-                self._entries.popitem(last=False)
+        self._events.append((short_id(request_id), stage, at_s, role, facts, None))
 
-    def mark(self, request_id: str, stage: str, at_s: float, **facts: object) -> None:
+    def mark(self, request_id: str, stage: str, at_s: float, facts: Mapping[str, object] | None = None) -> None:
         """Note a further moment of a hand-over; of a repeated stage the first one counts, and unknown requests are ignored."""
-        entry = self._entries.get(short_id(request_id))
-        if entry is not None:
-            entry.moments.setdefault(stage, at_s)
-            entry.facts.update(facts)
+        self._events.append((short_id(request_id), stage, at_s, None, facts, None))
 
     def read_ended(self, end: ReadEnd, taken_s: float, completed_s: float) -> None:
         """Remember one rank's read.
@@ -88,30 +77,37 @@ class HandOverLog:
             completed_s: Time at which its pages were in order.
         """
         order, times = end.order, end.times
-        stages = {"told": times.told_s, "planned": times.planned_s, "posted": times.posted_s}
-        reached = {stage: moment for stage, moment in stages.items() if moment is not None}
-        moments = {"ordered": times.ordered_s, **reached}
-        if times.posted_s is not None and times.data_s is not None:
-            moments["started"] = times.posted_s + times.queue_s
-            moments["data"] = times.data_s
-            moments["fence"] = times.data_s + times.fence_s
-        moments |= {"ended": end.ended_s, "taken": taken_s, "completed": completed_s}
-        self.begin(
-            order.request_id,
-            "consumer",
-            moments,
-            peer_engine_id=order.peer.engine_id,
-            peer_request_id=short_id(order.peer_request_id),
-            tokens=order.tokens,
-            bytes=times.bytes_moved,
-            code=end.code,
-        )
+        facts = {
+            "peer_engine_id": order.peer.engine_id,
+            "peer_request_id": short_id(order.peer_request_id),
+            "tokens": order.tokens,
+            "bytes": times.bytes_moved,
+            "code": end.code,
+        }
+        stamps = times, end.ended_s, taken_s
+        self._events.append((short_id(order.request_id), "completed", completed_s, "consumer", facts, stamps))
 
     def describe(self) -> list[dict[str, object]]:
         """Return what is remembered, oldest first, as plain values."""
-        with self._lock:
-            entries = list(self._entries.items())
-        return [
-            {"request_id": key, "role": entry.role, **dict(entry.facts), "moments": dict(entry.moments)}
-            for key, entry in entries
-        ]
+        found: dict[str, dict[str, Any]] = {}
+        for request_id, stage, at_s, role, facts, stamps in self._events.copy():
+            if role is not None:
+                found.pop(request_id, None)  # so that an id which is used again stands where it began anew
+                moments = {} if stamps is None else _moments(*stamps)
+                found[request_id] = {"request_id": request_id, "role": role, "moments": moments}
+            entry = found.get(request_id)
+            if entry is not None:
+                entry["moments"].setdefault(stage, at_s)
+                entry.update(facts or {})
+        return list(found.values())
+
+
+def _moments(times: ReadTimes, ended_s: float, taken_s: float) -> dict[str, float]:
+    """Return a rank's moments of a read by stage, without those that it did not reach."""
+    stages = {"ordered": times.ordered_s, "told": times.told_s, "planned": times.planned_s, "posted": times.posted_s}
+    if times.posted_s is not None and times.data_s is not None:
+        stages["started"] = times.posted_s + times.queue_s
+        stages["data"] = times.data_s
+        stages["fence"] = times.data_s + times.fence_s
+    stages |= {"ended": ended_s, "taken": taken_s}
+    return {stage: moment for stage, moment in stages.items() if moment is not None}

@@ -90,20 +90,21 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
         with Refusals("arrival", request_id):
-            self._seals.look(self._now_s())
+            now_s = self._now_s()
+            self._seals.look(now_s)
             admission = self._state.arrive(
                 request_id,
                 arrival.params,
                 prompt_tokens=arrival.prompt_tokens,
                 identity=arrival.identity,
-                now_s=self._now_s(),
+                now_s=now_s,
             )
             self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
                 self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
             if admission.role != "none":
                 self._followed.add(request_id)
-                self._trail.arrived(arrival, admission.role)
+                self._trail.arrived(arrival, admission.role, now_s)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
@@ -284,7 +285,8 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
-        self._trail.step_ended()
+        if self._trail.starting:
+            self._trail.step_ended()
         self._gauges.record(self._stats, self._now_s())
         return self._stats.take()
 

@@ -6,7 +6,7 @@ for its first token, and only then, its tokens are counted there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
 
 from vllm_adapter.observe.hand_overs import short_id
 
@@ -27,24 +27,23 @@ class Trail:
     Args:
         log: This process's ring.
         now_s: The monotonic clock.
+
+    Attributes:
+        starting: Requests that wait for their first token, with what counts their tokens.
     """
 
     def __init__(self, log: HandOverLog, now_s: Callable[[], float]) -> None:
         self._log = log
         self._now_s = now_s
         self._counts: dict[str, Callable[[], int]] = {}
-        self._starting: dict[str, Callable[[], int]] = {}
+        self.starting: dict[str, Callable[[], int]] = {}
 
-    def arrived(self, arrival: Arrival, role: str) -> None:
+    def arrived(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float) -> None:
         """Note a request that takes part in a hand-over."""
         facts = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
-        moments = {"arrived": self._now_s()}
-        if role == "producer":
-            self._log.begin(arrival.request_id, "producer", moments, **facts)
-        else:
-            self._log.begin(arrival.request_id, "consumer", moments, **facts)
-            if arrival.output_tokens is not None:
-                self._counts[arrival.request_id] = arrival.output_tokens
+        self._log.begin(arrival.request_id, role, "arrived", now_s, facts)
+        if role == "consumer" and arrival.output_tokens is not None:
+            self._counts[arrival.request_id] = arrival.output_tokens
 
     def allocated(self, request_id: str, *, external_tokens: int) -> None:
         """Note blocks that were allocated: for a read, or for the step that computes the rest."""
@@ -53,7 +52,7 @@ class Trail:
             return
         count = self._counts.pop(request_id, None)
         if count is not None:
-            self._starting[request_id] = count
+            self.starting[request_id] = count
         self._log.mark(request_id, "scheduled", self._now_s())
 
     def ordered(self, reads: Sequence[ReadOrder], now_s: float) -> None:
@@ -61,7 +60,7 @@ class Trail:
         for order in reads:
             if order.is_reported:
                 peer = {"peer_engine_id": order.peer.engine_id, "peer_request_id": short_id(order.peer_request_id)}
-                self._log.mark(order.request_id, "ordered", now_s, **peer)
+                self._log.mark(order.request_id, "ordered", now_s, peer)
 
     def reported(self, request_ids: Iterable[str], stage: str) -> None:
         """Note what the workers have reported: reads that ended, or blocks that are free."""
@@ -70,17 +69,16 @@ class Trail:
             self._log.mark(request_id, stage, now_s)
 
     def step_ended(self) -> None:
-        """Note first tokens; called after every step, and does nothing while no request waits for its first."""
-        if self._starting:
-            now_s = self._now_s()
-            for request_id in [request_id for request_id, count in self._starting.items() if count()]:
-                del self._starting[request_id]
-                self._log.mark(request_id, "first_token", now_s)
+        """Note first tokens; to be called after a step while requests are `starting`."""
+        now_s = self._now_s()
+        for request_id in [request_id for request_id, count in self.starting.items() if count()]:
+            del self.starting[request_id]
+            self._log.mark(request_id, "first_token", now_s)
 
     def finished(self, request_id: str) -> None:
         """Note the answer of a request that is handed over, or that one which was taken over is done."""
         self._counts.pop(request_id, None)
-        count = self._starting.pop(request_id, None)
+        count = self.starting.pop(request_id, None)
         if count is None:
             self._log.mark(request_id, "answered", self._now_s())
         elif count():

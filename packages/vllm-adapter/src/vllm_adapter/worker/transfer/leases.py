@@ -64,7 +64,7 @@ class LeaseKeeper:
         """
         now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
         for grant in plan.grants:
-            log.begin(grant.request_id, "producer", {"granted": now_s})
+            log.begin(grant.request_id, "producer", "granted", now_s)
         for refusal in self._leases.apply(plan, void=void, now_s=now_s):
             self._parts.recorder.count("num_refused_notifications")
             self._parts.recorder.warn(
