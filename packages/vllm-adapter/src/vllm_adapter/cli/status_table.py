@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.asking import Answer
 
-__all__ = ["print_tables", "troubles"]
+__all__ = ["print_tables", "size_text", "troubles"]
 
 _PIPE_COLUMNS = 160
 _COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
@@ -142,7 +142,7 @@ def _leases(answer: Answer) -> str:
     blocks, held = answer.get("leased_blocks"), answer.get("leased_bytes")
     if not blocks:
         return _count(answer, "leases")
-    return f"{_count(answer, 'leases')} ({blocks} blocks{', ' + _size(held) if held else ''})"
+    return f"{_count(answer, 'leases')} ({blocks} blocks{', ' + size_text(held) if held else ''})"
 
 
 def _count(answer: Answer, name: str) -> str:
@@ -151,7 +151,7 @@ def _count(answer: Answer, name: str) -> str:
 
 def _held(answer: Answer, name: str) -> str:
     count = answer.get(f"{name}_transfers")
-    return "" if count is None else f"{count} ({_size(answer.get(f'{name}_bytes', 0))})" if count else "0"
+    return "" if count is None else f"{count} ({size_text(answer.get(f'{name}_bytes', 0))})" if count else "0"
 
 
 def _moved(figures: dict[str, Any]) -> str:
@@ -159,10 +159,12 @@ def _moved(figures: dict[str, Any]) -> str:
     if not done:
         return ""
     speed = float(figures.get("recent_bytes_per_s", 0.0))
-    return f"{done} in {_size(figures.get('bytes_moved', 0))}" + (f", {speed / 1e9:.2f} GB/s lately" if speed else "")
+    return f"{done} in {size_text(figures.get('bytes_moved', 0))}" + (
+        f", {speed / 1e9:.2f} GB/s lately" if speed else ""
+    )
 
 
-def _size(count: object) -> str:
+def size_text(count: object) -> str:
     """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
     size = float(count) if isinstance(count, int | float) else 0.0
     for unit in ("B", "KiB", "MiB"):

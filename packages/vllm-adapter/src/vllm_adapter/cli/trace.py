@@ -74,7 +74,6 @@ def _trace(
     others: Annotated[
         list[str] | None, typer.Option("--with", metavar="FILE", help="Answers saved on another machine.")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
     folder: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
@@ -82,7 +81,7 @@ def _trace(
 ) -> int:
     """Show one hand-over's timeline, put together from both engines."""
     options = TraceOptions(request, lists, ttft, as_json, chrome, save, tuple(others or ()))
-    return run_trace(options, folder=Path(folder) if folder else None, timeout_s=timeout)
+    return run_trace(options, folder=Path(folder) if folder else None)
 
 
 @final
@@ -109,17 +108,16 @@ class TraceOptions:
     others: tuple[str, ...] = ()
 
 
-def run_trace(options: TraceOptions, *, folder: Path | None = None, timeout_s: float = 3.0) -> int:
+def run_trace(options: TraceOptions, *, folder: Path | None = None) -> int:
     """Ask, put together, print, and return the exit code.
 
     Args:
         options: The choices.
         folder: Where the sockets are; None for where this user's engines put them.
-        timeout_s: Longest wait for each process.
     """
     folders = (folder,) if folder else status_folders()
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
-    answers = [{"desk": desk, **answer} for answer in ask_all(folders, timeout_s=timeout_s, request=TRACE_REQUEST)]
+    answers = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
     try:
         if options.save:
             Path(options.save).write_text(json.dumps(answers))

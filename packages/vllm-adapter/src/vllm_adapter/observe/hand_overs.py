@@ -1,8 +1,8 @@
 """Ring of the latest hand-overs' moments in one process, for `vllm-adapter trace`.
 
 A moment is a reading of this process's own monotonic clock, in seconds; no clock of another process is ever written here, and
-nothing of a prompt but its length. A process keeps the last `MOST_HAND_OVERS`; at rest nothing is done and nothing grows. A moment costs one append to a ring;
-moments are put together when somebody asks.
+nothing of a prompt but its length. At rest nothing is done and nothing grows; a moment costs one append to a ring, and moments
+are put together when somebody asks.
 
 Stages of a prompt that is handed over: `arrived`, `scheduled`, `answered`, `freed` in the scheduler's process, `granted`, `read`,
 `freed` in a rank's. Of one that is taken over: `arrived`, `allocated`, `ordered`, `reported`, `scheduled`, `first_token` in the
