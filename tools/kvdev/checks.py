@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["run_checks"]
 
 _BIN = Path(sys.executable).parent
-_NEIGHBOURS = {"gpu/device": "sim", "gpu/engines": "host/engines"}
+_NEIGHBOURS = {"fleet_sim": "sim", "gpu/device": "sim", "gpu/engines": "host/engines"}
 """Folders of `integration_tests` whose tests are bodies of another folder, on another device."""
 
 

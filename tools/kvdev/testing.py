@@ -104,6 +104,8 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
         # 10^6 random frames take a quarter of an hour each way.
         limit_s = 7200 if options.is_long else 1200
         _pytest(scope, _here(), folder, tally, *options.words, timeout_s=limit_s)
+        if scope == "sim":
+            _pytest("sim-fleets", _here(), ROOT / "integration_tests" / "fleet_sim", tally, *options.words)
         if scope == "security":
             # Attacks on tickets and agents need the simulation's engines; the wire in Go refuses what ours does.
             for name, tests in (("tickets", "sim/test_attacks.py"), ("wire", "wire_in_go")):

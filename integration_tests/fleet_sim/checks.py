@@ -1,0 +1,123 @@
+"""Checks that know nothing of production's reasons: whose bytes are in a page, who may still write, what is left at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from fleet import Fleet
+    from host import Request
+
+__all__ = ["EngineChecks", "leftovers"]
+
+
+@final
+class EngineChecks:
+    """Checks of one engine's pages and blocks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._world = engine.fleet.world
+
+    def accepted(self, request: Request) -> None:
+        """A read that the engine accepts has brought this prompt's tokens and no others."""
+        self._contents(request, request.valid, "accepted")
+
+    def finished(self, request: Request) -> None:
+        """The pages of a request still hold its own tokens when it ends."""
+        self._contents(request, min(request.computed, len(request.ids)), "finished")
+
+    def _contents(self, request: Request, tokens: int, event: str) -> None:
+        size = self._engine.plan.block_tokens
+        for number, group in enumerate(self._engine.fleet.plan.fleet.groups):
+            first = max(0, tokens - group.window_tokens + 1) if group.window_tokens else 0
+            for place in range(first // size, -(-tokens // size)):
+                start, stop = max(first, place * size), min(tokens, (place + 1) * size)
+                block = request.blocks[number][place]
+                if not block:
+                    self._world.violated(
+                        f"hole-{event}", f"{request.request_id}: token {start} of group {number} has no block"
+                    )
+                    return
+                ids = np.array(request.ids[start:stop], np.uint32)
+                wrong = self._engine.pages.wrong(number, block, start - place * size, ids)
+                if wrong is not None:
+                    self._world.violated(
+                        f"contents-{event}",
+                        f"{self._engine.name}: {request.request_id} {event} with {tokens} tokens, but block {block} (place "
+                        f"{place}, group {number}) holds {self._engine.fleet.whose(wrong)}",
+                    )
+                    return
+
+    def freed(self, request: Request, blocks: set[int]) -> None:
+        """Nothing on the wire may still write into blocks that are freed."""
+        if not blocks:
+            return
+        for transfer in self._engine.fleet.fabric.transfers:
+            if transfer.owner.process is not self._engine.process or not transfer.is_on_the_wire:
+                continue
+            for _, target, _ in transfer.copies[transfer.moved :]:
+                block = self._engine.pages.touches(target, blocks)
+                if block is not None:
+                    self._world.violated(
+                        "freed-under-read",
+                        f"{self._engine.name}: block {block} of {request.request_id} is freed while a read from "
+                        f"{transfer.peer_name.split('/')[0]} may still write into it",
+                    )
+                    return
+
+    def lease_ended(self, request: Request) -> None:
+        """When blocks are free, no rank's fence word says any more that they are not."""
+        if request.fence is None:
+            return
+        slot, generation = request.fence
+        for worker in self._engine.workers:
+            registration: Any = worker._registration
+            word = registration.agent._loop.agent._memory.fences.read(slot)
+            if word == generation:
+                self._world.violated(
+                    "fence-stands",
+                    f"{self._engine.name}: the blocks of {request.request_id} are free, and fence word {slot} of rank "
+                    f"{worker.rank[1]} still says {generation}",
+                )
+
+
+def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
+    """Return what is left although every request has had its time: (kind, sentence)."""
+    found: list[tuple[str, str]] = [("request-never-ended", f"{name}: no answer") for name in fleet.router.open_names()]
+    for engine in fleet.living():
+        found += [(kind, f"{engine.name}: {text}") for kind, text in _left_in(engine)]
+    return found
+
+
+def _left_in(engine: Engine) -> list[tuple[str, str]]:
+    host, side = engine.host, engine.side
+    found: list[tuple[str, str]] = []
+    if host.requests:
+        rests = ", ".join(f"{one.request_id} {one.status}" for one in host.requests.values())
+        found.append(("request-left", f"requests are left: {rests}"))
+    if len(host.free) != engine.plan.blocks - 1:
+        found.append(("blocks-lost", f"{len(host.free)} of {engine.plan.blocks - 1} blocks are free"))
+    state = side._state
+    if state.live_count or state.lease_count or state.fence_slots_used:
+        left = f"{state.live_count} requests, {state.lease_count} leases, {state.fence_slots_used} fence slots"
+        found.append(("records-left", f"the request machines keep {left}"))
+    found += [("invariant", problem) for problem in state.check_invariants()]
+    for worker in engine.workers:
+        registration: Any = worker._registration
+        rank = f"rank {worker.rank[1]}"
+        reads = registration.reads.snapshot()
+        if reads["transfers"]:
+            found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
+        if registration.leases.live_count():
+            found.append(("leases-left", f"{rank} has {registration.leases.live_count()} leases"))
+        agent = registration.agent._loop.agent
+        if agent.has_quarantine:
+            found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
+        waiting = [read for peer in registration.reads._peers.engines() for read in peer.waiting]
+        if waiting:
+            found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))
+    return found

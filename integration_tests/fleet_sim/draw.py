@@ -1,0 +1,117 @@
+"""Draw an episode's plan from its seed."""
+
+from __future__ import annotations
+
+import random
+
+from faults import KINDS
+from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
+from router import DAMAGES
+
+__all__ = ["draw_plan"]
+
+_LONGEST_TOKENS = 80
+"""No conversation grows beyond this, so that every request fits into an engine that has nothing else to do."""
+_LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
+
+
+def draw_plan(seed: int) -> EpisodePlan:
+    """Return the plan of a seed."""
+    draw = random.Random(seed)
+    fleet = _fleet(draw)
+    requests = tuple(_request(draw, fleet, number) for number in range(draw.randint(2, 10)))
+    count = 0 if draw.random() < 0.15 else draw.randint(1, 6)
+    faults = tuple(sorted((_fault(draw, fleet) for _ in range(count)), key=lambda fault: fault.at_s))
+    return EpisodePlan(seed, fleet, requests, faults)
+
+
+def _fleet(draw: random.Random) -> FleetPlan:
+    groups = tuple(
+        GroupPlan(draw.choice((0, 0, 10, 24)) if number else draw.choice((0, 0, 0, 16)), draw.choice((1, 1, 2)))
+        for number in range(draw.choice((1, 1, 2)))
+    )
+    base_tokens = draw.choice((4, 8))
+    prefills, decodes = draw.choice(((1, 1), (1, 1), (1, 2), (2, 1), (2, 2)))
+    engines = tuple(
+        _engine(draw, role, base_tokens, len(groups))
+        for role, count in (("prefill", prefills), ("decode", decodes))
+        for _ in range(count)
+    )
+    is_bidirectional = draw.random() < 0.3
+    return FleetPlan(
+        groups=groups,
+        engines=engines,
+        lease_s=draw.choice((1.0, 2.0, 4.0)),
+        read_timeout_s=draw.choice((0.5, 1.5, 4.0)),
+        handshake_timeout_s=draw.choice((0.3, 1.0)),
+        readback_s=draw.choice((2.0, 6.0)),
+        read_retries=draw.choice((0, 1, 1)),
+        fence_slots=draw.choice((2, 4, 64)),
+        max_leases=draw.choice((0, 0, 2)),
+        max_leased_blocks=draw.choice((0, 0, 10)),
+        max_inflight_bytes=draw.choice((0, 0, 2000)),
+        policy=draw.choice(("fail", "recompute")),
+        is_bidirectional=is_bidirectional,
+        is_sealed=draw.random() < 0.4,
+        conversion=draw.choice(("auto", "never")),
+        base_latency_s=draw.choice((0.0005, 0.003, 0.02)),
+        bytes_per_s=draw.choice((1e5, 1e6, 1e8)),
+        blocks_reads_of_stopped=draw.random() < 0.5,
+        notice_s=draw.choice((0.05, 1.0)),
+        patience_s=draw.choice((0.5, 3.0, 30.0)),
+        faults_end_s=draw.uniform(2.0, 7.0),
+    )
+
+
+def _engine(draw: random.Random, role: str, base_tokens: int, groups: int) -> EnginePlan:
+    block_tokens = base_tokens * draw.choice((1, 1, 1, 2))
+    longest = -(-_LONGEST_TOKENS // block_tokens)
+    return EnginePlan(
+        role=role,
+        tp=draw.choice((1, 1, 1, 2)),
+        blocks=1 + groups * draw.choice((longest, longest * 3 // 2, longest * 3)),
+        block_tokens=block_tokens,
+        order=draw.choice(("HND", "HND", "NHD")),
+        has_lag=draw.random() < 0.4,
+        step_s=draw.choice((0.01, 0.03)),
+        chunk_tokens=draw.choice((8, 16, 64)),
+        clock_rate=draw.choice((1.0, 1.0, 0.98, 1.02)),
+        clock_offset_s=draw.choice((0.0, 1000.0, 1e6)),
+    )
+
+
+def _request(draw: random.Random, fleet: FleetPlan, number: int) -> RequestPlan:
+    prefills = [n for n, engine in enumerate(fleet.engines) if engine.role == "prefill"]
+    decodes = [n for n, engine in enumerate(fleet.engines) if engine.role == "decode"]
+    abort = draw.choice(("", "", "", "prefill", "decode")) if draw.random() < 0.5 else ""
+    return RequestPlan(
+        name=f"r{number}",
+        at_s=draw.uniform(0.0, fleet.faults_end_s * 0.8),
+        prefill=draw.choice(prefills),
+        decode=draw.choice(decodes),
+        tokens=draw.randint(1, 40),
+        new_tokens=draw.randint(1, 6),
+        router_s=draw.choice((0.001, 0.02, 0.3)) if draw.random() < 0.9 else draw.uniform(0.5, 1.5) * fleet.lease_s,
+        readers=2 if draw.random() < 0.1 else 1,
+        abort=abort,
+        abort_s=draw.choice((0.0, 0.005, 0.02, 0.06, 0.2, 0.6)) * draw.random(),
+        damage=draw.choice(DAMAGES) if draw.random() < 0.12 else "",
+        turns=draw.choice((1, 2, 3)) if fleet.is_bidirectional else 1,
+    )
+
+
+def _fault(draw: random.Random, fleet: FleetPlan) -> FaultPlan:
+    kind = draw.choice(KINDS)
+    at_s = draw.uniform(0.0, fleet.faults_end_s)
+    engine = draw.randrange(len(fleet.engines))
+    others = [n for n in range(len(fleet.engines)) if n != engine]
+    if kind in _LINK_KINDS:
+        amount = {"slow": draw.choice((5.0, 50.0)), "cut": 0.0}.get(kind, draw.choice((0.1, 0.4)))
+        return FaultPlan(kind, at_s, draw.choice((0.3, 1.5, 5.0)) * draw.random(), engine, draw.choice(others), amount)
+    if kind == "jump":
+        return FaultPlan(kind, at_s, 0.0, engine, 0, draw.choice((0.5, 3.0, 60.0)))
+    if kind == "pressure":
+        return FaultPlan(kind, at_s, draw.uniform(0.1, 3.0), engine, 0, draw.choice((0.5, 0.9, 1.0)))
+    if kind == "pause":
+        return FaultPlan(kind, at_s, draw.uniform(0.05, 0.6), engine)
+    return FaultPlan(kind, at_s, draw.choice((0.2, 2.0, 6.0)) * draw.random(), engine, draw.randrange(2))

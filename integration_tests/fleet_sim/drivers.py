@@ -1,0 +1,162 @@
+"""Drive production's thread loops from events: the transfer thread, the handshake client, the side channel's listener.
+
+A driver calls one turn of a loop per event and notes how long the loop wants to wait. The loops are production's own, bodies and
+all; only the waiting inside of them is taken out. A wake-up that production gives ends the wait; one that it forgets does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from seams import SimThread, SimThreads
+from world import Process, World
+
+__all__ = ["ClientDriver", "ListenerDriver", "TransferDriver"]
+
+_TURN_S = 2e-5
+"""How long after a turn that moved something the next one begins."""
+
+
+@final
+class _Bell:
+    """Stands for the event that a transfer thread sleeps on."""
+
+    def __init__(self, driver: TransferDriver) -> None:
+        self._driver = driver
+
+    def wait(self, timeout: float) -> None:
+        self._driver.wait_s = timeout
+
+    def set(self) -> None:
+        self._driver.ring()
+
+    def clear(self) -> None:
+        pass
+
+
+@final
+class TransferDriver:
+    """Turns of `kv_nixl_agent`'s owner thread."""
+
+    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
+        self._world, self._threads, self._process, self._thread = world, threads, process, thread
+        self.loop: Any = thread.loop
+        self.wait_s: float | None = None
+        self.slept_s: float | None = None
+        self.is_running = True
+        self._token = 0
+        self.loop.pacer._event = _Bell(self)
+        self._as_thread(self.loop.pacer.begin)
+        agent = self._as_thread(self.loop.set_up)
+        self.loop.ready.set()
+        if agent is None:
+            self.is_running = False
+        else:
+            self._schedule(_TURN_S)
+
+    def ring(self) -> None:
+        """Begin the next turn now."""
+        if self.is_running:
+            self._schedule(_TURN_S)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._token += 1
+        token = self._token
+        self._world.after(delay_s, lambda: self._turn(token), self._process)
+
+    def _as_thread(self, action: Any, *arguments: Any) -> Any:
+        former, self._threads.running = self._threads.running, self._thread
+        try:
+            return action(*arguments)
+        finally:
+            self._threads.running = former
+
+    def _turn(self, token: int) -> None:
+        if token != self._token or not self.is_running:
+            return
+        loop, pacer = self.loop, self.loop.pacer
+        pacer._is_idle = False
+        self.wait_s = self.slept_s = None
+        before = loop.errors.loop_errors, loop.errors.callback_errors
+        try:
+            self._as_thread(loop.turn, loop.agent)
+        except Exception as error:
+            loop.errors.loop_raised(error)
+        if (loop.errors.loop_errors, loop.errors.callback_errors) != before:
+            kind, text = loop.errors.last
+            self._world.violated("thread-error", f"{self._process.name}: {kind}\n{text}")
+        self._world.counts["transfer-turns"] += 1
+        pacer._is_idle = self.wait_s is not None  # a sleep between two polls of the wire is not ended by a wake-up
+        wait_s = self.wait_s if self.wait_s is not None else self.slept_s
+        self._schedule(_TURN_S if wait_s is None else max(_TURN_S, wait_s / self._process.rate))
+
+    def end(self) -> None:
+        """Tear down, as the thread does when it is told to close."""
+        if self.is_running:
+            self.is_running = False
+            self._as_thread(self.loop.tear_down, self.loop.agent)
+            self.loop.pacer.end()
+
+
+@final
+class ClientDriver:
+    """Turns of `kv_handshake`'s client loop."""
+
+    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
+        self._world, self._threads, self._process, self._thread = world, threads, process, thread
+        self.loop: Any = thread.loop
+        self.loop._hub.driver = self
+        self.is_running = True
+        self._token = 0
+
+    @property
+    def process(self) -> Process:
+        """The client's process."""
+        return self._process
+
+    def ring(self) -> None:
+        """Begin the next turn now."""
+        if self.is_running:
+            self._schedule(_TURN_S)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._token += 1
+        token = self._token
+        self._world.after(delay_s, lambda: self._turn(token), self._process)
+
+    def _turn(self, token: int) -> None:
+        if token != self._token or not self.is_running:
+            return
+        former, self._threads.running = self._threads.running, self._thread
+        try:
+            self.loop._turn()
+        except Exception as error:
+            self._world.violated("handshake-error", f"{self._process.name}: {error!r}")
+            self.loop._recover(error)
+        finally:
+            self._threads.running = former
+        self._world.counts["client-turns"] += 1
+        if self.loop._hub.is_ready:
+            self._schedule(_TURN_S)
+        elif self.loop._running or self.loop._waiting or self.loop._lookups or self.loop._inbox:
+            self._schedule(max(_TURN_S, (self.loop._next_event_s() - self._world.clock()) / self._process.rate))
+
+    def end(self) -> None:
+        """End all tasks, as the thread does when it is closed."""
+        self.is_running = False
+
+
+@final
+class ListenerDriver:
+    """Serves the side channel: production decides on every reply."""
+
+    def __init__(self, world: World, process: Process, thread: SimThread) -> None:
+        self._world, self.process = world, process
+        self.listener: Any = thread.loop
+        self.is_running = True
+        self.listener._socket.port.bind(self)
+
+    def end(self) -> None:
+        """Free the port."""
+        self.is_running = False
+        self.listener._socket.port.close()

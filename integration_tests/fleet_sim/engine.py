@@ -1,0 +1,156 @@
+"""One engine process: production's scheduler side and worker sides, over simulated memory, with its host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from checks import EngineChecks
+from pages import HEAD_SIZE, HEADS, Pages, layer_names
+from plan import EnginePlan
+from world import Process
+
+from vllm_adapter.cache.facts import CacheGroup, EngineFacts
+from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.worker.engine_thread import WorkerSide
+
+if TYPE_CHECKING:
+    from fleet import Fleet
+
+__all__ = ["Engine"]
+
+
+@final
+class Engine:
+    """A living engine at a slot of the fleet.
+
+    Args:
+        fleet: The fleet.
+        slot: Number of its slot, which stands for its host and port.
+        name: Its engine id.
+        life: Number of this life, the generation that its tickets carry.
+    """
+
+    def __init__(self, fleet: Fleet, slot: int, name: str, life: int) -> None:
+        self.fleet, self.slot, self.name, self.life = fleet, slot, name, life
+        self.plan: EnginePlan = fleet.plan.fleet.engines[slot]
+        self.lane = fleet.lane(slot)
+        rate, offset_s = self.plan.clock_rate, self.plan.clock_offset_s
+        self.process = Process(self.lane, offset_s=offset_s, rate=rate)
+        self.pages = Pages(self.plan, fleet.plan.fleet.groups)
+        self.checks = EngineChecks(self)
+        self.settings = _settings(fleet)
+        self.workers: list[WorkerSide] = []
+        self._reports: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self.side: Any = None
+        fleet.world.act(self.process, self._start)
+        from host import Host
+
+        self.host = Host(self)
+
+    def _start(self) -> None:
+        payloads: dict[tuple[int, int], bytes] = {}
+        port: Any = self.fleet.fabric.port
+        for rank in range(self.plan.tp):
+            facts = self._facts(rank)
+            worker = WorkerSide(facts, WorkerParts(facts, self.settings, port_factory=port))
+            worker.register(self.pages.caches(rank), self.fleet.converter(self, rank))
+            assert worker.envelope is not None
+            payloads[0, rank] = worker.envelope
+            self.workers.append(worker)
+        parts = SchedulerParts(self._facts(0), self.settings, load_failure_policy=self.fleet.plan.fleet.policy)
+        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock)
+        self.side.serve(payloads)
+
+    def _facts(self, rank: int) -> EngineFacts:
+        groups, names = self.fleet.plan.fleet.groups, layer_names(self.fleet.plan.fleet.groups)
+        host, port = self.fleet.place(self.slot)
+        return EngineFacts(
+            engine_id=self.name,
+            host=host,
+            port=port,
+            tp=self.plan.tp,
+            tp_rank=rank,
+            pp=1,
+            pp_rank=0,
+            dcp=1,
+            total_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            block_count=self.plan.blocks,
+            generation=self.life,
+            layout="LBHNC" if self.plan.order == "HND" else "LBNHC",
+            kernel_order="",
+            attention_backend="SIM",
+            connector_version=14,
+            groups=tuple(
+                CacheGroup(
+                    "sliding-window" if group.window_tokens else "attention",
+                    self.plan.block_tokens,
+                    group.window_tokens,
+                    0,
+                    names[number],
+                )
+                for number, group in enumerate(groups)
+            ),
+            group_ids=tuple(range(len(groups))),
+            factors={"model": "m", "dtype": "f"},
+        )
+
+    def note(self, text: str) -> None:
+        """Write a line into the log."""
+        self.fleet.world.note(self.lane, text)
+
+    def gather(self, reports: list[Any]) -> tuple[list[str], list[str], set[str], Any, Any]:
+        """Add the ranks' reports up as vLLM does: an id counts once every rank has reported it."""
+        sent: list[str] = []
+        received: list[str] = []
+        failed: set[str] = set()
+        registrations: dict[tuple[int, int], Any] = {}
+        reasons: dict[str, dict[tuple[int, int], str]] = {}
+        for rank, report in reports:
+            failed |= report.failed
+            for request_id, reason in sorted(report.reasons.items()):
+                reasons.setdefault(request_id, {})[rank] = reason
+            if report.registration is not None:
+                registrations[rank] = report.registration
+            for kind, ids in (("sent", report.sent), ("received", report.received)):
+                for request_id in sorted(ids):
+                    key = f"{kind} {request_id}"
+                    self._reports[key] = self._reports.get(key, 0) + 1
+                    if self._reports[key] == self.plan.tp:
+                        del self._reports[key]
+                        (sent if kind == "sent" else received).append(request_id)
+        self._failed |= failed
+        bad = {request_id for request_id in received if request_id in self._failed}
+        self._failed -= bad
+        return sent, received, bad, registrations, reasons
+
+    def die(self) -> None:
+        """End as by SIGKILL."""
+        self.process.is_dead = True
+        for rank in self.workers:
+            rank._registration = None
+        self.fleet.listeners.pop(self.fleet.place(self.slot), None)
+
+
+def _settings(fleet: Fleet) -> Settings:
+    plan = fleet.plan.fleet
+    return Settings(
+        progress_thread="off",
+        kv_lease_duration=plan.lease_s,
+        read_timeout_s=plan.read_timeout_s,
+        handshake_timeout_s=plan.handshake_timeout_s,
+        handshake_attempts=2,
+        read_retries=plan.read_retries,
+        fence_slots=plan.fence_slots,
+        max_leases=plan.max_leases,
+        max_leased_blocks=plan.max_leased_blocks,
+        max_inflight_bytes=plan.max_inflight_bytes,
+        bidirectional_kv_xfer=plan.is_bidirectional,
+        decoder_kv_blocks_ttl=plan.readback_s,
+        kv_recompute_threshold=1,
+        receive_conversion=plan.conversion,
+        ticket_secret_variable="SIM_FLEET_SECRET" if plan.is_sealed else "",
+    )

@@ -1,0 +1,154 @@
+"""An episode: a plan is played, faults end, everything must come to rest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import final
+from unittest.mock import patch
+
+from checks import leftovers
+from faults import Faults
+from fleet import Fleet
+from plan import EpisodePlan
+from router import Router
+from seams import simulated
+from wire import SimHub, SimPort, SimRouter
+from world import Note, Violation, World
+
+import vllm_adapter.wiring
+from kv_nixl_agent import ThreadOptions
+
+__all__ = ["Outcome", "play"]
+
+_LOOK_S = 0.25
+_OPTIONS = ThreadOptions(
+    spin_s=0.0,
+    min_sleep_s=0.001,
+    max_sleep_s=0.02,
+    idle_poll_s=0.02,
+    slow_poll_s=0.25,
+    gil_switch_interval_s=None,
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an episode."""
+
+    plan: EpisodePlan
+    violations: tuple[Violation, ...]
+    log_hash: str
+    notes: tuple[Note, ...]
+    events: int
+    counts: Counter[str]
+    pairs: Counter[tuple[str, str]]
+    ended_s: float
+
+
+@final
+class _LogLines(logging.Handler):
+    """Writes production's warnings into the log; an exception that production reports is a broken promise."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lane = self._world.current.name if self._world.current is not None else "log"
+        text = record.getMessage()
+        self._world.note(lane, f"log: {text.splitlines()[0][:160]}")
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            self._world.violated("exception", f"{lane}: {text[:200]}: {record.exc_info[1]!r}")
+
+
+def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> Outcome:
+    """Play a plan to its end, with a planted bug or none."""
+    fleet = Fleet(plan)
+    world = fleet.world
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {"SIM_FLEET_SECRET": "0123456789abcdef0123456789abcdef"}))
+        stack.enter_context(patch.object(vllm_adapter.wiring, "use_allowed_cores", lambda: None))
+        _take_logs(stack, world)
+        if bug is not None:
+            bug(stack)
+        fleet.threads = stack.enter_context(
+            simulated(
+                world,
+                adopt=fleet.adopt,
+                hub=lambda _: SimHub(fleet),
+                port=lambda endpoint: SimPort(fleet, endpoint),
+                router=SimRouter,
+                thread_options=_OPTIONS,
+                tick_s=min(0.25, plan.fleet.lease_s / 12),
+            )
+        )
+        _run(fleet)
+    return Outcome(
+        plan,
+        tuple(world.violations),
+        world.log_hash(),
+        tuple(world.notes),
+        world.events,
+        world.counts,
+        world.pairs,
+        world.now_s,
+    )
+
+
+def _take_logs(stack: ExitStack, world: World) -> None:
+    handler = _LogLines(world)
+    for name in ("vllm.vllm_adapter", "kv_handshake", "kv_nixl_agent"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
+        stack.enter_context(patch.object(logger, "propagate", False))
+
+
+def _run(fleet: Fleet) -> None:
+    plan, world = fleet.plan, fleet.world
+    fleet.router = Router(fleet)
+    for slot in range(len(plan.fleet.engines)):
+        fleet.start(slot)
+    for request in plan.requests:
+        fleet.router.start(request)
+    faults = Faults(fleet)
+    for fault in plan.faults:
+        faults.plant(fault)
+    world.run(plan.fleet.faults_end_s)
+    if world.violations:
+        return
+    faults.heal()
+    _settle(fleet)
+
+
+def _settle(fleet: Fleet) -> None:
+    """Wait until everything is at rest, at most as long as everything may take."""
+    world, plan = fleet.world, fleet.plan.fleet
+    until_s = world.now_s + bound_s(fleet.plan)
+    while not world.violations:
+        world.run(min(world.now_s + _LOOK_S, until_s))
+        if world.violations:
+            return
+        left = leftovers(fleet)
+        if not left:
+            return
+        if world.now_s >= until_s:
+            for kind, text in left[:1]:
+                world.violated(kind, f"{text}, {until_s - plan.faults_end_s:.0f} s after the last fault")
+            return
+
+
+def bound_s(plan: EpisodePlan) -> float:
+    """Return how long after the last fault the last request may end and the last block may come back."""
+    fleet = plan.fleet
+    latest_s = max([request.at_s + 3 * request.router_s * request.turns for request in plan.requests], default=0.0)
+    one_s = fleet.lease_s + 2 * fleet.read_timeout_s + 6 * fleet.handshake_timeout_s + fleet.patience_s + fleet.notice_s
+    return (
+        max(0.0, latest_s - fleet.faults_end_s) + 20 + 3 * one_s + (fleet.readback_s if fleet.is_bidirectional else 0.0)
+    )

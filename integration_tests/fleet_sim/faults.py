@@ -1,0 +1,122 @@
+"""Faults of a plan, made true at their times and undone after their durations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+from plan import FaultPlan
+
+if TYPE_CHECKING:
+    from fleet import Fleet
+
+__all__ = ["KINDS", "Faults"]
+
+
+@final
+class Faults:
+    """Plants faults and heals them all."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._world = fleet.world
+
+    def plant(self, fault: FaultPlan) -> None:
+        """Let a fault happen at its time."""
+
+        def happen() -> None:
+            if not self._world.is_healed:
+                self._fleet.fault(fault.kind)
+                self._world.note(self._fleet.lane(fault.engine), f"FAULT {fault.kind} {fault.duration_s:.2f} s")
+                _ACTIONS[fault.kind](self, fault)
+
+        self._world.after(fault.at_s, happen)
+
+    def heal(self) -> None:
+        """End every fault: links are whole, processes run, dead engines come back."""
+        self._world.is_healed = True
+        self._world.note("CHECK", "faults end")
+        self._fleet.network.heal()
+        for slot in range(len(self._fleet.plan.fleet.engines)):
+            engine = self._fleet.engine(slot)
+            if engine is None or engine.process.is_dead:
+                self._fleet.start(slot)
+            else:
+                self._unpress(engine)
+                if engine.process.is_stopped:
+                    self._world.resume(engine.process)
+
+    def _later(self, fault: FaultPlan, action: Callable[[], None]) -> None:
+        def undo() -> None:
+            if not self._world.is_healed:
+                action()
+
+        self._world.after(fault.duration_s, undo)
+
+    def crash(self, fault: FaultPlan) -> None:
+        self._fleet.crash(fault.engine)
+
+        def restart() -> None:
+            engine = self._fleet.engine(fault.engine)
+            if engine is not None and engine.process.is_dead:
+                self._fleet.start(fault.engine, is_renamed=bool(fault.second))
+
+        self._later(fault, restart)
+
+    def stop(self, fault: FaultPlan) -> None:
+        engine = self._fleet.engine(fault.engine)
+        if engine is not None and not engine.process.is_dead and not engine.process.is_stopped:
+            self._world.stop(engine.process)
+            self._later(fault, lambda: self._world.resume(engine.process))
+
+    def jump(self, fault: FaultPlan) -> None:
+        engine = self._fleet.engine(fault.engine)
+        if engine is not None:
+            engine.process.offset_s += fault.amount
+
+    def _link(self, fault: FaultPlan, name: str, value: Any, normal: Any) -> None:
+        source, target = self._fleet.lane(fault.engine), self._fleet.lane(fault.second)
+        setattr(self._fleet.network.link(source, target), name, value)
+        self._later(fault, lambda: setattr(self._fleet.network.link(source, target), name, normal))
+
+    def cut(self, fault: FaultPlan) -> None:
+        self._link(fault, "is_cut", value=True, normal=False)
+
+    def slow(self, fault: FaultPlan) -> None:
+        self._link(fault, "slowness", fault.amount, 1.0)
+
+    def loss(self, fault: FaultPlan) -> None:
+        self._link(fault, "loss", fault.amount, 0.0)
+
+    def doubling(self, fault: FaultPlan) -> None:
+        self._link(fault, "doubling", fault.amount, 0.0)
+
+    def damage(self, fault: FaultPlan) -> None:
+        self._link(fault, "damage", fault.amount, 0.0)
+
+    def pressure(self, fault: FaultPlan) -> None:
+        engine = self._fleet.engine(fault.engine)
+        if engine is None or engine.process.is_dead:
+            return
+        count = int(fault.amount * len(engine.host.free))
+        engine.host.pressed += [engine.host.free.pop() for _ in range(count)]
+        self._later(fault, lambda: self._unpress(engine))
+
+    def _unpress(self, engine: Any) -> None:
+        engine.host.free += engine.host.pressed
+        engine.host.pressed.clear()
+
+
+_ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
+    "crash": Faults.crash,
+    "stop": Faults.stop,
+    "pause": Faults.stop,
+    "jump": Faults.jump,
+    "cut": Faults.cut,
+    "slow": Faults.slow,
+    "loss": Faults.loss,
+    "doubling": Faults.doubling,
+    "damage": Faults.damage,
+    "pressure": Faults.pressure,
+}
+KINDS = tuple(_ACTIONS)

@@ -1,0 +1,134 @@
+"""A fleet: engines at slots, a router, a network, and what breaks."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from drivers import ClientDriver, ListenerDriver, TransferDriver
+from network import Network
+from nixl_fake import Fabric
+from plan import EpisodePlan
+from world import World
+
+from kv_handshake import Listener
+from kv_handshake._loop import Loop as ClientLoop
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "sim"))
+from numpy_pages import NumpyPages
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from router import Router
+    from seams import SimThread, SimThreads
+
+__all__ = ["Fleet"]
+
+
+@final
+class Fleet:
+    """All that lives in an episode."""
+
+    def __init__(self, plan: EpisodePlan) -> None:
+        self.plan = plan
+        self.world = World(plan.seed)
+        self.network = Network(self.world, plan.fleet.base_latency_s, plan.fleet.bytes_per_s)
+        self.fabric = Fabric(
+            self,
+            blocks_reads_of_stopped=plan.fleet.blocks_reads_of_stopped,
+            notice_s=plan.fleet.notice_s,
+            patience_s=plan.fleet.patience_s,
+        )
+        self.listeners: dict[tuple[str, int], Any] = {}
+        self.threads: SimThreads
+        self.router: Router
+        self.is_sealed = plan.fleet.is_sealed
+        self._engines: list[Engine | None] = [None] * len(plan.fleet.engines)
+        self._lives = itertools.count(1)
+        self._ids = itertools.count(1)
+        self._first_ids: list[int] = []
+        self._names: list[str] = []
+
+    # ------------------------------------------------------------------------------------------------------ slots
+
+    def lane(self, slot: int) -> str:
+        """Return the name of a slot in the log and on the network, such as `P0`."""
+        return f"{self.plan.fleet.engines[slot].role[0].upper()}{slot}"
+
+    def place(self, slot: int) -> tuple[str, int]:
+        """Return host and port of a slot's side channel."""
+        return f"10.0.0.{slot + 1}", 5600
+
+    def slot_at(self, address: str, port: int) -> str:
+        """Return the lane at an address, empty for none."""
+        for slot in range(len(self._engines)):
+            if self.place(slot) == (address, port):
+                return self.lane(slot)
+        return ""
+
+    def engine(self, slot: int) -> Engine | None:
+        """Return the newest engine of a slot."""
+        return self._engines[slot]
+
+    def living(self) -> list[Engine]:
+        """Return the engines that live."""
+        return [one for one in self._engines if one is not None and not one.process.is_dead]
+
+    def start(self, slot: int, *, is_renamed: bool = False) -> None:
+        """Start an engine at a slot, again or for the first time."""
+        from engine import Engine
+
+        life = next(self._lives)
+        former = self._engines[slot]
+        name = former.name if former is not None else self.lane(slot)
+        if is_renamed:
+            name = f"{self.lane(slot)}.{life}"
+        self._engines[slot] = Engine(self, slot, name, life)
+        self.world.note(self.lane(slot), f"engine {name} starts")
+
+    def crash(self, slot: int) -> None:
+        """Kill an engine."""
+        engine = self._engines[slot]
+        if engine is None or engine.process.is_dead:
+            return
+        self.world.note(self.lane(slot), f"engine {engine.name} is killed")
+        engine.die()
+        self.router.engine_died(engine)
+
+    # ------------------------------------------------------------------------------------------------------ seams
+
+    def adopt(self, thread: SimThread) -> object:
+        """Drive a thread that production started."""
+        process = self.world.current
+        assert process is not None
+        if isinstance(thread.loop, Listener):
+            return ListenerDriver(self.world, process, thread)
+        kind = ClientDriver if isinstance(thread.loop, ClientLoop) else TransferDriver
+        return kind(self.world, self.threads, process, thread)
+
+    def converter(self, engine: Engine, rank: int) -> Any:
+        """Return what puts received pages of a rank in order."""
+        return NumpyPages([engine.pages.shaped[rank, layer] for layer in range(len(engine.pages.group_of))])
+
+    # ------------------------------------------------------------------------------------------------------ tokens
+
+    def new_ids(self, name: str, count: int) -> list[int]:
+        """Return ids of new tokens of a conversation."""
+        ids = list(itertools.islice(self._ids, count))
+        self._first_ids.append(ids[0])
+        self._names.append(name)
+        return ids
+
+    def whose(self, token_id: int) -> str:
+        """Return whose token an id is, in words."""
+        at = bisect.bisect_right(self._first_ids, token_id) - 1
+        if at < 0 or token_id >= 1 << 31 or token_id > self._first_ids[-1] + 1000:
+            return "no token at all (a free or spoiled page, or another head or layer)"
+        return f"token id {token_id} of conversation {self._names[at]}"
+
+    def fault(self, kind: str) -> None:
+        """Count a fault."""
+        self.world.counts[f"fault {kind}"] += 1

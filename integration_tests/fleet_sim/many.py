@@ -1,0 +1,79 @@
+"""Many seeds on several processes, and the figures of them all."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import final
+
+from draw import draw_plan
+from episode import play
+
+__all__ = ["Figures", "play_many"]
+
+_CHUNK = 50
+
+
+@final
+@dataclass(slots=True)
+class Figures:
+    """Figures of many episodes; `failures` are (seed, kind, sentence)."""
+
+    episodes: int = 0
+    events: int = 0
+    simulated_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter[str])
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    shapes: Counter[str] = field(default_factory=Counter[str])
+    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
+
+    def add(self, other: Figures) -> None:
+        """Add another share of the episodes."""
+        self.episodes += other.episodes
+        self.events += other.events
+        self.simulated_s += other.simulated_s
+        self.counts += other.counts
+        self.pairs += other.pairs
+        self.shapes += other.shapes
+        self.failures += other.failures
+
+    def lines(self) -> list[str]:
+        """Return the figures as text."""
+        faults = {name[6:]: count for name, count in sorted(self.counts.items()) if name.startswith("fault ")}
+        outcomes = {name[8:]: count for name, count in sorted(self.counts.items()) if name.startswith("outcome ")}
+        return [
+            f"{self.episodes} episodes, {self.events} events, {self.simulated_s:.0f} s, {len(self.shapes)} configurations",
+            f"reads accepted {self.counts['accepted']}, failed {self.counts['failed-reads']}; answers: {outcomes}",
+            f"faults: {sum(faults.values())} of {len(faults)} kinds: {faults}",
+            f"pairs of state and event: {len(self.pairs)}",
+        ]
+
+
+def _share(seeds: list[int]) -> Figures:
+    figures = Figures()
+    for seed in seeds:
+        plan = draw_plan(seed)
+        outcome = play(plan)
+        figures.episodes += 1
+        figures.events += outcome.events
+        figures.simulated_s += outcome.ended_s
+        figures.counts += outcome.counts
+        figures.pairs += outcome.pairs
+        figures.shapes[plan.fleet.shape] += 1
+        figures.failures += [(seed, one.kind, one.text) for one in outcome.violations[:1]]
+    return figures
+
+
+def play_many(seeds: Iterable[int], *, jobs: int | None = None) -> Figures:
+    """Play seeds on several processes."""
+    wanted = list(seeds)
+    shares = [wanted[at : at + _CHUNK] for at in range(0, len(wanted), _CHUNK)]
+    figures = Figures()
+    with ProcessPoolExecutor(jobs or min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        for share in pool.map(_share, shares):
+            figures.add(share)
+    return figures

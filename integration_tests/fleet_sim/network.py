@@ -1,0 +1,61 @@
+"""What lies between processes: delays, losses, one-way partitions, slow peers.
+
+Every link is directed, from one engine's slot to another's. A partition of A -> B alone lets B's messages reach A.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import final
+
+from world import World
+
+__all__ = ["Link", "Network"]
+
+
+@final
+@dataclass(slots=True)
+class Link:
+    """Conditions from one slot to another.
+
+    Attributes:
+        is_cut: Nothing passes; transfers wait, messages are lost or wait.
+        slowness: Delays are multiplied by this.
+        loss, doubling, damage: Probability of each per message.
+    """
+
+    is_cut: bool = False
+    slowness: float = 1.0
+    loss: float = 0.0
+    doubling: float = 0.0
+    damage: float = 0.0
+
+
+@final
+@dataclass(slots=True)
+class Network:
+    """All links, and the delays that they draw."""
+
+    world: World
+    base_s: float
+    bytes_per_s: float
+    links: dict[tuple[str, str], Link] = field(default_factory=dict[tuple[str, str], Link])
+
+    def link(self, source: str, target: str) -> Link:
+        """Return the conditions from a slot to another."""
+        return self.links.setdefault((source, target), Link())
+
+    def draws(self, source: str, target: str, purpose: str) -> random.Random:
+        """Return the random numbers of a link."""
+        return self.world.random(f"{purpose} {source}>{target}")
+
+    def delay_s(self, source: str, target: str, purpose: str, size_bytes: int = 0) -> float:
+        """Draw how long so many bytes take."""
+        draw = self.draws(source, target, purpose)
+        latency_s = self.base_s * (0.5 + draw.random()) * (10.0 if draw.random() < 0.02 else 1.0)
+        return self.link(source, target).slowness * (latency_s + size_bytes / self.bytes_per_s)
+
+    def heal(self) -> None:
+        """End all bad conditions."""
+        self.links.clear()

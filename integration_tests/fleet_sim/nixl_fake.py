@@ -1,0 +1,239 @@
+"""Stands for NIXL: one-sided reads that take time, tear, stall, fail late or land after they were given up.
+
+Lists, memory checks and handles are those of `kv_nixl_agent.testing`'s fake; time, wires and deaths are the simulation's. A read
+moves the first half of its bytes halfway through and the rest at its end, so a page that changes meanwhile is torn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
+
+from wire_bytes import damaged
+from world import Process, World
+
+from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent.testing._fake_nixl import FakeNixl, FakeTransfer
+
+__all__ = ["Fabric", "SimNixl", "SimTransfer"]
+
+_RETRY_S = 0.05
+
+
+class _Fleet(Protocol):
+    world: World
+    network: Any
+
+    def fault(self, kind: str) -> None: ...
+
+
+@final
+class Fabric:
+    """All agents of the world, by name and incarnation.
+
+    Attributes:
+        blocks_reads_of_stopped: Whether a stopped process stops reads of its memory, as over TCP; CMA goes on.
+        notice_s: Longest time until the loss of a process is noticed.
+        patience_s: How long a transfer waits for a cut link before it ends as disconnected.
+    """
+
+    def __init__(self, fleet: _Fleet, *, blocks_reads_of_stopped: bool, notice_s: float, patience_s: float) -> None:
+        self.fleet = fleet
+        self.world = fleet.world
+        self.blocks_reads_of_stopped = blocks_reads_of_stopped
+        self.notice_s = notice_s
+        self.patience_s = patience_s
+        self.agents: dict[str, SimNixl] = {}
+        self.transfers: dict[SimTransfer, None] = {}
+        self.latency_polls = 0
+        self.agents_unloaded_alive = 0
+        self._incarnations = 0
+
+    def hit(self, call: str) -> None:
+        """Raise no fault of calls."""
+
+    def chance(self, fault: str) -> bool:
+        """Let no fault happen by polls."""
+        return False
+
+    def orphan(self, transfer: FakeTransfer) -> None:
+        """Do nothing: what was released goes on by itself."""
+
+    def find(self, name: str, incarnation: int) -> FakeNixl | None:
+        """Return an agent that lives."""
+        agent = self.agents.get(name)
+        return agent.inner if agent is not None and agent.inner.incarnation == incarnation and agent.is_alive else None
+
+    def port(
+        self,
+        agent_name: str,
+        backends: Sequence[tuple[str, Mapping[str, str]]],
+        *,
+        sync_mode: str,
+        progress_thread: bool,
+    ) -> SimNixl:
+        """Make the agent of the running process."""
+        self._incarnations += 1
+        process = self.world.current
+        assert process is not None
+        inner = FakeNixl(self, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
+        agent = self.agents[agent_name] = SimNixl(self, process, inner)
+        return agent
+
+
+@final
+class SimTransfer:
+    """A transfer on its way."""
+
+    def __init__(self, owner: SimNixl, inner: FakeTransfer, peer_name: str) -> None:
+        self.owner, self.inner, self.peer_name = owner, inner, peer_name
+        self.copies: list[list[int]] = inner.copies.tolist()
+        self.peer: SimNixl | None = owner.fabric.agents.get(peer_name) if inner.peer is not None else None
+        self.is_posted = self.is_done = self.is_seen = False
+        self.failure = ""
+        self.moved = 0
+        self.waited_s = 0.0
+
+    @property
+    def is_on_the_wire(self) -> bool:
+        """Whether it may still write."""
+        return self.is_posted and not self.is_done and not self.failure
+
+    def step(self) -> None:
+        """Go on: halfway, or to the end, or wait, or fail."""
+        fabric, peer = self.owner.fabric, self.peer
+        if not self.is_on_the_wire or self.owner.process.is_dead:
+            fabric.transfers.pop(self, None)
+            return
+        if peer is None or not peer.is_alive:
+            draw = fabric.world.random(f"notice {self.owner.process.name}")
+            fabric.world.after(draw.random() * fabric.notice_s, lambda: self._fail("nixl-disconnected"))
+            return
+        network, here, there = fabric.fleet.network, self.owner.process.name, peer.process.name
+        is_cut = network.link(here, there).is_cut or network.link(there, here).is_cut
+        if is_cut or (peer.process.is_stopped and fabric.blocks_reads_of_stopped):
+            self.waited_s += _RETRY_S
+            if self.waited_s > fabric.patience_s and is_cut:
+                self._fail("nixl-disconnected")
+            else:
+                fabric.world.after(_RETRY_S, self.step)
+            return
+        if self.moved == 0 and len(self.copies) > 1:
+            self._move(len(self.copies) // 2)
+            fabric.world.after(network.delay_s(there, here, "read"), self.step)
+            return
+        self._move(len(self.copies))
+        self.is_done = True
+        fabric.transfers.pop(self, None)
+
+    def _move(self, until: int) -> None:
+        for source, target, length in self.copies[self.moved : until]:
+            ctypes.memmove(target, source, length)
+        self.moved = until
+
+    def _fail(self, code: str) -> None:
+        if self.is_on_the_wire:
+            self.failure = code
+            self.owner.fabric.transfers.pop(self, None)
+
+
+@final
+class SimNixl:
+    """The port of one agent."""
+
+    def __init__(self, fabric: Fabric, process: Process, inner: FakeNixl) -> None:
+        self.fabric, self.process, self.inner = fabric, process, inner
+        self.name = inner.name
+        self.inbox: deque[tuple[str, bytes]] = deque()
+        self.is_closed = False
+        self.handles: dict[object, str] = {}
+        self.register, self.deregister = inner.register, inner.deregister
+        self.agent_metadata, self.add_peer, self.remove_peer = inner.agent_metadata, inner.add_peer, inner.remove_peer
+        self.prepare, self.release_prepared = inner.prepare, inner.release_prepared
+        self._peers: dict[int, str] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process lives and it is open."""
+        return not self.is_closed and not self.process.is_dead
+
+    @property
+    def features(self) -> Any:
+        return self.inner.features
+
+    def make(
+        self, operation: Any, local: Any, local_indices: Any, peer: Any, peer_indices: Any, notification: bytes
+    ) -> SimTransfer:
+        inner = self.inner.make(operation, local, local_indices, peer, peer_indices, notification)
+        assert isinstance(inner, FakeTransfer)
+        transfer = SimTransfer(self, inner, peer.owner)
+        self.handles[transfer] = peer.owner
+        return transfer
+
+    def post(self, transfer: SimTransfer) -> str:
+        transfer.is_posted = True
+        self.fabric.transfers[transfer] = None
+        there = transfer.peer.process.name if transfer.peer is not None else ""
+        size = sum(copy[2] for copy in transfer.copies)
+        delay_s = self.fabric.fleet.network.delay_s(there, self.process.name, "read", size)
+        self.fabric.world.after(delay_s, transfer.step)
+        return "in-progress"
+
+    def check(self, transfer: SimTransfer) -> str:
+        if transfer.failure:
+            raise AgentError(transfer.failure, "the transfer has failed")
+        if not transfer.is_done:
+            return "in-progress"
+        if not transfer.is_seen:
+            transfer.is_seen = True
+            if transfer.inner.notification and transfer.peer is not None:
+                self._notify(transfer.peer, transfer.inner.notification)
+        return "done"
+
+    def release(self, transfer: SimTransfer) -> None:
+        self.handles.pop(transfer, None)
+
+    def telemetry(self, transfer: SimTransfer) -> Any:
+        return self.inner.telemetry(transfer.inner)
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        taken = list(self.inbox)
+        self.inbox.clear()
+        return taken
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        known = self.inner._peers.get(agent_name)
+        agent = self.fabric.agents.get(agent_name)
+        if known is None or agent is None or agent.inner.incarnation != known[0] or not agent.is_alive:
+            raise AgentError("nixl-not-found", f"send_notification: no agent {agent_name!r}")
+        self._notify(agent, payload)
+
+    def _notify(self, peer: SimNixl, payload: bytes) -> None:
+        fabric, network = self.fabric, self.fabric.fleet.network
+        here, there = self.process.name, peer.process.name
+        link, draw = network.link(here, there), network.draws(here, there, "notification faults")
+        if link.is_cut or draw.random() < link.loss:
+            fabric.fleet.fault("notification-loss")
+            return
+        if draw.random() < link.damage:
+            fabric.fleet.fault("notification-damage")
+            payload = damaged(payload, draw)
+        copies = 1
+        if draw.random() < link.doubling:
+            fabric.fleet.fault("notification-doubling")
+            copies = 2
+        for _ in range(copies):
+            delay_s = network.delay_s(here, there, "notification")
+            fabric.world.note_message(here, there, f"notification {payload[:3]!r}", fabric.world.time_s + delay_s)
+            fabric.world.after(delay_s, lambda: peer.deliver(self.name, payload))
+
+    def deliver(self, sender: str, payload: bytes) -> None:
+        """Take a notification in; also while the process is stopped."""
+        if self.is_alive:
+            self.inbox.append((sender, payload))
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.inner.is_dead = True

@@ -1,0 +1,162 @@
+"""Everything that a seed decides: the fleet, the requests and the faults; as plain values that can be saved, cut and replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, final
+
+__all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "RequestPlan", "from_json", "to_json"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A KV-cache group of the model: all tokens, or a window of the last ones."""
+
+    window_tokens: int = 0
+    layers: int = 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """An engine.
+
+    Attributes:
+        role: "prefill" or "decode".
+        tp: Tensor-parallel ranks.
+        blocks: Blocks of its pool, the null block among them.
+        block_tokens: Tokens per block.
+        order: Order of heads and tokens in a page.
+        has_lag: Whether each step is ordered before the results of the step before are known.
+        step_s: Duration of a step that computes.
+        chunk_tokens: Most prompt tokens that a request computes in a step.
+        clock_rate: Its clock's seconds per second.
+        clock_offset_s: Its clock's lead.
+    """
+
+    role: str
+    tp: int
+    blocks: int
+    block_tokens: int
+    order: str
+    has_lag: bool
+    step_s: float
+    chunk_tokens: int
+    clock_rate: float = 1.0
+    clock_offset_s: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The fleet and its configuration; durations in seconds."""
+
+    groups: tuple[GroupPlan, ...]
+    engines: tuple[EnginePlan, ...]
+    lease_s: float
+    read_timeout_s: float
+    handshake_timeout_s: float
+    readback_s: float
+    read_retries: int
+    fence_slots: int
+    max_leases: int
+    max_leased_blocks: int
+    max_inflight_bytes: int
+    policy: str
+    is_bidirectional: bool
+    is_sealed: bool
+    conversion: str
+    base_latency_s: float
+    bytes_per_s: float
+    blocks_reads_of_stopped: bool
+    notice_s: float
+    patience_s: float
+    faults_end_s: float
+
+    @property
+    def shape(self) -> str:
+        """Return what tells two configurations apart, in words."""
+        engines = ",".join(
+            f"{one.role[0]}{one.tp}x{one.block_tokens}{one.order}{'+' * one.has_lag}" for one in self.engines
+        )
+        groups = ",".join(f"{group.window_tokens}x{group.layers}" for group in self.groups)
+        flags = f"{self.policy[0]}{'b' * self.is_bidirectional}{'s' * self.is_sealed}{self.conversion[0]}{self.read_retries}"
+        return f"{engines} {groups} {flags}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """A request of a client.
+
+    Attributes:
+        at_s: Time at which the router sends its prompt to prefill.
+        prefill, decode: Engines, by number.
+        tokens: Length of its prompt.
+        new_tokens: Tokens that decode generates.
+        router_s: How long the router holds the ticket.
+        readers: Decode requests that get the same ticket.
+        abort: When the client gives up: "" for never, else "prefill" or "decode".
+        abort_s: How long after the request reached that engine.
+        damage: What happens to the ticket on its way: "" for nothing.
+        turns: Turns of the conversation; from the second on decode's blocks may be read back.
+    """
+
+    name: str
+    at_s: float
+    prefill: int
+    decode: int
+    tokens: int
+    new_tokens: int
+    router_s: float
+    readers: int = 1
+    abort: str = ""
+    abort_s: float = 0.0
+    damage: str = ""
+    turns: int = 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """A fault: its kind, when, for how long, where, how bad. `second` is a link's target, or the way of a restart."""
+
+    kind: str
+    at_s: float
+    duration_s: float = 0.0
+    engine: int = 0
+    second: int = 0
+    amount: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EpisodePlan:
+    """All of an episode."""
+
+    seed: int
+    fleet: FleetPlan
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[FaultPlan, ...]
+
+
+def to_json(plan: EpisodePlan) -> str:
+    """Return a plan as text."""
+    return json.dumps(dataclasses.asdict(plan), separators=(",", ":"))
+
+
+def from_json(text: str) -> EpisodePlan:
+    """Return the plan of a text."""
+    data: dict[str, Any] = json.loads(text)
+    fleet: dict[str, Any] = data["fleet"]
+    fleet["groups"] = tuple(GroupPlan(**group) for group in fleet["groups"])
+    fleet["engines"] = tuple(EnginePlan(**engine) for engine in fleet["engines"])
+    return EpisodePlan(
+        data["seed"],
+        FleetPlan(**fleet),
+        tuple(RequestPlan(**request) for request in data["requests"]),
+        tuple(FaultPlan(**fault) for fault in data["faults"]),
+    )

@@ -1,0 +1,198 @@
+"""The router and its clients: prompts to prefill, tickets to decode, answers; aborts and damaged tickets on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from host import Request
+from plan import RequestPlan
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from fleet import Fleet
+
+__all__ = ["DAMAGES", "Router"]
+
+DAMAGES = (
+    "blocks",
+    "tokens",
+    "first-tokens",
+    "fence",
+    "nonce",
+    "engine",
+    "port",
+    "request",
+    "sizes",
+    "prompt",
+    "types",
+    "generation",
+    "lease",
+    "span",
+)
+"""Parts of a ticket that a hostile client changes."""
+
+_BLIND = frozenset(("blocks", "tokens", "first-tokens", "request", "span", "fence"))
+"""Changes that only a seal can notice."""
+
+
+@final
+class Router:
+    """All conversations of an episode."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.world = fleet.world
+        self._open: dict[str, int] = {}
+        self._at: dict[str, tuple[int, Request]] = {}
+        self.outcomes: dict[str, str] = {}
+        self._tickets: list[Mapping[str, object]] = []
+
+    def open_names(self) -> list[str]:
+        """Return requests without an answer."""
+        return list(self._open)
+
+    def start(self, plan: RequestPlan) -> None:
+        """Begin a conversation at its time."""
+        self._open[plan.name] = plan.turns * plan.readers
+        self.world.after(plan.at_s, lambda: self._prefill(plan, 1, self.fleet.new_ids(plan.name, plan.tokens), None))
+
+    # ------------------------------------------------------------------------------------------------------ stages
+
+    def _prefill(self, plan: RequestPlan, turn: int, ids: list[int], readback: Mapping[str, object] | None) -> None:
+        params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if readback is not None:
+            params = dict(readback)
+        name = f"{plan.name}-p{turn}"
+
+        def answered(outcome: str, ticket: Mapping[str, object] | None, _: list[int]) -> None:
+            if outcome != "done":
+                self._end(name, plan, (plan.turns - turn + 1) * plan.readers, outcome)
+                return
+            for reader in range(plan.readers):
+                self.world.after(
+                    plan.router_s * (1 + reader / 4), partial(self._decode, plan, turn, reader, ids, ticket)
+                )
+
+        # vLLM's prefill generates one token, which decode computes again.
+        self._send(plan.prefill, name, ids, len(ids) + 1, params, answered, plan)
+        if plan.abort == "prefill":
+            self._abort_later(plan.prefill, name, plan.abort_s)
+
+    def _decode(
+        self, plan: RequestPlan, turn: int, reader: int, ids: list[int], ticket: Mapping[str, object] | None
+    ) -> None:
+        name = f"{plan.name}-d{turn}" + (f".{reader}" if reader else "")
+        params = None if ticket is None else self._carried(ticket, plan)
+
+        def answered(outcome: str, readback: Mapping[str, object] | None, all_ids: list[int]) -> None:
+            if reader or turn == plan.turns or outcome != "done":
+                left = 1 if reader or outcome == "done" else (plan.turns - turn) * plan.readers + 1
+                self._end(name, plan, left, outcome)
+                return
+            self._end(name, plan, 1, outcome)
+            longer = all_ids + self.fleet.new_ids(plan.name, 3 + turn)
+            self.world.after(plan.router_s, lambda: self._prefill(plan, turn + 1, longer, readback))
+
+        self._send(plan.decode, name, ids, len(ids) + plan.new_tokens, params, answered, plan)
+        if plan.abort == "decode":
+            self._abort_later(plan.decode, name, plan.abort_s)
+
+    def _send(
+        self, slot: int, name: str, ids: list[int], most: int, params: Any, answered: Any, plan: RequestPlan
+    ) -> None:
+        lane = self.fleet.lane(slot)
+        delay_s = self.fleet.network.delay_s("router", lane, "http")
+        self.world.note_message("router", lane, name, self.world.time_s + delay_s)
+
+        def answer(outcome: str, ticket: Mapping[str, object] | None, all_ids: list[int]) -> None:
+            self._at.pop(name, None)
+            back_s = self.fleet.network.delay_s(lane, "router", "http")
+            self.world.note_message(lane, "router", f"{name}: {outcome}", self.world.time_s + back_s)
+            self.world.after(back_s, lambda: answered(outcome, ticket, all_ids))
+
+        request = Request(name, list(ids), len(ids), most, params, answer, lambda: self.fleet.new_ids(plan.name, 1)[0])
+
+        def arrives() -> None:
+            engine = self.fleet.engine(slot)
+            if engine is None or engine.process.is_dead:
+                answer("engine-down", None, ids)
+                return
+            self._at[name] = slot, request
+            self.world.after(0.0, lambda: engine.host.arrive(request), engine.process)
+
+        self.world.after(delay_s, arrives)
+
+    def _abort_later(self, slot: int, name: str, delay_s: float) -> None:
+        def abort() -> None:
+            engine = self.fleet.engine(slot)
+            if engine is not None and not engine.process.is_dead:
+                self.fleet.fault("abort")
+                self.world.after(0.0, lambda: engine.host.abort(name), engine.process)
+
+        self.world.after(delay_s + self.fleet.network.base_s, abort)
+
+    def engine_died(self, engine: Engine) -> None:
+        """End all requests that a dead engine held: their connections are gone."""
+        for _, (slot, request) in list(self._at.items()):
+            if slot == engine.slot and not request.is_answered:
+                request.is_answered = True
+                request.answer("engine-died", None, request.ids)
+
+    def _end(self, name: str, plan: RequestPlan, parts: int, outcome: str) -> None:
+        self.outcomes[name] = outcome
+        self.world.counts[f"outcome {outcome}"] += 1
+        left = self._open.get(plan.name, 0) - parts
+        if left < 0:
+            self.world.violated("answered-twice", f"{name} ends, but its conversation is over")
+        if left <= 0:
+            self._open.pop(plan.name, None)
+        else:
+            self._open[plan.name] = left
+
+    # ------------------------------------------------------------------------------------------------------ tickets
+
+    def _carried(self, ticket: Mapping[str, object], plan: RequestPlan) -> dict[str, Any]:
+        """Return a ticket as it comes out of the router: through JSON, and changed if the client is hostile."""
+        carried: dict[str, Any] = json.loads(json.dumps(ticket))
+        self._tickets.append(carried)
+        if plan.damage and (self.fleet.is_sealed or plan.damage not in _BLIND):
+            self.fleet.fault(f"ticket-{plan.damage}")
+            carried = dict(carried)
+            _damage(carried, plan.damage, self.world.random(f"damage {plan.name}"), self._tickets)
+        return carried
+
+
+def _damage(ticket: dict[str, Any], how: str, draw: random.Random, others: list[Mapping[str, object]]) -> None:
+    if how == "blocks":
+        ticket["remote_block_ids"] = [[1 + draw.randrange(20) for _ in group] for group in ticket["remote_block_ids"]]
+    elif how == "tokens":
+        ticket["remote_num_tokens"] = max(1, ticket["remote_num_tokens"] + draw.choice((-5, 5, 1000)))
+    elif how == "first-tokens":
+        ticket["kv_first_tokens"] = [first + draw.choice((-8, 8, 16)) for first in ticket["kv_first_tokens"]]
+    elif how == "fence":
+        ticket["kv_fence"] = [draw.randrange(8), draw.getrandbits(52)]
+    elif how == "nonce":
+        ticket["kv_nonce"] = f"{draw.getrandbits(64):016x}"
+    elif how == "engine":
+        ticket["remote_engine_id"] = draw.choice(("nobody", "P0", "D1", ""))
+    elif how == "port":
+        ticket["remote_port"] = draw.choice((5600, 5601, 9, 70000, -1))
+    elif how == "request":
+        other = draw.choice(others)
+        ticket["remote_request_id"], ticket["remote_block_ids"] = other["remote_request_id"], other["remote_block_ids"]
+    elif how == "sizes":
+        ticket["tp_size"] = draw.choice((1, 2, 4, 8, 0, 1 << 40))
+    elif how == "prompt":
+        ticket["kv_prompt"] = f"{draw.getrandbits(256):064x}"
+    elif how == "types":
+        ticket[draw.choice(sorted(ticket))] = draw.choice((None, "x", -1, [], {}, 1 << 60, [[[]]], True))
+    elif how == "generation":
+        ticket["kv_generation"] = draw.randrange(100)
+    elif how == "lease":
+        ticket["kv_lease_s"] = draw.choice((0, -1, 1e9, 0.001))
+    elif how == "span":
+        ticket["kv_span_tokens"] = [span * 2 for span in ticket["kv_span_tokens"]]

@@ -1,0 +1,183 @@
+"""The seams at which production meets the simulation: clock, threads, ZeroMQ, NIXL, random numbers.
+
+Production modules import `time`, `threading` and the two modules that know ZeroMQ and NIXL by name. During an episode these names
+stand for the simulated ones; nothing else of production is replaced. A thread that production starts is not run: it is handed to
+`drivers.py`, which calls the turns of its loop from the world's events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+from unittest.mock import patch
+
+from world import World
+
+import kv_handshake._client
+import kv_handshake._listener
+import kv_handshake._log
+import kv_handshake._loop
+import kv_nixl_agent._handles
+import kv_nixl_agent._loop
+import kv_nixl_agent._pacing
+import kv_nixl_agent._thread
+import vllm_adapter.wiring
+import vllm_adapter.worker.completion
+import vllm_adapter.worker.engine_thread
+import vllm_adapter.worker.registration
+from kv_handshake import Client, Listener
+from kv_nixl_agent import ThreadOptions, TransferThread
+
+__all__ = ["SimThread", "simulated"]
+
+_TIMED = (
+    kv_handshake._client,
+    kv_handshake._listener,
+    kv_handshake._log,
+    kv_handshake._loop,
+    kv_nixl_agent._handles,
+    kv_nixl_agent._loop,
+    vllm_adapter.worker.completion,
+    vllm_adapter.worker.engine_thread,
+    vllm_adapter.worker.registration,
+)
+_THREADED = (kv_handshake._listener, kv_handshake._loop, kv_nixl_agent._thread)
+
+
+@final
+class SimTime:
+    """Stands for the module `time`: the running process's clock, and sleeps that take the event's time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.monotonic = self.perf_counter = world.clock
+
+    def sleep(self, duration_s: float) -> None:
+        process = self._world.current
+        self._world.elapsed_s += duration_s / (process.rate if process is not None else 1.0)
+
+
+@final
+class PacerTime:
+    """Stands for the module `time` of the transfer thread's pacer: a sleep between two polls of the wire ends the turn."""
+
+    def __init__(self, threads: SimThreads) -> None:
+        self._threads = threads
+
+    def sleep(self, duration_s: float) -> None:
+        if self._threads.running is not None:
+            self._threads.running.driver.slept_s = duration_s
+
+
+@final
+class SimThread:
+    """Stands for a thread: its target's loop is driven by events.
+
+    Attributes:
+        driver: Runs its turns, once it is started.
+        ident: None before its start.
+    """
+
+    def __init__(self, threads: SimThreads, target: Callable[..., None], name: str) -> None:
+        self._threads = threads
+        self.name = name
+        self.loop: Any = getattr(target, "__self__", None)
+        self.ident: int | None = None
+        self.driver: Any = None
+
+    def start(self) -> None:
+        self.ident = 1
+        self.driver = self._threads.adopt(self)
+
+    def is_alive(self) -> bool:
+        return self.driver is not None and self.driver.is_running
+
+    def join(self, timeout: float | None = None) -> None:
+        self.driver.end()
+
+
+@final
+class SimThreads:
+    """Stands for the module `threading`."""
+
+    Lock = staticmethod(threading.Lock)
+    Event = staticmethod(threading.Event)
+    local = staticmethod(threading.local)
+
+    def __init__(self, adopt: Callable[[SimThread], object]) -> None:
+        self.adopt = adopt
+        self.running: SimThread | None = None
+
+    def Thread(  # noqa: N802  (stands for the class of that name)
+        self,
+        target: Callable[..., None],
+        name: str = "",
+        daemon: bool = False,
+        args: tuple[Any, ...] = (),
+    ) -> SimThread:
+        return SimThread(self, target, name)
+
+    def current_thread(self) -> object:
+        return self.running
+
+
+@final
+class SimSecrets:
+    """Stands for the module `secrets`, from the seed."""
+
+    def __init__(self, world: World) -> None:
+        self._random = world.random("secrets")
+
+    def randbits(self, bits: int) -> int:
+        return self._random.getrandbits(bits)
+
+    def token_hex(self, count: int) -> str:
+        return self._random.randbytes(count).hex()
+
+
+@contextmanager
+def simulated(
+    world: World,
+    *,
+    adopt: Callable[[SimThread], object],
+    hub: Callable[..., object],
+    port: Callable[..., object],
+    router: Callable[..., object],
+    thread_options: ThreadOptions,
+    tick_s: float,
+) -> Iterator[SimThreads]:
+    """Put the simulated names in place for one episode.
+
+    Args:
+        world: The episode's world.
+        adopt: Takes a thread that production starts, and returns its driver.
+        hub: Stands for the ZeroMQ client's `Hub`.
+        port: Stands for `ListeningPort`.
+        router: Stands for `RouterSocket`.
+        thread_options: How the transfer threads wait: coarser than in production, since every look costs an event.
+        tick_s: Time between two looks at leases.
+    """
+    clock, threads = SimTime(world), SimThreads(adopt)
+
+    def transfer_thread(*arguments: Any, **named: Any) -> TransferThread:
+        return TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": thread_options})
+
+    replaced: list[tuple[object, str, object]] = [
+        *[(module, "time", clock) for module in _TIMED],
+        *[(module, "threading", threads) for module in _THREADED],
+        (kv_nixl_agent._pacing, "time", PacerTime(threads)),
+        (kv_handshake._loop, "Hub", hub),
+        (kv_handshake._listener, "ListeningPort", port),
+        (kv_handshake._listener, "RouterSocket", router),
+        (vllm_adapter.wiring, "secrets", SimSecrets(world)),
+        (vllm_adapter.wiring, "TransferThread", transfer_thread),
+        (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
+        (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),
+        (vllm_adapter.worker.registration, "_TICK_S", tick_s),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(patch.object(owner, name, value))
+        yield threads

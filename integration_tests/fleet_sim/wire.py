@@ -1,0 +1,217 @@
+"""Stands for ZeroMQ: client connections and a listener's socket, over the simulated network.
+
+Replies on a connection come in order, as over TCP. A message that a link loses ends its connection; a damaged one arrives
+damaged, as from a hostile peer, since TCP itself would repeat it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, final
+
+from fleet import Fleet
+from wire_bytes import damaged
+
+from kv_handshake._errors import TransportError
+from kv_handshake._zmq import Incoming
+from kv_handshake._zmq._watch import Sender
+
+__all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
+
+
+@final
+class SimConnection:
+    """Stands for a client connection."""
+
+    def __init__(self, hub: SimHub, address: str, port: int, key_number: int) -> None:
+        self.hub, self.address, self.port, self.key_number = hub, address, port, key_number
+        self.is_open = False
+        self.sender = Sender(hub.driver.process.name, 0)
+        self._fleet = hub.fleet
+        self._fault = ""
+        self._replies: deque[list[bytes]] = deque()
+        self._is_closed = False
+        self._last_s = 0.0
+        self._slot = hub.driver.process.name
+        self._open()
+
+    def _target(self) -> Any:
+        return self._fleet.listeners.get((self.address, self.port))
+
+    def _open(self) -> None:
+        fleet, listener = self._fleet, self._target()
+        peer = fleet.slot_at(self.address, self.port)
+        if not peer:
+            fleet.world.after(fleet.network.base_s, lambda: self._end("connection-refused"), self.hub.driver.process)
+            return
+        delay_s = fleet.network.delay_s(self._slot, peer, "zmq")
+        if self._is_cut(peer):
+            return  # nobody answers; the attempt's deadline ends it
+        if listener is None:
+            fleet.world.after(delay_s, lambda: self._end("connection-refused"), self.hub.driver.process)
+        else:
+            self.is_open = True
+
+    def _is_cut(self, peer: str) -> bool:
+        network = self._fleet.network
+        return network.link(self._slot, peer).is_cut or network.link(peer, self._slot).is_cut
+
+    def _end(self, fault: str) -> None:
+        if not self._is_closed and not self._fault:
+            self._fault = fault
+            self.hub.changed(self)
+
+    def send(self, query: bytes) -> None:
+        fleet, network = self._fleet, self._fleet.network
+        peer, listener = fleet.slot_at(self.address, self.port), self._target()
+        if not peer or listener is None or self._is_cut(peer):
+            return
+        link, draw = network.link(self._slot, peer), network.draws(self._slot, peer, "zmq faults")
+        delay_s = network.delay_s(self._slot, peer, "zmq", len(query))
+        arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
+        if draw.random() < link.loss:
+            fleet.fault("zmq-loss")
+            fleet.world.after(delay_s, lambda: self._end("connection-lost"), self.hub.driver.process)
+            return
+        if draw.random() < link.damage:
+            fleet.fault("zmq-damage")
+            query = damaged(query, draw)
+        fleet.world.note_message(self._slot, peer, "query", arrives_s)
+        fleet.world.after(arrives_s - fleet.world.time_s, lambda: self._serve(listener, query), listener.process)
+        self._last_s = arrives_s
+
+    def _serve(self, driver: Any, query: bytes) -> None:
+        """Answer as the listener's process."""
+        fleet, network = self._fleet, self._fleet.network
+        if not driver.is_running or self._is_closed:
+            return
+        self.sender.queries += 1
+        reply = list(driver.listener._reply(Incoming((b"id", b""), query, self.sender)))
+        peer = driver.process.name
+        link, draw = network.link(peer, self._slot), network.draws(peer, self._slot, "zmq faults")
+        if self._is_cut(peer):
+            return
+        delay_s = network.delay_s(peer, self._slot, "zmq", sum(map(len, reply)))
+        arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
+        self._last_s = arrives_s
+        if draw.random() < link.loss:
+            fleet.fault("zmq-loss")
+            fleet.world.after(delay_s, lambda: self._end("connection-lost"), self.hub.driver.process)
+            return
+        if draw.random() < link.damage:
+            fleet.fault("zmq-damage")
+            reply = [damaged(frame, draw) for frame in reply]
+        if draw.random() < link.doubling:
+            fleet.fault("zmq-doubling")
+            again_s = arrives_s - fleet.world.time_s
+            fleet.world.after(again_s, lambda: self._take(list(reply)), self.hub.driver.process)
+        fleet.world.note_message(peer, self._slot, "reply", arrives_s)
+        fleet.world.after(arrives_s - fleet.world.time_s, lambda: self._take(reply), self.hub.driver.process)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if not self._is_closed:
+            self._replies.append(frames)
+            self.hub.readable(self)
+
+    def receive(self) -> list[bytes] | None:
+        return self._replies.popleft() if self._replies else None
+
+    def fault(self) -> str:
+        return self._fault
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+@final
+class SimHub:
+    """Stands for the client's poll over its connections."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.driver: Any = None
+        self.server_keys = 0
+        self._readable: dict[SimConnection, None] = {}
+        self._changed: dict[SimConnection, None] = {}
+        self.open_count = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next poll has something to return."""
+        return bool(self._readable or self._changed)
+
+    def open(self, address: str, port: int, key_number: int = 0) -> SimConnection:
+        self.open_count += 1
+        return SimConnection(self, address, port, key_number)
+
+    def readable(self, connection: SimConnection) -> None:
+        self._readable[connection] = None
+        self.wake()
+
+    def changed(self, connection: SimConnection) -> None:
+        self._changed[connection] = None
+        self.wake()
+
+    def poll(self, timeout_s: float) -> tuple[list[SimConnection], list[SimConnection]]:
+        readable, changed = list(self._readable), list(self._changed)
+        self._readable.clear()
+        self._changed.clear()
+        return readable, changed
+
+    def discard(self, connection: SimConnection) -> None:
+        self.open_count -= 1
+        connection.close()
+        self._readable.pop(connection, None)
+        self._changed.pop(connection, None)
+
+    def flooded(self) -> list[SimConnection]:
+        return []
+
+    def wake(self) -> None:
+        if self.driver is not None:
+            self.driver.ring()
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class SimPort:
+    """Stands for a bound TCP port."""
+
+    def __init__(self, fleet: Fleet, endpoint: Any) -> None:
+        self._fleet, self.endpoint = fleet, endpoint
+        self.driver: Any = None
+        if self._key in fleet.listeners:
+            raise TransportError("bind-failed", f"port {endpoint.port} is taken")
+        fleet.listeners[self._key] = None
+
+    @property
+    def _key(self) -> tuple[str, int]:
+        return self.endpoint.host, self.endpoint.port
+
+    def bind(self, driver: Any) -> None:
+        """Serve this driver's replies from now on."""
+        self._fleet.listeners[self._key] = driver
+
+    def close(self) -> None:
+        self._fleet.listeners.pop(self._key, None)
+
+
+@final
+class SimRouter:
+    """Stands for the listener's socket."""
+
+    def __init__(self, port: SimPort, *, security: object = None, report: object = None) -> None:
+        self.port = port
+        self.security = security
+        self.is_outdated = False
+
+    def denied(self) -> dict[str, int]:
+        return {}
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
