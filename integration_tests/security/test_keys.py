@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,3 +55,66 @@ def _ask_in_the_clear(port: int) -> bytes:
             return read_frame(sock)[1]
     except OSError:
         return b""
+
+
+CURVE_GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00CURVE" + bytes(47)
+
+
+def broken_opening(rng: random.Random) -> bytes:
+    """Return what follows a greeting: a HELLO that nobody has sealed, a cut one, an endless frame, a step out of turn."""
+    hello = b"\x05HELLO\x01\x00" + bytes(72) + rng.randbytes(120)
+    return rng.choice(
+        (
+            bytes([4, len(hello)]) + hello,
+            bytes([4, len(hello)]) + hello[: rng.randrange(len(hello))],
+            b"\x06" + (1 << 40).to_bytes(8, "big") + rng.randbytes(1000),
+            b"\x04\x09\x08INITIATE",
+            rng.randbytes(rng.randrange(200)),
+        )
+    )
+
+
+def test_broken_openings_of_encrypted_connections_cost_no_honest_peer(figure: Callable[[str], None]) -> None:
+    engine, peer = generate_keypair(), generate_keypair()
+    security = ServerSecurity(*engine, {peer[0]: "decode"})
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
+    listener.start()
+    keys = ClientSecurity(*peer, engine[0])
+    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20), security=keys)
+    is_over, opened = threading.Event(), [0] * 8
+
+    def attack(number: int) -> None:
+        rng = random.Random(number)
+        while not is_over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", listener.port), 2) as sock:
+                sock.sendall(CURVE_GREETING + broken_opening(rng))
+                sock.settimeout(0.05)
+                opened[number] += 1
+                while sock.recv(4096):
+                    pass
+
+    def fetch(times: int) -> list[float]:
+        outcomes = [
+            client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14) for _ in range(times)
+        ]
+        assert not [outcome for outcome in outcomes if not outcome.is_ok]
+        return sorted(outcome.elapsed_s for outcome in outcomes)
+
+    before = fetch(40)
+    threads = [threading.Thread(target=attack, args=(number,)) for number in range(len(opened))]
+    for each in threads:
+        each.start()
+    during = fetch(60)
+    is_over.set()
+    for each in threads:
+        each.join(10)
+    restarts = listener.statistics()["restarts"]
+    client.close()
+    listener.close()
+    figure(
+        f"0 of {len(before) + len(during)} failed beside {sum(opened)} broken openings; median {before[20] * 1e3:.1f} ms before, "
+        f"{during[30] * 1e3:.1f} during, worst {during[-1] * 1e3:.0f}"
+    )
+    assert sum(opened) > 100
+    assert restarts == 0
+    assert during[-1] < 2.0
