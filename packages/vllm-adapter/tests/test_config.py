@@ -54,6 +54,7 @@ def test_every_default_passes_its_own_check() -> None:
         ({"peer_ports": "5600-5599"}, "out-of-range", "FIRST-LAST within 1 to 65535, got '5600-5599'"),
         ({"peer_ports": "0-70000"}, "out-of-range", "got '0-70000'"),
         ({"peer_ports": "a-b"}, "out-of-range", "got 'a-b'"),
+        ({"peer_ports": "5600-"}, "out-of-range", "got '5600-'"),
         ({"ticket_policy": "requires"}, "out-of-range", "did you mean 'require'"),
         ({"ticket_policy": "accept-unsigned"}, "incomplete-keys", "needs ticket_secret_files"),
         ({**SEALED, "ticket_policy": "accept-unsigned"}, "incomplete-keys", "go together"),

@@ -271,8 +271,10 @@ def _port_range(text: str) -> tuple[int, int]:
     Raises:
         ConfigurationError: `out-of-range`.
     """
-    first, _, last = text.partition("-")
-    ports = [int(each) for each in (first, last or first) if each.isascii() and each.isdigit() and len(each) <= 5]
+    first, dash, last = text.partition("-")
+    ports = [
+        int(each) for each in (first, last if dash else first) if each.isascii() and each.isdigit() and len(each) <= 5
+    ]
     if len(ports) != 2 or not 1 <= ports[0] <= ports[1] <= 65_535:
         raise ConfigurationError(
             f"kv_connector_extra_config: 'peer_ports' must be FIRST-LAST within 1 to 65535, got {text!r}",
