@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,10 +51,10 @@ def envelopes(
     tokens: int = TOKENS,
     heads: int = 4,
     factors: dict[str, object] | None = None,
-    agent: Any = NO_AGENT,
+    agents: Sequence[Any] = (NO_AGENT,),
     **changes: Any,
 ) -> dict[Rank, bytes]:
-    """Return what the ranks of an engine serve, as their connectors would make it."""
+    """Return what the ranks of an engine serve, as their connectors would make it; ranks beyond the agents have the last one."""
     made: dict[Rank, bytes] = {}
     group = facts().groups[0]
     groups = (type(group)(group.kind, tokens, 0, 0, group.layers),)
@@ -72,7 +73,9 @@ def envelopes(
             for number, layer in enumerate(group.layers)
         ]
         parts = WorkerParts(here, Settings())
-        made[0, rank] = parts.encode_envelope(caches, local_document(here, caches), agent, generation=1)
+        made[0, rank] = parts.encode_envelope(
+            caches, local_document(here, caches), agents[min(rank, len(agents) - 1)], generation=1
+        )
     return made
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines_to_check import Checked, config, envelopes, silenced
+from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
 from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
@@ -50,8 +50,8 @@ def serve() -> Iterator[Serve]:
     """Serve the envelopes of an engine that has this agent; return its address."""
     listeners: list[Listener] = []
 
-    def run(name: str, agent: Any = None, *, is_silent: bool = False, **changes: Any) -> str:
-        frames = envelopes(name, **({} if agent is None else {"agent": agent}), **changes)
+    def run(name: str, *agents: Any, is_silent: bool = False) -> str:
+        frames = envelopes(name, tp=max(1, len(agents)), agents=agents or (NO_AGENT,))
         listener = Listener("127.0.0.1", 0, payloads=silenced(frames) if is_silent else frames)
         listener.start()
         listeners.append(listener)
@@ -113,12 +113,12 @@ def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(start: Star
 
 
 def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
-    process = start()
-    gone = agent_of(process, agent_metadata=lambda metadata=process.agent_metadata: metadata)
-    process.kill()
-    found = check(serve("P", gone), serve("D"), "--timeout", "1")
+    alive, gone = start(), start()
+    addresses = serve("P", agent_of(alive), agent_of(gone)), serve("D")
+    gone.kill()
+    found = check(*addresses, "--timeout", "1")
     assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
-    assert "rank 0.0 answers, and its memory cannot be read from here" in found.message("read-failed")
+    assert "rank 0.1 answers, and its memory cannot be read from here" in found.message("read-failed")
     damaged = check(serve("P"), serve("D"))
     assert damaged.reasons() == [("reads", "read-failed")]
     assert "metadata" in damaged.message("read-failed")
