@@ -153,14 +153,17 @@ def test_h17_a_heartbeat_of_a_mebibyte_costs_little(figure: Figure) -> None:
     payloads = (
         b"HB:" + b",".join(b"%05x" % number for number in range(170_000)),
         b"HB:,KVH:[" + b",".join(b'["%05x","n"]' % number for number in range(70_000)) + b"]",
+        b"HB:,KVH:[" + b", ".join(b'["%05x","n"]' % number for number in range(60_000)) + b"]",
         b"HB:," + b"a," * 500_000,
     )
     codec, worst_s = Codec(), 0.0
     for payload in payloads:
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for _ in range(20):
-            assert codec.parse_notification(payload).kind == "unknown"
-        worst_s = max(worst_s, (time.perf_counter() - began_s) / 20)
+            found = codec.parse_notification(payload)
+            assert len(found.request_ids) in {0, 8192}
+            assert found.kind == ("heartbeat" if found.request_ids else "unknown")
+        worst_s = max(worst_s, (time.thread_time() - began_s) / 20)
     figure(f"{worst_s * 1000:.2f} ms")
     assert worst_s < 0.02
 

@@ -121,15 +121,15 @@ def test_notifications(gopher: Gopher) -> None:
 
 
 def test_heartbeats_of_too_many_requests(gopher: Gopher) -> None:
-    pairs = [f'["{number}","n"]' for number in range(8194)]
-    for count in (8192, 8193, 8194):
+    pairs = [f'["{number}","n"]' for number in range(20_000)]
+    for count in (8191, 8192, 8193, 8194, 20_000):
         plain = "HB:" + ",".join(map(str, range(count)))
         ours = f"HB:,KVH:[{','.join(pairs[:count])}]"
         for text in (plain, ours, "x" + plain + ":1", "PUSH_REG:" + plain):
             parsed = Codec().parse_notification(text.encode())
-            assert gopher.ok("notification", hex=text.encode().hex())["notification"]["reason"] == parsed.reason, text[
-                :20
-            ]
+            read = gopher.ok("notification", hex=text.encode().hex())["notification"]
+            assert (read["reason"], read["surplus"]) == (parsed.reason, parsed.surplus), text[:20]
+            assert tuple(read["request_ids"] or ()) == parsed.request_ids, text[:20]
 
 
 def test_a_go_listener_outlives_mutated_queries_and_connections(gopher: Gopher) -> None:

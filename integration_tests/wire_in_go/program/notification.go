@@ -24,6 +24,7 @@ type Notification struct {
 	Readers  int      `json:"reader_count"`
 	Consumer string   `json:"consumer"`
 	Reason   string   `json:"reason"`
+	Surplus  int      `json:"surplus"`
 }
 
 func unknown(reason string) Notification { return Notification{Kind: "unknown", Reason: reason} }
@@ -34,8 +35,6 @@ func parseNotification(payload []byte) Notification {
 		return unknown("oversized")
 	case bytes.HasPrefix(payload, []byte("PUSH_REG:")):
 		return unknown("push-registration")
-	case bytes.Count(payload, []byte(",")) > maxCommas(payload):
-		return unknown("oversized")
 	case !utf8.Valid(payload):
 		return unknown("not-utf8")
 	}
@@ -49,20 +48,13 @@ func parseNotification(payload []byte) Notification {
 	return parseRead(text)
 }
 
-// maxCommas counts two commas a request in the form with nonces, one in the other.
-func maxCommas(payload []byte) int {
-	if bytes.HasPrefix(payload, []byte("HB:,KVH:")) {
-		return 2 * maxHeartbeatIDs
-	}
-	return maxHeartbeatIDs
-}
-
 func parseHeartbeat(rest string) Notification {
 	ids := strings.Split(rest, ",")
 	if verbatim, found := strings.CutPrefix(rest, ","); found && strings.Contains(verbatim, ",") {
 		ids = []string{verbatim}
 	}
-	found := Notification{Kind: "heartbeat"}
+	found := Notification{Kind: "heartbeat", Surplus: max(0, len(ids)-maxHeartbeatIDs)}
+	ids = ids[:min(len(ids), maxHeartbeatIDs)]
 	for _, id := range ids {
 		found.add(id, "")
 	}
@@ -89,8 +81,8 @@ func parseLeases(rest string) Notification {
 	if strictJSON(rest, &pairs) != nil || pairs == nil {
 		return unknown("bad-nonce")
 	}
-	found := Notification{Kind: "heartbeat"}
-	for _, pair := range pairs {
+	found := Notification{Kind: "heartbeat", Surplus: max(0, len(pairs)-maxHeartbeatIDs)}
+	for _, pair := range pairs[:min(len(pairs), maxHeartbeatIDs)] {
 		if len(pair) != 2 {
 			return unknown("bad-nonce")
 		}

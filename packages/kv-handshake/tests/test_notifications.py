@@ -1,10 +1,13 @@
+import contextlib
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Codec, ConfigurationError
+from kv_handshake import Codec, ConfigurationError, _notifications
 from kv_handshake._limits import MAX_HEARTBEAT_IDS
-from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._notifications import _first_pairs, encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake.testing import sample_envelopes
 
 REQUEST_IDS = (
@@ -192,15 +195,68 @@ def test_long_ids_are_cut_in_the_message():
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("most", "too_many"),
-    [
-        (b"HB:" + b",".join(b"r%d" % n for n in range(MAX_HEARTBEAT_IDS)), b",more,more"),
-        (b"HB:,KVH:[" + b",".join(b'["r%d","n"]' % n for n in range(MAX_HEARTBEAT_IDS)), b',["more","n"]'),
-    ],
+def plain(ids):
+    return b"HB:" + b",".join(each.encode() for each in ids), ""
+
+
+def ours(ids):
+    pairs = ",".join(f'["{each}","n"]' for each in ids)
+    return f"HB:,KVH:[{pairs}]".encode(), "n"
+
+
+def spaced(ids):
+    """The same JSON as another writer spaces it."""
+    return ours(ids)[0].replace(b"],[", b"], ["), "n"
+
+
+def with_cuts_in_ids(ids):
+    """Ids that hold the characters between two pairs."""
+    return ours(f"],[{each}" for each in ids)[0], "n"
+
+
+def with_escapes(ids):
+    return ours(ids)[0].replace(b"r", b"\\u0072"), "n"
+
+
+@pytest.mark.parametrize("count", [1, 8191, 8192, 8193, 20_000])
+@pytest.mark.parametrize("form", [plain, ours, spaced, with_cuts_in_ids, with_escapes])
+def test_a_heartbeat_renews_the_first_requests_and_counts_the_others(form, count):
+    ids = [f"r{number}" for number in range(count)]
+    payload, nonce = form(ids)
+    found = parse_notification(payload)
+    names = ids if form is not with_cuts_in_ids else [f"],[{each}" for each in ids]
+    assert found.kind == "heartbeat"
+    assert found.request_ids == tuple(names[:MAX_HEARTBEAT_IDS])
+    assert found.nonces == (nonce,) * min(count, MAX_HEARTBEAT_IDS)
+    assert found.surplus == max(0, count - MAX_HEARTBEAT_IDS)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "", "],[", '"', "b,c", "x" * 5000, "é", "KVH:"]), min_size=1, max_size=30),
+    st.integers(1, 9),
 )
-def test_a_heartbeat_keeps_so_many_requests_alive_and_no_more(most, too_many):
-    end = b"]" if most.endswith(b"]") else b""
-    found = parse_notification(most + end)
-    assert (found.kind, len(found.request_ids)) == ("heartbeat", MAX_HEARTBEAT_IDS)
-    assert parse_notification(most + too_many + end).reason == "oversized"
+def test_both_ways_to_read_pairs_agree(monkeypatch_limit, ids, limit):
+    """Whether a text is cut, taken apart or read as a whole, the first entries and their number are the same."""
+    pairs = [(each, "n") for each in ids]
+    text = msgspec.json.encode(pairs).decode()
+    with monkeypatch_limit(limit):
+        assert _first_pairs(text) == (pairs[:limit], max(0, len(pairs) - limit))
+        assert _first_pairs(text.replace(",", ", ")) is not None
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_limit():
+    @contextlib.contextmanager
+    def set_limit(limit):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_notifications, "MAX_HEARTBEAT_IDS", limit)
+            yield
+
+    return set_limit
+
+
+@pytest.mark.parametrize(
+    "bad", [b"", b"{}", b'[["a"]', b'["a","n"]', b'[["a","n","x"]]', b"[1" + b",1" * 20_000 + b"]"]
+)
+def test_a_list_of_anything_else_is_no_heartbeat(bad):
+    assert parse_notification(b"HB:,KVH:" + bad).reason == "bad-nonce"

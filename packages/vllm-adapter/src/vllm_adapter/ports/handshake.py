@@ -164,6 +164,11 @@ class NotificationView(Protocol):
         """Engine id of the consumer that read; "" in vLLM's own form."""
         ...
 
+    @property
+    def surplus(self) -> int:
+        """Entries of a heartbeat that were too many and have not been read."""
+        ...
+
 
 class WireCodec(Protocol):
     """Bytes that the adapter sends or receives outside the side channel's own loop."""

@@ -44,6 +44,7 @@ class LeaseKeeper:
         self._heartbeat_s = heartbeat_s
         self._sent = sent
         self._heard_s: dict[str, float] = {}
+        self._has_told_surplus = False
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -80,11 +81,23 @@ class LeaseKeeper:
         view = self._parts.codec.parse_notification(payload)
         if view.kind == "heartbeat":
             self._renew(view)
+            if view.surplus:
+                self._note_surplus(agent_name, view)
         elif view.kind == "read-complete":
             for request_id, nonce in zip(view.request_ids, view.nonces, strict=True):
                 self._count_reader(request_id, nonce, agent_name, view)
         else:
             self._parts.recorder.count("num_refused_notifications")
+
+    def _note_surplus(self, agent_name: str, view: NotificationView) -> None:
+        """Count a heartbeat of which a part was not read; the first one is logged."""
+        self._parts.recorder.count("num_refused_notifications")
+        if not self._has_told_surplus:
+            self._has_told_surplus = True
+            self._parts.recorder.warn(
+                f"a heartbeat of {agent_name[:200]!r} names {view.surplus} requests more than are read: their leases are not "
+                "renewed. Further ones are counted only (num_refused_notifications)"
+            )
 
     def _renew(self, view: NotificationView) -> None:
         now_s = self._parts.now_s()
