@@ -52,7 +52,7 @@ def changed(ticket: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     if key == "remote_registration_generation":  # `kv_generation` counts
         key, value = "kv_generation", made["kv_generation"]
     if isinstance(value, str):
-        at = draw.randrange(len(value))
+        at = len(value) - 1 if key == "remote_host" else draw.randrange(len(value))  # a host stays an address
         made[key] = value[:at] + ("1" if value[at] == "0" else "0") + value[at + 1 :]
     elif isinstance(value, list):
         inner = value[0] if isinstance(value[0], list) else value

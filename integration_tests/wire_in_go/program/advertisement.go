@@ -37,6 +37,9 @@ var advertisementKeys = []string{
 var (
 	hexDigits = regexp.MustCompile(`^[0-9a-f]*$`)
 	hostName  = regexp.MustCompile(`^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$`)
+
+	// Resolvers read 2852039166 and 0xa9fea9fe as addresses, so no name ends in a number.
+	hostNumber = regexp.MustCompile(`(^|\.)(0[xX][0-9A-Fa-f]*|[0-9]+)\.?$`)
 )
 
 func decodeAdvertisement(data []byte) (*Advertisement, error) {
@@ -107,5 +110,5 @@ func isHost(host string) bool {
 	if address, err := netip.ParseAddr(host); err == nil {
 		return !address.IsUnspecified() && address.Zone() == ""
 	}
-	return len(host) <= 253 && hostName.MatchString(host) && !strings.Contains(host, "..")
+	return len(host) <= 253 && hostName.MatchString(host) && !strings.Contains(host, "..") && !hostNumber.MatchString(host)
 }
