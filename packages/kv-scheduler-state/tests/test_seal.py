@@ -127,6 +127,7 @@ def test_doubles_are_only_taken_where_a_seal_holds():
 
 
 MALFORMED = {
+    "ticket-host",
     "ticket-missing",
     "ticket-first-token",
     "ticket-empty",
