@@ -204,7 +204,10 @@ def _storm(client: Client, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class _StallMeter:
-    """The longest time for which a thread of the process got no turn."""
+    """The longest time for which a thread of the process got no turn while the process computed.
+
+    A process that gets no core itself, on a machine that stands still, stalls nobody: no more is counted than its processor time.
+    """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -213,11 +216,12 @@ class _StallMeter:
         self._thread.start()
 
     def _run(self) -> None:
-        last_s = time.monotonic()
+        last_s, last_work_s = time.monotonic(), time.process_time()
         while not self._stop.is_set():
             time.sleep(0.002)
-            now_s = time.monotonic()
-            self._worst_s, last_s = max(self._worst_s, now_s - last_s), now_s
+            now_s, work_s = time.monotonic(), time.process_time()
+            self._worst_s = max(self._worst_s, min(now_s - last_s, work_s - last_work_s))
+            last_s, last_work_s = now_s, work_s
 
     def stop(self) -> float:
         self._stop.set()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from awake import AwakeClock
 from engines import TOKENS, Engine
 
 from kv_nixl_agent import AgentError
@@ -86,10 +87,12 @@ def test_a_closed_port_fails_each_of_many_requests_at_once_and_names_the_cause(m
     producer, consumer = make("P"), make("D")
     tickets = [producer.prefill(TOKENS)[1] for _ in range(10)]
     producer.listener.close()
+    clock = AwakeClock()
     for ticket in tickets:
-        began_s = time.monotonic()
+        began_s = clock()
         assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
-        assert time.monotonic() - began_s < 0.5
+        assert clock() - began_s < 0.5
+    clock.close()
     codes = statistics(consumer)["read_failure_codes"]
     assert codes[0] == "connection-refused"
     assert set(codes) <= {"connection-refused", "recently-failed"}

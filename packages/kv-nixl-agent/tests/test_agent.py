@@ -1,6 +1,6 @@
 """The agent on the fake fabric: bytes, results, fences, peers."""
 
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,13 +161,16 @@ def test_close_lets_what_is_on_the_wire_end():
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.3])
-def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s):
+def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monkeypatch):
+    """Under a clock of its own: only what the close itself sleeps counts, not what a busy machine adds."""
+    now_s = [50.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))
     pair = make_pair(options=AgentOptions(close_wait_s=wait_s))
     pair.connect()
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("stuck", [0], [0]))
     pair.consumer.advance()
-    began_s = time.monotonic()
+    monkeypatch.setattr("kv_nixl_agent._handles.time", clock)
     pair.consumer.close()
-    assert wait_s <= time.monotonic() - began_s < wait_s + 1.5
+    assert wait_s <= now_s[0] - 50.0 < wait_s + 0.01
     assert pair.consumer.take_quiet() == ["stuck"]
