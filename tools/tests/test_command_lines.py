@@ -137,6 +137,8 @@ PIPED = [
     ("vllm-adapter", "config", "--explain"),
     ("vllm-adapter", "check", "--help"),
     ("vllm-adapter", "status", "--json", "--folder", "{folder}"),
+    ("vllm-adapter", "top", "--help"),
+    ("vllm-adapter", "trace", "--help"),
 ]
 
 

@@ -133,8 +133,9 @@ _BY_TEXT = (
     ),
     (r"^peer \{peer\}", _CHECK),
     (r"tables need rich", "`pip install 'vllm-adapter[cli]'`"),
+    (r"the command line is not installed", "type the line that the text ends with"),
     (
-        r"^(vllm-adapter|kv-topology|kv-handshake|kv-nixl)",
+        r"^(vllm-adapter|kv-topology|kv-handshake|kv-nixl)|^--",
         "`--help` shows the usage; the words after the colon say what is wrong",
     ),
 )

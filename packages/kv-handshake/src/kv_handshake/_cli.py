@@ -147,7 +147,7 @@ def _coded(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
             if options["as_json"]:
                 print(json.dumps({"error": error.code, "fault": error.fault, "message": str(error)}))
             else:
-                print(f"{_NAME}: {error.code}: {printable(str(error))}", file=sys.stderr)
+                print(f"kv-handshake: {error.code}: {printable(str(error))}", file=sys.stderr)
             return _USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
 
     return run
@@ -205,7 +205,7 @@ def _probe(  # noqa: PLR0913 - one for each option
 ) -> int:
     """Print a live engine's metadata, and compare it with another's."""
     if dialect is not None and vllm is not None:
-        raise typer.BadParameter("not together with --vllm", param_hint="--dialect")
+        raise typer.BadParameter("--dialect and --vllm exclude each other")
     return run_probe(
         ProbeOptions(
             peer,

@@ -156,7 +156,7 @@ def _measure(
     try:
         described = read_ranks(sys.stdin.read() if ranks == "-" else Path(ranks).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        print(f"{_NAME}: {ranks}: {error}", file=sys.stderr)
+        print(f"kv-nixl: {ranks} describes no ranks: {error}", file=sys.stderr)
         return _USAGE
     found = measure_ranks(described, most_bytes=most_bytes, timeout_s=timeout)
     print(json.dumps(found.as_json()) if as_json else _measured(found))
@@ -187,7 +187,7 @@ def _serve(
     try:
         serve_peer(host, port, sessions=sessions)
     except OSError as error:
-        print(f"{_NAME}: cannot serve on {host}:{port}: {error}", file=sys.stderr)
+        print(f"kv-nixl: cannot serve on {host}:{port}: {error}", file=sys.stderr)
         return EXIT_CODES["error"]
     except KeyboardInterrupt:
         return _OK
@@ -197,7 +197,7 @@ def _serve(
 def _endpoint(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--peer")
+        raise typer.BadParameter(f"--peer {text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -133,7 +133,7 @@ def _describe(
 
 
 @final
-class _Refused(Exception):  # noqa: N818 - said to the user, not an error of ours
+class _RefusalError(Exception):
     """A reason for which a command cannot be carried out, and its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -146,21 +146,23 @@ def _survey(spec: Path, rank: int | None) -> Survey:
     try:
         run = load_spec(spec)
     except InvalidGeometry as error:
-        raise _Refused(str(error), _USAGE) from error
+        raise _RefusalError(str(error), _USAGE) from error
     except (OSError, ValueError) as error:
-        raise _Refused(f"cannot read the specification: {error}", _USAGE) from error
+        raise _RefusalError(f"kv-topology: cannot read the specification: {error}", _USAGE) from error
     if rank is not None and not 0 <= rank < run.consumer.tp:
-        raise _Refused(f"--rank {rank} is no rank of a consumer with tp {run.consumer.tp}", _USAGE)
+        raise _RefusalError(f"kv-topology: --rank {rank} is no rank of a consumer with tp {run.consumer.tp}", _USAGE)
     try:
         return survey(run)
     except InvalidGeometry as error:
-        raise _Refused(f"the specification makes no engine ({error.code}): {error}", _USAGE) from error
+        raise _RefusalError(
+            f"kv-topology: the specification makes no engine ({error.code}): {error}", _USAGE
+        ) from error
     except TopologyError as error:
-        raise _Refused(f"no plan ({error.code}): {error}", _NO_PLAN) from error
+        raise _RefusalError(f"kv-topology: no plan ({error.code}): {error}", _NO_PLAN) from error
 
 
-def _refuse(refused: _Refused) -> int:
-    print(f"{_NAME}: {refused}", file=sys.stderr)
+def _refuse(refused: _RefusalError) -> int:
+    print(refused, file=sys.stderr)
     return refused.code
 
 
@@ -176,13 +178,13 @@ def _plan(
     """Plan a transfer between two engines, without any."""
     try:
         found = _survey(spec, rank)
-    except _Refused as refused:
+    except _RefusalError as refused:
         return _refuse(refused)
     if svg is not None:
         try:
             svg.write_text(draw(found, only=rank), encoding="utf-8")
         except OSError as error:
-            return _refuse(_Refused(f"cannot write the picture: {error}", _USAGE))
+            return _refuse(_RefusalError(f"kv-topology: cannot write the picture: {error}", _USAGE))
     if as_json:
         values = estimate_json(found, only=rank) if estimate else report_json(found, only=rank)
         print(json.dumps(values, indent=1))
@@ -203,10 +205,14 @@ def _explain(
     """Explain a rank's plan, slice by slice."""
     try:
         found = _survey(spec, rank)
-    except _Refused as refused:
+    except _RefusalError as refused:
         return _refuse(refused)
     if (stage, rank) not in found.plans:
-        return _refuse(_Refused(f"--stage {stage} is no stage of a consumer with pp {found.run.consumer.pp}", _USAGE))
+        return _refuse(
+            _RefusalError(
+                f"kv-topology: --stage {stage} is no stage of a consumer with pp {found.run.consumer.pp}", _USAGE
+            )
+        )
     most = max(slices, 0)
     if as_json:
         print(json.dumps(explain_values(found, (stage, rank), most=most), indent=1))
@@ -228,13 +234,13 @@ def _prove(
 
     chosen = families or list(FAMILIES)
     if step < 1 or not set(chosen) <= set(FAMILIES):
-        return _refuse(_Refused(f"families are {', '.join(FAMILIES)}; --step is at least 1", _USAGE))
+        return _refuse(_RefusalError(f"kv-topology: families are {', '.join(FAMILIES)}; --step is at least 1", _USAGE))
     counts: dict[str, dict[str, int]] = {}
     for name in chosen:
         try:
             pairs, proof = run_proofs((name,), step=step)[name]
         except OracleFailure as error:
-            return _refuse(_Refused(f"a proof of {name} failed: {error}", _FAILED))
+            return _refuse(_RefusalError(f"kv-topology: a proof of {name} failed: {error}", _FAILED))
         counts[name] = {"pairs": pairs, "plans": proof.plans, "copies": proof.copies, "bytes": proof.bytes_proved}
         if not as_json:
             print(f"{name:<14} {pairs:>6} pairs {proof.plans:>7} plans {proof.bytes_proved:>11} bytes", flush=True)

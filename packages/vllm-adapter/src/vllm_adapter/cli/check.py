@@ -140,7 +140,7 @@ def _check(  # noqa: PLR0913 - one for each option
 ) -> int:
     """Tell whether two live engines can hand over, and why not."""
     if dialect is not None and vllm is not None:
-        raise typer.BadParameter("not together with --vllm", param_hint="--dialect")
+        raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
     sides = (
         _Side("prefill", prefill, prefill_config, prefill_tp, trust_prefill_tp),

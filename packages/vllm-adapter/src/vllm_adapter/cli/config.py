@@ -50,7 +50,7 @@ def _config(
 ) -> int:
     """Explain the connector's own keys, or check a --kv-transfer-config."""
     if explain + schema + (check is not None) != 1:
-        raise typer.BadParameter("give one of --explain, --schema and --check", param_hint="config")
+        raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:
         return _check(check, as_json=as_json)
     print(_explanation() if explain else json.dumps(_schema(), indent=2))

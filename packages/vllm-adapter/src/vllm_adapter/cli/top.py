@@ -82,7 +82,9 @@ def _top(
         typer.Argument(metavar="ENGINE", help="Engine ids, beginnings of ids, or process ids; default: all."),
     ] = None,
     *,
-    once: Annotated[bool, typer.Option("--once", help="Look, wait for one interval, look again, print, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look, wait for one interval, look again, print, and end.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON per look.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 2.0,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
