@@ -26,7 +26,6 @@ __all__ = ["Reading", "check_reads"]
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 16
 _GRACE_S = 60.0
-_DOCTOR = "kv-nixl serve there and kv-nixl doctor --peer here measure between the two machines"
 
 
 @final
@@ -54,7 +53,7 @@ def check_reads(prefill: Seen, decode: Seen, reading: Reading, findings: Finding
             "no-probe-pages",
             "speed and transport were not measured: the prefill engine shows no probe pages, as vLLM's own connector and one "
             "without fence words do not",
-            _DOCTOR,
+            "kv-nixl serve there and kv-nixl doctor --peer here measure between the two machines",
         )
         return None
     answer = _measure(ranks, reading)
@@ -119,11 +118,14 @@ def _judge_rank(prefill: Seen, read: Mapping[str, Any], findings: Findings) -> b
             "transport",
             "no-probe-pages",
             f"{where} has no probe pages: its vllm-adapter is older than this one; speed and transport were not measured",
-            _DOCTOR,
+            "kv-nixl serve there and kv-nixl doctor --peer here measure between the two machines",
         )
     elif code == "bytes-differ":
         findings.refuse(
-            "reads", "bytes-differ", f"{where}: {read['message']}", "do not hand over between these: file a bug"
+            "reads",
+            "bytes-differ",
+            f"{where} gave other bytes than it holds: {read['message']}",
+            "do not hand over between these; file a bug with the output of kv-nixl doctor of both machines",
         )
     else:
         findings.refuse(
@@ -146,17 +148,17 @@ def _judge_speed(prefill: Seen, decode: Seen, answer: Mapping[str, Any], reading
         f"{int(slowest['checksum']):08x}); a word takes {max(float(each['word_us']) for each in read):.0f} us",
     )
     ways = "; ".join(f"{path['sizes']} {path['method']} {path['config']}" for path in answer["paths"])
-    told = f"UCX reads by {ways or 'a transport that it does not tell'}: {speed:.2f} GB/s from the slowest rank"
-    if not answer["is_tcp"]:
-        findings.ok("transport", told + _of_memory(prefill))
-    else:
+    ways = ways or "a transport that it does not tell"
+    if answer["is_tcp"]:
         findings.refuse(
             "transport",
             "tcp-fallback",
-            told,
+            f"UCX reads over TCP, by {ways}: {speed:.2f} GB/s from the slowest rank",
             "kv-nixl doctor says which transports work and why others do not; without RDMA, --allow-tcp accepts this",
             is_allowed=reading.allows_tcp,
         )
+    else:
+        findings.ok("transport", f"UCX reads by {ways}: {speed:.2f} GB/s from the slowest rank{_of_memory(prefill)}")
     if not _is_here(decode.place.host):
         findings.note(
             "transport",
