@@ -29,6 +29,8 @@ _LEVELS = {
 }  # fmt: skip
 """Methods of loggers, recorders and reports -> level."""
 _LOGGERS = re.compile(r"(^|[._])(log|logger|recorder|_log)$")
+_REFUSALS = frozenset({"BadParameter", "UsageError", "_Refused", "_Refusal"})
+"""Exceptions by which a command refuses its arguments."""
 _FINDINGS = {"ok": "ok", "note": "note", "refuse": "no-go"}
 _CODE = re.compile(r"[a-z]+(-[a-z0-9]+)+")
 _ONE_WORD_CODES = frozenset({"closed", "refused", "cancelled", "draining"})
@@ -133,6 +135,8 @@ def _level_of(node: ast.Call, *, is_raised: bool) -> str:
             return "refusal"
     name = ast.unparse(node.func).rpartition(".")[2]
     if name == "print" and any(each.arg == "file" and "stderr" in ast.unparse(each.value) for each in node.keywords):
+        return "refusal"
+    if is_raised and name in _REFUSALS:
         return "refusal"
     is_error = is_raised or name.endswith("Error") or (bool(_code_of(node)) and name[:1] != "_")
     return "error" if is_error else ""

@@ -17,6 +17,7 @@ _CONFIG = "correct the key that the text names; `vllm-adapter config --check CON
 _TICKET = "nothing is lost, the prompt is computed here; look at the router and at the engine that gave the ticket"
 _RESTART = "restart this engine, and report its log"
 _AGAIN = "nothing: it is tried again, or `kv_load_failure_policy` decides"
+_USAGE = "`--help` shows the usage; the words after the colon say what is wrong"
 _DETAIL = "part of another message, after its colon; alone it is a defect: report it"
 
 _BY_CODE = (
@@ -87,7 +88,7 @@ _BY_CODE = (
     (
         (
             r"^(no-fences|seals-not-verified|unsealed-tickets|terms-not-known|"
-            r"plan-not-known|one-heartbeat-to-spare|tcp-only|may-differ)$"
+            r"plan-not-known|one-heartbeat-to-spare|no-probe-pages|not-measured|measured-elsewhere|size-not-proven|tcp-only|may-differ)$"
         ),
         "[Check two engines](operate/check.md)",
     ),
@@ -153,4 +154,6 @@ def next_step(level: str, code: str, text: str) -> str:
     for pattern, step in _BY_TEXT:
         if re.search(pattern, text):
             return step
+    if level == "refusal":
+        return _USAGE
     return _CALLER if code else _DETAIL
