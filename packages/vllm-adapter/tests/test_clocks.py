@@ -24,6 +24,14 @@ def test_messages_both_ways_give_the_difference_and_how_certain_it_is() -> None:
     assert clocks.difference("P", "X") is None
 
 
+def test_of_several_messages_the_fastest_counts() -> None:
+    clocks = Clocks()
+    for way_s in (0.5, 0.001, 0.9):
+        clocks.before("P", 1.0, "D", 1.0 + way_s)
+        clocks.before("D", 2.0, "P", 2.0 + way_s)
+    assert clocks.difference("P", "D") == pytest.approx((0.0, 0.001))
+
+
 def test_a_third_clock_connects_two_that_never_met() -> None:
     clocks = Clocks()
     for name, shift_s in (("P", 100.0), ("D", -50.0)):

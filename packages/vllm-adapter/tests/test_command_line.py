@@ -49,7 +49,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
     assert command.returncode == 0
 
 
-@pytest.mark.parametrize("page", ["check.md", "status.md", "trace.md"])
+@pytest.mark.parametrize("page", ["check.md", "status.md", "top.md", "trace.md"])
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
     commands = re.findall(r"^(?:\|.*\| `)?vllm-adapter ([^`\n]*)", (PAGES / page).read_text(), re.MULTILINE)
     assert commands

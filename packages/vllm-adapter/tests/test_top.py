@@ -95,7 +95,8 @@ def test_an_engine_is_in_the_worst_state_of_its_processes(change: dict[str, Any]
 def test_the_oldest_waiting_requests_of_all_engines_come_first() -> None:
     young = {"request_id": "r9", "state": "reading", "age_s": 1.0, "waits_for": "the workers"}
     idle = {"request_id": "r8", "state": "done", "age_s": 99.0}
-    found = look([scheduler(), scheduler(engine_id="E", oldest_requests=[young, idle])])
+    busy = {"request_id": "r7", "state": "local", "age_s": 98.0, "waits_for": "the engine, to finish it"}
+    found = look([scheduler(), scheduler(engine_id="E", oldest_requests=[young, idle, busy])])
     assert [(each.engine_id, each.request_id) for each in found.waiting] == [("D", "r1"), ("E", "r9")]
 
 

@@ -127,6 +127,17 @@ def test_two_machines_are_aligned_by_the_hand_over_itself() -> None:
     assert made.total_s == pytest.approx(0.200, abs=uncertain_s + 2 * WIRE_S)
 
 
+def test_a_rank_on_another_machine_is_aligned_by_its_order_and_its_report() -> None:
+    found = answers()
+    found[3]["desk"] = "another"
+    del found[1]["hand_overs"][0]["moments"]["read"]
+    made = timeline(found)
+    uncertain_s = made.uncertainty_s["D/0.0"]
+    assert uncertain_s == pytest.approx(0.0015, abs=2 * WIRE_S), "half of 1 ms down and 2 ms up"
+    assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
+    assert all(span.is_named for span in made.spans)
+
+
 @pytest.mark.parametrize(
     ("measured_s", "part"), [(0.202, 0.0099), (0.250, 0.2), (0.180, 0.111)], ids=["near", "too long", "too short"]
 )

@@ -23,6 +23,8 @@ _SUMS = (
     "stalled_transfers",
     "stalled_bytes",
 )
+_COMPUTED = frozenset({"local", "prefilled"})
+"""States of requests that the engine is computing: these wait for nothing but their own tokens."""
 _WORST = ("dead", "stuck", "asleep", "drains", "running")
 """States of processes; an engine is in the first of them that one of its processes is in."""
 
@@ -194,6 +196,6 @@ def _oldest(answers: Iterable[Answer]) -> tuple[Waiting, ...]:
         )
         for answer in answers
         for entry in answer.get("oldest_requests") or ()
-        if entry.get("waits_for")
+        if entry.get("waits_for") and entry.get("state") not in _COMPUTED
     ]
     return tuple(sorted(waiting, key=lambda each: -each.age_s)[:_MOST_WAITING])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.asking import Answer
 
-__all__ = ["print_tables", "size_text", "troubles"]
+__all__ = ["draw_tables", "print_tables", "size_text", "troubles"]
 
 _PIPE_COLUMNS = 160
 _COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
@@ -82,13 +82,18 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> b
         return False
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns))
+    width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns)
+    draw_tables(Console(width=width), answers, with_requests=with_requests)
+    return True
+
+
+def draw_tables(console: Console, answers: Sequence[Answer], *, with_requests: bool = False) -> None:
+    """Draw the same on any console."""
     _print(console, "", _COLUMNS, [_row(answer) for answer in answers])
     for answer in answers if with_requests else ():
         _print_details(console, answer)
     for line in troubles(answers):
         console.print(plain_text(line), style="bold red", markup=False, highlight=False)
-    return True
 
 
 def _print_details(console: Console, answer: Answer) -> None:
