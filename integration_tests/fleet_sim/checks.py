@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine import Engine
     from fleet import Fleet
     from host import Request
 
 __all__ = ["EngineChecks", "leftovers"]
+
+_MOST_PEERS = 24
 
 
 @final
@@ -29,6 +33,22 @@ class EngineChecks:
     def finished(self, request: Request) -> None:
         """The pages of a request still hold its own tokens when it ends."""
         self._contents(request, min(request.computed, len(request.ids)), "finished")
+
+    def failed(self, request: Request) -> None:
+        """Where nothing breaks, no read fails."""
+        if self._engine.fleet.plan.fleet.is_calm:
+            self._world.violated("needless-failure", f"{request.request_id}: its read failed, and nothing was wrong")
+
+    def handed_over(self, ticket: Mapping[str, object] | None) -> None:
+        """Every ticket has a fence, and no more leases are out than are allowed."""
+        plan = self._engine.fleet.plan.fleet
+        if ticket is None or ticket.get("kv_fence") is None:
+            self._world.violated("unfenced-ticket", f"{self._engine.name}: a ticket without a fence: {ticket}")
+        leases = self._engine.side._state.lease_count
+        if plan.max_leases and leases > plan.max_leases:
+            self._world.violated(
+                "quota", f"{self._engine.name}: {leases} leases are out, {plan.max_leases} are allowed"
+            )
 
     def _contents(self, request: Request, tokens: int, event: str) -> None:
         size = self._engine.plan.block_tokens
@@ -117,6 +137,12 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         agent = registration.agent._loop.agent
         if agent.has_quarantine:
             found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
+        handles = len(agent._port.handles)
+        if handles:
+            found.append(("handles-left", f"{rank} has {handles} NIXL handles"))
+        engines = len(registration.reads._peers)
+        if engines > _MOST_PEERS:
+            found.append(("peers-left", f"{rank} knows {engines} engines"))
         waiting = [read for peer in registration.reads._peers.engines() for read in peer.waiting]
         if waiting:
             found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from faults import KINDS
 from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
@@ -10,6 +12,8 @@ from router import DAMAGES
 
 __all__ = ["draw_plan"]
 
+_CALM_PART = 0.15
+_AIMED_PART = 0.6
 _LONGEST_TOKENS = 80
 """No conversation grows beyond this, so that every request fits into an engine that has nothing else to do."""
 _LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
@@ -18,11 +22,40 @@ _LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
 def draw_plan(seed: int) -> EpisodePlan:
     """Return the plan of a seed."""
     draw = random.Random(seed)
+    if draw.random() < _CALM_PART:
+        return _calm(draw, seed)
     fleet = _fleet(draw)
     requests = tuple(_request(draw, fleet, number) for number in range(draw.randint(2, 10)))
     count = 0 if draw.random() < 0.15 else draw.randint(1, 6)
-    faults = tuple(sorted((_fault(draw, fleet) for _ in range(count)), key=lambda fault: fault.at_s))
+    faults = tuple(sorted((_fault(draw, fleet, requests) for _ in range(count)), key=lambda fault: fault.at_s))
     return EpisodePlan(seed, fleet, requests, faults)
+
+
+def _calm(draw: random.Random, seed: int) -> EpisodePlan:
+    """Return a plan without faults or aborts, in which every read must succeed; some take longer than a lease."""
+    fleet = replace(
+        _fleet(draw),
+        is_calm=True,
+        is_bidirectional=False,  # a readback's lease is never renewed, and slow reads outlast it
+        lease_s=1.0,
+        read_timeout_s=30.0,
+        handshake_timeout_s=10.0,
+        fence_slots=draw.choice((2, 4, 64)),
+        max_leases=0,
+        max_leased_blocks=0,
+        bytes_per_s=draw.choice((8e2, 2e3, 1e6)),
+        base_latency_s=draw.choice((0.0005, 0.003)),
+        faults_end_s=2.0,
+    )
+    roomy = replace(fleet, engines=tuple(replace(engine, blocks=400, clock_rate=1.0) for engine in fleet.engines))
+    requests = [_request(draw, roomy, number) for number in range(draw.randint(2, 5))]
+    strangers = [FaultPlan("forged", draw.uniform(0.0, 2.5), 0.0, draw.randrange(len(roomy.engines))) for _ in range(6)]
+    return EpisodePlan(
+        seed,
+        roomy,
+        tuple(replace(one, abort="", damage="", readers=1, router_s=0.01, turns=1) for one in requests),
+        tuple(strangers) if draw.random() < 0.5 else (),
+    )
 
 
 def _fleet(draw: random.Random) -> FleetPlan:
@@ -55,7 +88,7 @@ def _fleet(draw: random.Random) -> FleetPlan:
         is_sealed=draw.random() < 0.4,
         conversion=draw.choice(("auto", "never")),
         base_latency_s=draw.choice((0.0005, 0.003, 0.02)),
-        bytes_per_s=draw.choice((1e5, 1e6, 1e8)),
+        bytes_per_s=draw.choice((1e4, 1e5, 1e7)),
         blocks_reads_of_stopped=draw.random() < 0.5,
         notice_s=draw.choice((0.05, 1.0)),
         patience_s=draw.choice((0.5, 3.0, 30.0)),
@@ -100,11 +133,16 @@ def _request(draw: random.Random, fleet: FleetPlan, number: int) -> RequestPlan:
     )
 
 
-def _fault(draw: random.Random, fleet: FleetPlan) -> FaultPlan:
+def _fault(draw: random.Random, fleet: FleetPlan, requests: Sequence[RequestPlan]) -> FaultPlan:
     kind = draw.choice(KINDS)
     at_s = draw.uniform(0.0, fleet.faults_end_s)
     engine = draw.randrange(len(fleet.engines))
     others = [n for n in range(len(fleet.engines)) if n != engine]
+    if draw.random() < _AIMED_PART:  # at a request: while it is computed, handed over or read
+        aim = draw.choice(requests)
+        at_s = min(fleet.faults_end_s, aim.at_s + aim.router_s + draw.random() * 0.4)
+        engine, second = draw.sample((aim.prefill, aim.decode), 2)
+        others = [second]
     if kind in _LINK_KINDS:
         amount = {"slow": draw.choice((5.0, 50.0)), "cut": 0.0}.get(kind, draw.choice((0.1, 0.4)))
         return FaultPlan(kind, at_s, draw.choice((0.3, 1.5, 5.0)) * draw.random(), engine, draw.choice(others), amount)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import final
 from unittest.mock import patch
 
 from checks import leftovers
+from coverage_of_states import count_steps
 from faults import Faults
 from fleet import Fleet
 from plan import EpisodePlan
@@ -26,6 +28,8 @@ from kv_nixl_agent import ThreadOptions
 __all__ = ["Outcome", "play"]
 
 _LOOK_S = 0.25
+_UNREAD = re.compile(r"-p\d+: its lease ended before it was read \(last heartbeat")
+"""A prefill's lease that a reader had asked for. One of decode's is for a next turn, which need not come."""
 _OPTIONS = ThreadOptions(
     spin_s=0.0,
     min_sleep_s=0.001,
@@ -55,14 +59,17 @@ class Outcome:
 class _LogLines(logging.Handler):
     """Writes production's warnings into the log; an exception that production reports is a broken promise."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, is_calm: bool) -> None:
         super().__init__(logging.WARNING)
         self._world = world
+        self._is_calm = is_calm
 
     def emit(self, record: logging.LogRecord) -> None:
         lane = self._world.current.name if self._world.current is not None else "log"
         text = record.getMessage()
         self._world.note(lane, f"log: {text.splitlines()[0][:160]}")
+        if self._is_calm and _UNREAD.search(text):
+            self._world.violated("needless-expiry", f"{lane}: {text}")
         if record.exc_info is not None and record.exc_info[1] is not None:
             self._world.violated("exception", f"{lane}: {text[:200]}: {record.exc_info[1]!r}")
 
@@ -74,9 +81,10 @@ def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> O
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"SIM_FLEET_SECRET": "0123456789abcdef0123456789abcdef"}))
         stack.enter_context(patch.object(vllm_adapter.wiring, "use_allowed_cores", lambda: None))
-        _take_logs(stack, world)
+        _take_logs(stack, world, is_calm=plan.fleet.is_calm and not plan.faults)
         if bug is not None:
             bug(stack)
+        count_steps(stack, world)
         fleet.threads = stack.enter_context(
             simulated(
                 world,
@@ -101,8 +109,8 @@ def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> O
     )
 
 
-def _take_logs(stack: ExitStack, world: World) -> None:
-    handler = _LogLines(world)
+def _take_logs(stack: ExitStack, world: World, *, is_calm: bool) -> None:
+    handler = _LogLines(world, is_calm=is_calm)
     for name in ("vllm.vllm_adapter", "kv_handshake", "kv_nixl_agent"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 from plan import FaultPlan
+from wire_bytes import damaged
+
+from kv_handshake import Codec
 
 if TYPE_CHECKING:
     from fleet import Fleet
@@ -94,6 +97,28 @@ class Faults:
     def damage(self, fault: FaultPlan) -> None:
         self._link(fault, "damage", fault.amount, 0.0)
 
+    def forged(self, fault: FaultPlan) -> None:
+        """A stranger's notifications: forged completions and heartbeats of live requests, and garbage."""
+        engine = self._fleet.engine(fault.engine)
+        if engine is None:
+            return
+        draw, codec = self._world.random("forged"), Codec()
+        payloads = [
+            draw.randbytes(draw.randrange(64)),
+            b"KVH\x01" + draw.randbytes(20),
+            b"HB:" + draw.randbytes(9),
+            b"",
+        ]
+        for request_id in engine.host.requests:
+            nonce = f"{draw.getrandbits(64):016x}"
+            payloads.append(codec.read_complete(request_id, 1, nonce=nonce, consumer="stranger"))
+            payloads += codec.heartbeats([(request_id, nonce)])
+            payloads.append(damaged(payloads[-1], draw))
+        for agent in self._fleet.fabric.agents.values():
+            if agent.process is engine.process:
+                for payload in payloads:
+                    agent.deliver("stranger", payload)
+
     def pressure(self, fault: FaultPlan) -> None:
         engine = self._fleet.engine(fault.engine)
         if engine is None or engine.process.is_dead:
@@ -118,5 +143,6 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "doubling": Faults.doubling,
     "damage": Faults.damage,
     "pressure": Faults.pressure,
+    "forged": Faults.forged,
 }
 KINDS = tuple(_ACTIONS)

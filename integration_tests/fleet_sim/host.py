@@ -109,7 +109,6 @@ class Host:
         if request is None or request.status in {"held", "aborting", "gone"}:
             return
         self.engine.note(f"{request_id} is aborted while {request.status}")
-        self.world.pairs[request.status, "abort"] += 1
         self._finish(request, "abort", "aborted")
         self.wake()
 
@@ -318,7 +317,6 @@ class Host:
             status = "unknown" if request is None else request.status
             self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is received while {status}")
             return
-        self.world.pairs[request.status, "received" if is_good else "failed"] += 1
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
         if request.status == "aborting":
             self._free_all(request)
@@ -332,6 +330,7 @@ class Host:
             request.scheduled, request.is_loaded, request.status = request.computed, True, "waiting"
             return
         self.world.counts["failed-reads"] += 1
+        self.engine.checks.failed(request)
         request.valid = 0
         if self.engine.fleet.plan.fleet.policy == "fail":
             self._finish(request, "error", "load-failed")
@@ -345,7 +344,6 @@ class Host:
             status = "unknown" if request is None else request.status
             self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is sent while {status}")
             return
-        self.world.pairs["held", "sent"] += 1
         self.engine.note(f"{request_id} is sent, its blocks are free")
         self.engine.checks.lease_ended(request)
         self._free_all(request)
@@ -376,8 +374,8 @@ class Host:
         keeps, params = self.engine.side.finished(ending, blocks)
         self._reply(request, outcome, params)
         if keeps:
+            self.engine.checks.handed_over(params)
             request.status = "held"
-            self.world.pairs["running", "hand-over"] += 1
             self.engine.note(f"{request.request_id} is handed over")
         elif was_parked:
             request.status = "aborting"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import final
 
+from coverage_of_states import all_pairs
 from draw import draw_plan
 from episode import play
 
@@ -49,8 +50,14 @@ class Figures:
             f"{self.episodes} episodes, {self.events} events, {self.simulated_s:.0f} s, {len(self.shapes)} configurations",
             f"reads accepted {self.counts['accepted']}, failed {self.counts['failed-reads']}; answers: {outcomes}",
             f"faults: {sum(faults.values())} of {len(faults)} kinds: {faults}",
-            f"pairs of state and event: {len(self.pairs)}",
+            self._covered(),
         ]
+
+    def _covered(self) -> str:
+        """Return which pairs of state and event the machines met, as text."""
+        wanted = all_pairs()
+        missed = sorted(f"{state}: {event}" for state, event in wanted - self.pairs.keys())
+        return f"pairs of state and event: {len(wanted) - len(missed)} of {len(wanted)}; not met: {missed}"
 
 
 def _share(seeds: list[int]) -> Figures:

@@ -13,6 +13,8 @@ from world import World
 
 __all__ = ["Link", "Network"]
 
+_MESSAGE_BYTES_PER_S = 1e7
+
 
 @final
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class Network:
         """Draw how long so many bytes take."""
         draw = self.draws(source, target, purpose)
         latency_s = self.base_s * (0.5 + draw.random()) * (10.0 if draw.random() < 0.02 else 1.0)
-        return self.link(source, target).slowness * (latency_s + size_bytes / self.bytes_per_s)
+        rate = self.bytes_per_s if purpose == "read" else _MESSAGE_BYTES_PER_S
+        return self.link(source, target).slowness * (latency_s + size_bytes / rate)
 
     def heal(self) -> None:
         """End all bad conditions."""

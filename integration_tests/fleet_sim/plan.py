@@ -52,7 +52,7 @@ class EnginePlan:
 @final
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The fleet and its configuration; durations in seconds."""
+    """The fleet and its configuration; durations in seconds. In a calm one every read must succeed."""
 
     groups: tuple[GroupPlan, ...]
     engines: tuple[EnginePlan, ...]
@@ -75,6 +75,7 @@ class FleetPlan:
     notice_s: float
     patience_s: float
     faults_end_s: float
+    is_calm: bool = False
 
     @property
     def shape(self) -> str:

@@ -32,6 +32,7 @@ DAMAGES = (
     "generation",
     "lease",
     "span",
+    "foreign",
 )
 """Parts of a ticket that a hostile client changes."""
 
@@ -194,5 +195,7 @@ def _damage(ticket: dict[str, Any], how: str, draw: random.Random, others: list[
         ticket["kv_generation"] = draw.randrange(100)
     elif how == "lease":
         ticket["kv_lease_s"] = draw.choice((0, -1, 1e9, 0.001))
+    elif how == "foreign":
+        ticket.update(draw.choice(others))
     elif how == "span":
         ticket["kv_span_tokens"] = [span * 2 for span in ticket["kv_span_tokens"]]

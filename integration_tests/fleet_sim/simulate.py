@@ -1,7 +1,8 @@
-"""Replay a seed or a saved plan, or play many seeds.
+"""Replay a seed or a saved plan, or play many seeds. A plan that breaks a promise is shrunk first.
 
 Examples:
-    python integration_tests/fleet_sim/simulate.py 162
+    python integration_tests/fleet_sim/simulate.py 162 --html seed.html
+    python integration_tests/fleet_sim/simulate.py 1 --bug lease-not-renewed --save small.json
     python integration_tests/fleet_sim/simulate.py 0 --count 20000
 """
 
@@ -13,10 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from bugs import BUGS
 from draw import draw_plan
 from episode import Outcome, play
 from many import play_many
-from plan import from_json
+from picture import write_picture
+from plan import from_json, to_json
+from shrink import shrink
 
 
 def main() -> int:
@@ -25,6 +29,10 @@ def main() -> int:
     parser.add_argument("seed", nargs="?", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="play so many seeds and print the figures")
     parser.add_argument("--plan", type=Path, help="play a saved plan instead of a seed")
+    parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug")
+    parser.add_argument("--whole", action="store_true", help="do not shrink")
+    parser.add_argument("--html", type=Path, help="write the episode as a picture")
+    parser.add_argument("--save", type=Path, help="save the (shrunk) plan")
     given = parser.parse_args()
     if given.count > 1:
         figures = play_many(range(given.seed, given.seed + given.count))
@@ -32,8 +40,18 @@ def main() -> int:
             print(f"seed {seed}: {kind}: {text}")
         print("\n".join(figures.lines()))
         return int(bool(figures.failures))
-    outcome = play(from_json(given.plan.read_text()) if given.plan else draw_plan(given.seed))
+    bug = BUGS[given.bug] if given.bug else None
+    outcome = play(from_json(given.plan.read_text()) if given.plan else draw_plan(given.seed), bug)
+    if outcome.violations and not given.whole:
+        outcome = shrink(outcome.plan, bug)
     print_timeline(outcome)
+    if given.html:
+        write_picture(outcome, given.html)
+    if given.save:
+        given.save.write_text(to_json(outcome.plan))
+    if outcome.violations:
+        planted = f" --bug {given.bug}" if given.bug else ""
+        print(f"replay: python integration_tests/fleet_sim/simulate.py {given.seed}{planted}")
     return int(bool(outcome.violations))
 
 

@@ -1,0 +1,48 @@
+"""Count the steps that production's machines take, by (state, event)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from world import World
+
+import kv_nixl_agent._transfer
+import kv_scheduler_state._leases
+from kv_nixl_agent._states import TABLE as TRANSFER_TABLE
+from kv_nixl_agent._states import step
+from kv_scheduler_state._consumer import ConsumerRecord
+from kv_scheduler_state._machine import advance
+from kv_scheduler_state._producer_record import ProducerRecord
+from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
+
+__all__ = ["all_pairs", "count_steps"]
+
+
+def all_pairs() -> set[tuple[str, str]]:
+    """Return every pair that the machines' tables list."""
+    tables = {"producer": PRODUCER_TABLE.rows, "consumer": CONSUMER_TABLE.rows, "lease": LEASE_TABLE.rows}
+    pairs = {(f"{name} {row.state}", row.event) for name, rows in tables.items() for row in rows}
+    return pairs | {(f"transfer {row.state}", row.event) for row in TRANSFER_TABLE}
+
+
+def count_steps(stack: ExitStack, world: World) -> None:
+    """Count steps into the world's pairs."""
+    for name, record in (("producer", ProducerRecord), ("consumer", ConsumerRecord)):
+        stack.enter_context(patch.object(record, "advance", _counting(record.advance, name, world)))
+    stack.enter_context(patch.object(kv_scheduler_state._leases, "advance", _counting(advance, "lease", world)))
+
+    def stepped(state: Any, event: Any) -> Any:
+        world.pairs[f"transfer {state}", event] += 1
+        return step(state, event)
+
+    stack.enter_context(patch.object(kv_nixl_agent._transfer, "step", stepped))
+
+
+def _counting(step_of: Any, name: str, world: World) -> Any:
+    def advanced(record: Any, row: Any, at_s: float) -> None:
+        world.pairs[f"{name} {row.state}", row.event] += 1
+        step_of(record, row, at_s)
+
+    return advanced

@@ -1,0 +1,92 @@
+"""Shrink a failing plan: leave out requests, faults and configuration as long as the same promise is broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from episode import Outcome, play
+from plan import EnginePlan, EpisodePlan, RequestPlan
+
+__all__ = ["shrink"]
+
+Item = TypeVar("Item")
+
+
+def shrink(
+    plan: EpisodePlan, bug: Callable[[Any], None] | None = None, *, within_s: float = 60.0, kind: str | None = None
+) -> Outcome:
+    """Return the outcome of a smaller plan that breaks the same promise.
+
+    Args:
+        plan: A plan that breaks one.
+        bug: The planted bug that it is played with.
+        within_s: Longest time to look.
+        kind: Kind of the violation; None for that of the plan itself.
+
+    Raises:
+        ValueError: The plan breaks no promise.
+    """
+    best = play(plan, bug)
+    if not best.violations:
+        raise ValueError("this plan breaks no promise")
+    wanted, until_s = kind or best.violations[0].kind, time.monotonic() + within_s
+    goes_on = True
+    while goes_on and time.monotonic() < until_s:
+        goes_on = False
+        for smaller in _smaller(best.plan):
+            if time.monotonic() > until_s:
+                break
+            found = play(smaller, bug)
+            if found.violations and found.violations[0].kind == wanted:
+                best, goes_on = found, True
+                break
+    return best
+
+
+def _smaller(plan: EpisodePlan) -> Iterator[EpisodePlan]:
+    """Yield plans with less in them, those with much less first."""
+    for requests in _parts(plan.requests):
+        if requests:
+            yield replace(plan, requests=requests)
+    for faults in _parts(plan.faults):
+        yield replace(plan, faults=faults)
+    for at, request in enumerate(plan.requests):
+        for simpler in _simpler(request):
+            yield replace(plan, requests=(*plan.requests[:at], simpler, *plan.requests[at + 1 :]))
+    if len(plan.fleet.groups) > 1:
+        yield replace(plan, fleet=replace(plan.fleet, groups=plan.fleet.groups[:1]))
+    for at, engine in enumerate(plan.fleet.engines):
+        for plainer in _plainer(engine):
+            engines = (*plan.fleet.engines[:at], plainer, *plan.fleet.engines[at + 1 :])
+            yield replace(plan, fleet=replace(plan.fleet, engines=engines))
+    for changed in ({"is_bidirectional": False}, {"is_sealed": False}, {"read_retries": 0}):
+        if any(getattr(plan.fleet, name) != value for name, value in changed.items()):
+            yield replace(plan, fleet=replace(plan.fleet, **changed))
+
+
+def _parts(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
+    """Yield the items without some of them: without all, without either half, and so on."""
+    size = len(items)
+    while size >= 1:
+        for at in range(0, len(items), size):
+            yield items[:at] + items[at + size :]
+        size //= 2
+
+
+def _simpler(request: RequestPlan) -> Iterator[RequestPlan]:
+    plain: dict[str, Any] = {"turns": 1, "readers": 1, "damage": "", "abort": "", "new_tokens": 1}
+    for name, value in plain.items():
+        if getattr(request, name) != value:
+            yield replace(request, **{name: value})
+    if request.tokens > 8:
+        yield replace(request, tokens=8)
+
+
+def _plainer(engine: EnginePlan) -> Iterator[EnginePlan]:
+    plain: dict[str, Any] = {"tp": 1, "has_lag": False, "order": "HND", "clock_rate": 1.0, "clock_offset_s": 0.0}
+    for name, value in plain.items():
+        if getattr(engine, name) != value:
+            yield replace(engine, **{name: value})
