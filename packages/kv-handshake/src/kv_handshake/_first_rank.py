@@ -38,10 +38,16 @@ class FirstRankRequest:
     Attributes:
         whole: The request for all ranks.
         check: Called with the metadata of rank (0, 0); an exception ends the handshake before another rank is asked for.
+
+    Raises:
+        ConfigurationError: As `HandshakeRequest.new_session`, before anything is sent.
     """
 
     whole: HandshakeRequest
     check: Callable[[AgentMetadata], None]
+
+    def __post_init__(self) -> None:
+        self.whole.new_session()  # once: 4096 ranks take some milliseconds, and a forged ticket may name so many
 
     @property
     def endpoint(self) -> Endpoint:
@@ -49,12 +55,7 @@ class FirstRankRequest:
         return self.whole.endpoint
 
     def new_session(self) -> FirstRankSession:
-        """Return a session that asks the question.
-
-        Raises:
-            ConfigurationError: As `HandshakeRequest.new_session`.
-        """
-        self.whole.new_session()  # refuses ranks that cannot be asked for before anything is sent
+        """Return a session that asks for the first rank."""
         return FirstRankSession(self)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kv_handshake._zmq._connections import Connection, Hub
+from kv_handshake._zmq._connections import Connection
 from kv_handshake._zmq._curve import generate_keypair
+from kv_handshake._zmq._hub import Hub
 from kv_handshake._zmq._key_files import write_keypair
 from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
 from kv_handshake._zmq._port import ListeningPort

@@ -14,25 +14,24 @@ Example: 10 MB of empty frames at 40 MB/s are stopped after 20 to 40 ms: about 1
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import select
 import struct
 import threading
 import time
-import uuid
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, final
 
 import zmq
 
-from kv_handshake._zmq._grip import CAN_LOOK, Grip
+from kv_handshake._zmq._grip import CAN_LOOK
+from kv_handshake._zmq._watch_descriptors import WatchDescriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_handshake._zmq._grip import Ends
+    from kv_handshake._zmq._grip import Ends, Grip
 
 __all__ = ["ConnectionLimits", "ConnectionWatch", "Sender"]
 
@@ -44,8 +43,6 @@ _AWAKE_S = 0.5
 """Time after the last news in which the thread looks every `_GRAIN_S` without being woken, as a handshake would wake it."""
 
 _EVENT = struct.Struct("=HI")  # kind, descriptor
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""Not `EVENT_MONITOR_STOPPED`, which libzmq sends even if that means to wait for a reader."""
 _OPENING_BYTES = 2048
 """Bytes that an honest connection may be ahead while the listener is busy: an encrypted opening and its first queries."""
 _JOIN_S = 2.0
@@ -93,7 +90,14 @@ class Sender:
 class _Open:
     """An open connection as the watch knows it."""
 
-    __slots__ = ("ahead_bytes", "begin_bytes", "descriptor", "ends", "queries", "since_s")
+    __slots__ = (
+        "ahead_bytes",
+        "begin_bytes",
+        "descriptor",
+        "ends",
+        "queries",
+        "since_s",
+    )
 
     def __init__(self, descriptor: int, ends: Ends, queries: int, now_s: float) -> None:
         self.descriptor = descriptor
@@ -112,55 +116,6 @@ class _Open:
     def surplus_bytes(self) -> int:
         """Bytes that it is ahead beyond those of an honest opening."""
         return max(0, self.ahead_bytes - _OPENING_BYTES)
-
-
-@final
-class _Means:
-    """The descriptors of a watch: libzmq's news of connections, the kernel's, a look at both ends, and a bell.
-
-    The monitor's queue has no limit: at one, libzmq's own thread would wait, holding a lock that `close` needs.
-    """
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        with contextlib.ExitStack() as undo:
-            self.grip = Grip()
-            undo.callback(self.grip.close)
-            self.arrivals = select.epoll()
-            undo.callback(self.arrivals.close)
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._bell)
-            self._rest = select.poll()
-            self._rest.register(self._bell, select.POLLIN)
-            url = f"inproc://watch-{uuid.uuid4().hex}"
-            sock.monitor(url, _EVENTS)
-            undo.callback(sock.disable_monitor)
-            context = cast("zmq.Context[zmq.Socket[bytes]]", sock.context)  # pyright: ignore[reportUnknownMemberType]
-            self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-            self.monitor.setsockopt(zmq.RCVHWM, 0)
-            self.monitor.connect(url)
-            undo.pop_all()
-
-    def poller(self) -> zmq.Poller:
-        """Return a poller of all three."""
-        poller = zmq.Poller()
-        for each in (self.monitor, self.arrivals.fileno(), self._bell):
-            poller.register(each, zmq.POLLIN)
-        return poller
-
-    def rest(self, seconds: float) -> bool:
-        """Wait, unless the bell has been rung; return whether it was. One call: a query may be under way on another thread."""
-        return bool(self._rest.poll(seconds * 1000))
-
-    def wake(self) -> None:
-        """Ring the bell: the poller returns."""
-        os.eventfd_write(self._bell, 1)
-
-    def close(self) -> None:
-        """Give all descriptors back."""
-        self.monitor.close(0)
-        self.arrivals.close()
-        self.grip.close()
-        os.close(self._bell)
 
 
 @final
@@ -193,10 +148,10 @@ class ConnectionWatch:
         self._open: dict[int, _Open] = {}
         self._senders: dict[int, Sender] = {}
         self._ended = threading.Event()
-        self._means: _Means | None = None
+        self._means: WatchDescriptors | None = None
         work = self._run_upkeep
         if CAN_LOOK and hasattr(select, "epoll"):
-            self._means, work = _Means(sock), self._run
+            self._means, work = WatchDescriptors(sock), self._run
         self._thread = threading.Thread(target=work, name="kv-handshake-watch", daemon=True)
         try:
             self._thread.start()
@@ -256,7 +211,7 @@ class ConnectionWatch:
             except Exception as error:  # noqa: BLE001 - the limits and the monitor's reader must outlive any failure
                 self._report("watch", repr(error))
 
-    def _take_events(self, means: _Means, now_s: float) -> bool:
+    def _take_events(self, means: WatchDescriptors, now_s: float) -> bool:
         """Take all news of connections in; return whether there were any. Most handshakes begin and end between two looks."""
         accepted: set[int] = set()
         has_events = False
@@ -276,7 +231,7 @@ class ConnectionWatch:
             self._make_room(means.grip)
         return has_events
 
-    def _add(self, means: _Means, descriptor: int, now_s: float) -> None:
+    def _add(self, means: WatchDescriptors, descriptor: int, now_s: float) -> None:
         ends = means.grip.ends(descriptor)
         if ends is None or ends[0][1] != self._port:  # gone, and its number is another file's now
             return
@@ -303,7 +258,11 @@ class ConnectionWatch:
         received = grip.received_bytes(connection.descriptor)
         queries = self._queries(connection.descriptor)
         if queries != connection.queries:
-            connection.queries, connection.begin_bytes, connection.since_s = queries, received, now_s
+            connection.queries, connection.begin_bytes, connection.since_s = (
+                queries,
+                received,
+                now_s,
+            )
         connection.ahead_bytes = received - connection.begin_bytes
 
     def _queries(self, descriptor: int) -> int:
