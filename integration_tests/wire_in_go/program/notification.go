@@ -24,7 +24,7 @@ type Notification struct {
 	Readers  int      `json:"reader_count"`
 	Consumer string   `json:"consumer"`
 	Reason   string   `json:"reason"`
-	Surplus  int      `json:"surplus"`
+	Surplus  int      `json:"surplus,omitempty"`
 }
 
 func unknown(reason string) Notification { return Notification{Kind: "unknown", Reason: reason} }
