@@ -110,7 +110,7 @@ def test_hash(vector):
 @pytest.mark.parametrize("vector", of_kind("notification"))
 def test_notification(vector):
     seen = json.loads(msgspec.json.encode(parse_notification(vector.data)))
-    vllms_form = {"nonces": [""] * len(seen["request_ids"]), "consumer": ""}
+    vllms_form = {"nonces": [""] * len(seen["request_ids"]), "consumer": "", "surplus": 0}
     assert seen == vllms_form | vector.expect
 
 
