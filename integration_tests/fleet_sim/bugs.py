@@ -81,20 +81,10 @@ def _sent_twice(old: Any) -> Any:
     return report
 
 
-def _revokes_first(old: Any) -> Any:
-    def apply(self: LeaseTable, plan: Any, **named: Any) -> Any:
-        for request_id in plan.revokes:
-            if request_id in self._leases:
-                self.release(request_id, now_s=named["now_s"])
-        return old(self, plan._replace(revokes=()), **named)
-
-    return apply
-
-
 def _loses_every(count: int) -> Callable[[Any], Any]:
-    numbers = itertools.count(1)
-
     def make(old: Any) -> Any:
+        numbers = itertools.count(1)
+
         def put(self: Mailbox, item: Any) -> None:
             if next(numbers) % count:
                 old(self, item)
@@ -102,16 +92,6 @@ def _loses_every(count: int) -> Callable[[Any], Any]:
         return put
 
     return make
-
-
-def _any_word(old: Any) -> Any:
-    """A word of another generation counts, as long as it is not an ended one."""
-
-    def judge(self: WordCheck) -> tuple[int, str]:
-        found, objection = old(self)
-        return found, objection if found & ENDED_BIT else ""
-
-    return judge
 
 
 def _ended_bit_ignored(old: Any) -> Any:
@@ -194,10 +174,6 @@ def _slot_returned_early(old: Any) -> Any:
             record.fence = None
 
     return finish
-
-
-def _stuck_generation(old: Any) -> Any:  # noqa: ARG001
-    return lambda self: self._next
 
 
 def _only_good(old: Any) -> Any:
@@ -333,12 +309,10 @@ def _whole_lists(old: Any) -> Any:
 
 BUGS: dict[str, Bug] = {
     "fence-skipped": _with(TransferThread, "post_read", fence=None),
-    "fence-any-generation": _swap(WordCheck, "judge", _any_word),
     "fence-ended-bit-ignored": _swap(WordCheck, "judge", _ended_bit_ignored),
     "fence-not-voided": _swap(TransferThread, "write_fence", _no_ended_words),
     "fence-never-written": _swap(TransferThread, "write_fence", _no_first_words),
     "fence-voided-late": _swap(TransferThread, "write_fence", _late_fence),
-    "fence-generation-stuck": _swap(FencePool, "_draw", _stuck_generation),
     "fence-slot-leaks": _nothing(FencePool, "give_back"),
     "fence-slot-returned-early": _swap(Producers, "finish", _slot_returned_early),
     "fence-words-not-announced": _plan_without(AnnouncedFences, "fences"),
@@ -357,7 +331,6 @@ BUGS: dict[str, Bug] = {
     "lease-reported-twice": _swap(LeaseKeeper, "_report", _sent_twice),
     "lease-quota-ignored": _swap(Outstanding, "has_room", lambda _: lambda *_a: True),
     "lease-account-leaks": _nothing(Outstanding, "end"),
-    "revocation-not-ordered": _swap(LeaseTable, "apply", _revokes_first),
     "heartbeats-stop": _nothing(Heartbeats, "take_due", value=[]),
     "heartbeats-for-one-only": _swap(Heartbeats, "take_due", _one_reader_beats),
     "quarantine-denied": _swap(Account, "result", _always_quiet),
@@ -377,7 +350,6 @@ BUGS: dict[str, Bug] = {
     ),
     "calls-lost": _swap(Mailbox, "put", _loses_every(25)),
     "sibling-never-woken": _nothing(HandOvers, "read_ended"),
-    "failed-engine-not-forgotten": _nothing(PeerDirectory, "_forget_when_idle"),
     "cancelled-read-forgotten": _nothing(ReadCoordinator, "memory_quiet"),
     "step-plan-lost-on-error": _plan_without(Registration, "reads"),
 }

@@ -39,12 +39,6 @@ def save(name: str, seed: int, outcome: Outcome) -> None:
     (RECORDED / f"{name}.json").write_text(json.dumps(found) + "\n")
 
 
-def _is_late(plan: EpisodePlan) -> bool:
-    """Few fence slots, and reads that hang for longer than a lease."""
-    long = [fault for fault in plan.faults if fault.kind in {"cut", "slow", "stop"} and fault.duration_s > 0.8]
-    return plan.fleet.fence_slots <= 4 and plan.fleet.lease_s <= 2 and bool(long)
-
-
 def _is_hostile(plan: EpisodePlan) -> bool:
     return any(request.damage == "foreign" for request in plan.requests)
 
@@ -72,8 +66,6 @@ def _stalls(plan: EpisodePlan) -> bool:
 
 
 HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
-    "fence-any-generation": _is_late,
-    "fence-generation-stuck": _is_late,
     "fence-slot-returned-early": _is_short_of_slots,
     "fence-scratch-shared": _is_many_ranked,
     "ticket-not-bound": _is_hostile,
@@ -87,7 +79,6 @@ HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
     "quarantine-released-early": _stalls,
     "quarantine-never-ends": _stalls,
     "cancelled-read-forgotten": _stalls,
-    "revocation-not-ordered": lambda plan: any(fault.kind == "pressure" for fault in plan.faults),
 }
 """Seeds to look at first: a bug is found sooner, and by no other seeds."""
 
