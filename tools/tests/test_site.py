@@ -11,14 +11,15 @@ import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from kvdev.envs import browser_environment
 from kvdev.paths import ROOT
+from kvdev.site import drawings, terminals
 from kvdev.site.building import SITE, build_site
-from kvdev.site.drawings import FOLDER, PICTURES
 from kvdev.site.gathering import link_inside
 from kvdev.site.reference import configuration_page, metric_names_page
 from kvdev.uvtool import find_or_install_uv
@@ -121,8 +122,18 @@ def test_a_search_for_a_symptom_finds_its_page(site: Path, query: str, page: str
     assert any(holds in section["text"] for section in index if section["location"].startswith(page))
 
 
-def test_the_pictures_are_those_that_the_source_draws() -> None:
-    assert {file.name: file.read_text() for file in FOLDER.glob("*.svg")} == {n: draw() for n, draw in PICTURES.items()}
+@pytest.mark.parametrize("source", [drawings, terminals], ids=["drawings", "terminals"])
+def test_the_pictures_are_those_that_the_source_draws(source: ModuleType) -> None:
+    drawn = {name: draw() for name, draw in source.PICTURES.items()}
+    assert {file.name: file.read_text() for file in source.FOLDER.glob("*.svg")} == drawn
+
+
+def test_terminal_pictures_load_nothing_and_show_two_engines() -> None:
+    for draw in terminals.PICTURES.values():
+        picture = draw()
+        assert "url(http" not in picture
+        assert "@font-face" not in picture
+        assert picture.count("running") >= 2
 
 
 def test_every_key_and_metric_is_in_the_reference() -> None:
