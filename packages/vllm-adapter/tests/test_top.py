@@ -145,6 +145,16 @@ def start(live: Path, *words: str, **more: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, **more)
 
 
+@pytest.mark.parametrize("command", ["top", "status"])
+def test_a_table_for_nobody_is_no_failure(live: Path, command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "vllm_adapter", command, "--folder", str(live), *(["--once"] * (command == "top"))]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_has_seen_enough_ends_it_quietly(live: Path) -> None:
     with start(live, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None

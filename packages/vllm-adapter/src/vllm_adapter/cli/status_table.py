@@ -83,7 +83,11 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> b
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns)
-    draw_tables(Console(width=width), answers, with_requests=with_requests)
+    console = Console(width=width)
+    # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
+    with console.capture() as drawn:
+        draw_tables(console, answers, with_requests=with_requests)
+    print(drawn.get(), end="")
     return True
 
 

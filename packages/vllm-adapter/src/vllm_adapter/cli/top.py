@@ -163,8 +163,10 @@ def _draw(options: TopOptions, first: list[Answer]) -> int:
     console = Console(width=None if is_terminal else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns))
 
     def show(fleet: Fleet) -> None:
-        console.print(fleet_view(fleet))
-        sys.stdout.flush()
+        # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
+        with console.capture() as drawn:
+            console.print(fleet_view(fleet))
+        print(drawn.get(), end="", flush=True)
 
     if options.once or not is_terminal:
         return _print_each(options, first, show)
