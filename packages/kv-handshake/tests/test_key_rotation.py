@@ -161,13 +161,43 @@ def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, monkeypat
     hub = client._loop._hub
     opened = hub.open
 
-    def open_after_a_rotation(address, port, key_number=0):
-        if key_number:
+    def open_after_a_rotation(address, port, tried_keys=()):
+        if tried_keys:
             (keys / "known-servers" / "server-1.key").unlink()
             hub._next_refresh_s = 0.0
-        return opened(address, port, key_number)
+        return opened(address, port, tried_keys)
 
     monkeypatch.setattr(hub, "open", open_after_a_rotation)
     assert code(client, listener) == ""
+    client.close()
+    listener.close()
+
+
+def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, monkeypatch):
+    """Of four known keys two go while the second is tried: the listener's own becomes the second, and is tried, too."""
+    known = keys / "known-servers"
+    for number in (2, 3, 4):
+        public, secret = write_keypair(keys / "server", f"server-{number}")
+        (known / public.name).write_bytes(public.read_bytes())
+    security = ServerSecurity.read(secret, keys / "known-clients")
+    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
+    listener.start()
+    client = client_of(keys)
+    hub = client._loop._hub
+    opened, attempts = hub.open, []
+
+    def open_and_rotate(address, port, tried=()):
+        attempts.append(tried)
+        connection = opened(address, port, tried)
+        if len(attempts) == 2:
+            for number in (1, 3):
+                (known / f"server-{number}.key").unlink()
+            hub._next_refresh_s = 0.0
+            hub._refresh_keys()  # as another request does meanwhile
+        return connection
+
+    monkeypatch.setattr(hub, "open", open_and_rotate)
+    assert code(client, listener) == ""
+    assert len(attempts) == 3
     client.close()
     listener.close()

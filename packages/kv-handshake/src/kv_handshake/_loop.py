@@ -241,11 +241,11 @@ class Loop:
         if task.session.is_over or address is None:
             self._end_attempt(task)
             return
-        self._open(task, address, 0)
+        self._open(task, address, ())
 
-    def _open(self, task: Task[Any], address: str, key_number: int) -> None:
+    def _open(self, task: Task[Any], address: str, tried_keys: tuple[str, ...]) -> None:
         try:
-            connection = self._hub.open(address, task.request.endpoint.port, key_number)
+            connection = self._hub.open(address, task.request.endpoint.port, tried_keys)
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)
@@ -294,11 +294,11 @@ class Loop:
             self._hub.discard(connection)
             self._connect(task)
             return
-        if fault == "authentication-refused" and connection.key_number + 1 < self._hub.server_keys:
+        if fault == "authentication-refused" and self._hub.untried_key(connection.tried_keys):
             task.change_key()
             del self._running[connection]
             self._hub.discard(connection)
-            self._open(task, connection.address, connection.key_number + 1)
+            self._open(task, connection.address, connection.tried_keys)
             return
         task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
         self._hang_up(connection, task)

@@ -67,10 +67,11 @@ class Connection:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         security: ClientSecurity | None,
-        key_number: int = 0,
+        server_key: str = "",
     ) -> None:
         self.address = ""
-        self.key_number = key_number
+        self.tried_keys: tuple[str, ...] = ()
+        self.server_key = ""
         self.socket = context.socket(zmq.DEALER)
         self.is_open = False
         self._fault = ""
@@ -93,7 +94,8 @@ class Connection:
         else:
             self.socket.curve_publickey = security.public_key.encode("ascii")
             self.socket.curve_secretkey = security.secret_key.encode("ascii")
-            self.socket.curve_serverkey = security.server_keys[key_number].encode("ascii")
+            self.server_key = server_key or security.server_key
+            self.socket.curve_serverkey = self.server_key.encode("ascii")
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
 
     def connect(self, address: str, port: int) -> None:

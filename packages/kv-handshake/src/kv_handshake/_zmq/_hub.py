@@ -16,6 +16,8 @@ from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._wakeup import WakeupPipe
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_handshake._zmq._keys import ClientSecurity
 
 __all__ = ["Hub"]
@@ -55,31 +57,34 @@ class Hub:
         self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
-    @property
-    def server_keys(self) -> int:
-        """Keys that a listener may have; 0 without encryption."""
-        return len(self._security.server_keys) if self._security is not None else 0
+    def untried_key(self, tried: Sequence[str]) -> str:
+        """Return the next key that a listener may have, empty if all were tried, or without encryption.
 
-    def open(self, address: str, port: int, key_number: int = 0) -> Connection:
+        A rotation adds and removes keys between two attempts, so the keys themselves are remembered, not their numbers.
+        """
+        known = self._security.server_keys if self._security is not None else ()
+        return next((key for key in known if key not in tried), "")
+
+    def open(self, address: str, port: int, tried_keys: Sequence[str] = ()) -> Connection:
         """Return a new connection, on its way.
 
         Args:
             address: A literal address.
             port: The port.
-            key_number: Index of the key that the listener must have; the first one's if there are fewer by now.
+            tried_keys: Keys that the listener does not have, by what it answered; it must have the first of the others.
 
         Raises:
             TransportError: ``transport-failed``.
             ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
         self._refresh_keys()
-        if key_number >= self.server_keys:  # a rotation took keys away between two attempts
-            key_number = 0
+        server_key = self.untried_key(tried_keys)
         try:
-            if self._prepared is not None and not key_number:
+            if self._prepared is not None and self._prepared.server_key == server_key:
                 connection, self._prepared = self._prepared, None
             else:
-                connection = Connection(self._context, self._security, key_number)
+                connection = Connection(self._context, self._security, server_key)
+            connection.tried_keys = (*tried_keys, connection.server_key)
             self._needs_upkeep = True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
