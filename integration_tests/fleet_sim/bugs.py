@@ -179,8 +179,9 @@ def _slot_returned_early(old: Any) -> Any:
 def _only_good(old: Any) -> Any:
     """The end of a failed handshake is lost."""
 
-    def ended(self: Client, task: Any, question: Any, on_done: Any) -> None:
-        old(self, task, question, lambda outcome: on_done(outcome) if outcome.is_ok else None)
+    def ended(self: Client, *arguments: Any) -> None:
+        *others, on_done = arguments
+        old(self, *others, lambda outcome: on_done(outcome) if outcome.is_ok else None)
 
     return ended
 

@@ -226,7 +226,7 @@ class Host:
                 self._grow(request, work)
         waiting = [one for one in self.requests.values() if one.status == "waiting"]
         # Those that hold blocks come first: behind a request that waits for blocks they would wait for ever.
-        for request in sorted(waiting, key=lambda one: not one.blocks):
+        for request in sorted(waiting, key=lambda one: not any(one.blocks)):
             if not self._admit(request):
                 break
             if request.status == "running":
