@@ -38,7 +38,7 @@ def _calm(draw: random.Random, seed: int) -> EpisodePlan:
         is_calm=True,
         is_bidirectional=False,  # a readback's lease is never renewed, and slow reads outlast it
         lease_s=1.0,
-        read_timeout_s=30.0,
+        read_timeout_s=300.0,
         handshake_timeout_s=10.0,
         fence_slots=draw.choice((2, 4, 64)),
         max_leases=0,
