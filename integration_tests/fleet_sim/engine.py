@@ -1,4 +1,4 @@
-"""One engine process: production's scheduler side and worker sides, over simulated memory, with its host."""
+"""An engine process: production's scheduler side and worker sides, over simulated memory, with its host."""
 
 from __future__ import annotations
 

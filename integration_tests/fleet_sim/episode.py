@@ -43,7 +43,7 @@ _OPTIONS = ThreadOptions(
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an episode."""
+    """Result of an episode."""
 
     plan: EpisodePlan
     violations: tuple[Violation, ...]

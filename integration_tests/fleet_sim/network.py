@@ -1,4 +1,4 @@
-"""What lies between processes: delays, losses, one-way partitions, slow peers.
+"""The network between processes: delays, losses, one-way partitions, slow peers.
 
 Every link is directed, from one engine's slot to another's. A partition of A -> B alone lets B's messages reach A.
 """

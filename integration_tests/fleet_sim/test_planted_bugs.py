@@ -21,7 +21,7 @@ SIMULATE = Path(__file__).parent / "simulate.py"
 
 
 def test_a_failing_seed_is_shrunk_to_a_timeline_a_picture_and_a_plan(tmp_path: Path) -> None:
-    """What the documentation says of the command: the shrunk plan is small, and replays."""
+    """As the documentation says of the command: the shrunk plan is small, and replays."""
     saved, picture = tmp_path / "small.json", tmp_path / "seed.html"
     words = [
         sys.executable,

@@ -65,7 +65,7 @@ def test_the_peers_place_decides_whether_it_must_seal(
 
 @pytest.mark.parametrize("make", ["nixl"], indirect=True)
 @pytest.mark.parametrize("keys", [{"max_leases": 3}, {"max_leased_blocks": 12}], ids=["leases", "blocks"])
-def test_clients_that_never_read_leave_prefill_its_cache(make: Make, keys: dict[str, int]) -> None:
+def test_clients_that_never_read_leave_prefill_its_cache(make: Make, keys: dict[str, Any]) -> None:
     """Four blocks a prompt: ten such clients would take 40 of 63 blocks; three get a ticket, the others an answer alone."""
     producer, reader = make("P", settings=Settings(**keys)), make("D")
     tokens = 4 * TOKENS

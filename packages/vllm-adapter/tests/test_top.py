@@ -140,7 +140,7 @@ def test_wrong_words_and_no_engine_say_so(live: Path, capsys: pytest.CaptureFixt
     assert main(["top", "--folder", str(tmp_path / "empty"), "--once"]) == 3
 
 
-def start(live: Path, *words: str, **more: Any) -> subprocess.Popen[bytes]:
+def start(live: Path, *words: str, **more: Any) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", "vllm_adapter", "top", "--folder", str(live), "--interval", "0.5", *words]
     return subprocess.Popen(command, **more)
 
