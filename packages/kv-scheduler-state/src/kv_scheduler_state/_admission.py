@@ -1,21 +1,18 @@
-"""Arrival of requests, and admission of those that come with `kv_transfer_params`."""
+"""Admission of requests that come with `kv_transfer_params`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._decisions import BYSTANDER, Admission
-from kv_scheduler_state._errors import DuplicateRequest, InvalidEvent, TicketError, quote, refuse_count
-from kv_scheduler_state._introspection import state_of
-from kv_scheduler_state._request import Request
+from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._ticket_reader import TicketReader
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._clock import ObservedClock
     from kv_scheduler_state._consumer import Consumers
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._prompt import PromptIdentity
-    from kv_scheduler_state._reports import Reports
+    from kv_scheduler_state._request import Request
     from kv_scheduler_state._seal import TicketSeal
     from kv_scheduler_state._ticket import HandoffTicket, TicketKind
     from kv_scheduler_state._ticket_reader import Fields
@@ -30,62 +27,19 @@ _CONSUMER: Final = Admission("consumer")
 class Admissions:
     """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
 
-    __slots__ = (
-        "_backoff_tokens",
-        "_clock",
-        "_consumers",
-        "_is_bidirectional",
-        "_outbox",
-        "_producers",
-        "_requests",
-        "_reserved",
-        "_tickets",
-        "_unread",
-        "seal",
-    )
+    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_reserved", "_tickets", "seal")
 
-    def __init__(
-        self,
-        requests: dict[str, Request],
-        clock: ObservedClock,
-        consumers: Consumers,
-        producers: Producers,
-        reports: Reports,
-    ) -> None:
+    def __init__(self, consumers: Consumers, producers: Producers) -> None:
         config = producers.config
-        self._requests = requests
-        self._clock = clock
         self._consumers = consumers
         self._producers = producers
-        self._outbox = producers.outbox
-        self._unread = reports.unread
         self._backoff_tokens = config.backoff_tokens
         self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
         self.seal: TicketSeal | None = None
 
-    def arrive(
-        self, request_id: str, params: object, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> Admission:
-        """Do what `SchedulerState.arrive` says."""
-        if type(request_id) is not str or not request_id:
-            raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
-        if type(prompt_tokens) is not int or prompt_tokens < 0:
-            refuse_count("prompt_tokens", prompt_tokens)
-        if request_id in self._requests:
-            raise DuplicateRequest(request_id, state_of(self._requests[request_id]))
-        if self._outbox.has_orders and self._outbox.is_parting(request_id):
-            raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
-        if request_id in self._unread:
-            raise DuplicateRequest(request_id, "waiting for the report of its failure")
-        at_s = self._clock.observe(now_s)
-        request = Request(prompt_tokens, at_s)
-        admission = BYSTANDER if params is None else self._admit(request_id, request, params, identity, at_s)
-        self._requests[request_id] = request
-        return admission
-
-    def _admit(
+    def admit(
         self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
     ) -> Admission:
         """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""

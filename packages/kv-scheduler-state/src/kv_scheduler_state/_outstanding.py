@@ -87,8 +87,12 @@ class Outstanding:
         self._leased.pop(request_id, None)
         if self._revoked:
             self._revoked.pop(request_id, None)
-        for group, count in enumerate(record.leased_blocks):
-            self._blocks[group] -= count
+        blocks, counts = self._blocks, record.leased_blocks
+        if len(counts) == 1:
+            blocks[0] -= counts[0]
+            return
+        for group, count in enumerate(counts):
+            blocks[group] -= count
 
     def is_relief_due(self, now_s: float) -> bool:
         """Whether a lease was taken back so recently that its blocks are about to be freed."""

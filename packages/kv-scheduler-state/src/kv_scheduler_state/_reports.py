@@ -36,28 +36,6 @@ class Reports:
         # Requests that the engine parked for a read that was refused; the workers report them as failed, once.
         self.unread: set[str] = set()
 
-    def apply(self, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
-        """Apply the reports of one step; a failed read may be among the received ones, too.
-
-        Raises:
-            SchedulerStateError: the first refusal, after every legal report was applied.
-        """
-        refusals: list[SchedulerStateError] = []
-        if sent:
-            self._sent(sent, refusals)
-        if self.unread:
-            kept = self._without_unread([*failed, *received])
-            failed = [request_id for request_id in failed if request_id in kept]
-            received = [request_id for request_id in received if request_id in kept]
-        if failed:
-            self._reads_ended(failed, self._consumers.failure_event, self._consumers.on_failure, refusals)
-            broken = set(failed)
-            received = [request_id for request_id in received if request_id not in broken]
-        if received:
-            self._reads_ended(received, "done", self._consumers.on_done, refusals)
-        if refusals:
-            raise refusals[0]
-
     def fail_parked(self, request_id: object, external_tokens: object) -> None:
         """Order and expect the failure of a request that is parked for a refused read; a read under way is reported anyway."""
         if type(request_id) is not str or type(external_tokens) is not int or external_tokens <= 0:
@@ -68,7 +46,7 @@ class Reports:
             self.unread.add(request_id)
             self._producers.outbox.fail(request_id)
 
-    def _sent(self, request_ids: Sequence[str], refusals: list[SchedulerStateError]) -> None:
+    def sent(self, request_ids: Sequence[str], refusals: list[SchedulerStateError]) -> None:
         """End producer requests whose lease has ended on every worker."""
         producers, at_s = self._producers, self._clock.observed_s
         for request_id in request_ids:
@@ -87,7 +65,7 @@ class Reports:
                 producers.sent(request_id, producer, row, at_s)
                 forget_if_ended(self._requests, request_id, request)
 
-    def _without_unread(self, request_ids: Sequence[str]) -> Sequence[str]:
+    def without_unread(self, request_ids: Sequence[str]) -> Sequence[str]:
         """Return the ids of real reads; a ticket whose read was refused is given up when its failure comes back."""
         unread, at_s = self.unread, self._clock.observed_s
         if not unread:
@@ -100,7 +78,7 @@ class Reports:
                 self._consumers.give_up(request_id, request.consumer, at_s)
         return [request_id for request_id in request_ids if request_id not in known]
 
-    def _reads_ended(
+    def reads_ended(
         self,
         request_ids: Sequence[str],
         event: str,

@@ -12,37 +12,36 @@ Nothing is scanned: a step in which nothing happened costs two comparisons and r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._admission import Admissions
-from kv_scheduler_state._blocks import BlockRules
-from kv_scheduler_state._clock import ObservedClock
-from kv_scheduler_state._consumer import Consumers
-from kv_scheduler_state._endings import Endings
-from kv_scheduler_state._errors import InvalidEvent, SchedulerStateError, UnknownRequest, quote, refuse_count
-from kv_scheduler_state._introspection import count_states, describe, violations
-from kv_scheduler_state._outbox import Outbox
+from kv_scheduler_state._blocks import new_tuple
+from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
+from kv_scheduler_state._errors import (
+    DuplicateRequest,
+    InvalidEvent,
+    SchedulerStateError,
+    UnknownRequest,
+    quote,
+    refuse_count,
+)
+from kv_scheduler_state._introspection import state_of
 from kv_scheduler_state._plan import EMPTY_PLAN
-from kv_scheduler_state._producer import Producers
-from kv_scheduler_state._reports import Reports
-from kv_scheduler_state._request import Request, preempt, void_all
-from kv_scheduler_state._seal import TicketSeal
-from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
+from kv_scheduler_state._request import Request, forget_if_ended, preempt
+from kv_scheduler_state._scheduler_base import SchedulerBase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._config import SchedulerConfig
-    from kv_scheduler_state._decisions import Admission, FinishDecision, FinishReason
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import StepPlan
     from kv_scheduler_state._prompt import PromptIdentity
 
 __all__ = ["SchedulerState"]
 
+_HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": False}
+
 
 @final
-class SchedulerState:
+class SchedulerState(SchedulerBase):
     """Both records of every request of one engine's scheduler process.
 
     Not thread-safe: all calls come from the engine's scheduler thread.
@@ -55,55 +54,7 @@ class SchedulerState:
         consumer_table: The consumer machine; override only in proofs, which mutate it.
     """
 
-    __slots__ = (
-        "_admissions",
-        "_clock",
-        "_config",
-        "_consumers",
-        "_endings",
-        "_heartbeats",
-        "_outbox",
-        "_producers",
-        "_reports",
-        "_requests",
-        "_rules",
-    )
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        secrets: Sequence[bytes] = (),
-        producer_table: Table = PRODUCER_TABLE,
-        consumer_table: Table = CONSUMER_TABLE,
-    ) -> None:
-        self._config = config
-        self._clock = ObservedClock()
-        self._rules = BlockRules(config.groups, config.null_block)
-        self._outbox = Outbox()
-        self._producers = Producers(config, producer_table, self._rules, self._outbox)
-        self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
-        self._heartbeats = self._consumers.heartbeats
-        self._requests: dict[str, Request] = {}
-        self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
-        self._endings = Endings(self._requests, self._clock, self._consumers, self._producers)
-        self._admissions = Admissions(self._requests, self._clock, self._consumers, self._producers, self._reports)
-        if secrets:
-            self.set_secrets(secrets)
-
-    def set_secrets(self, secrets: Sequence[bytes]) -> None:
-        """Seal and verify tickets with these fleet secrets from now on; the first one seals.
-
-        Raises:
-            InvalidConfig: `invalid-config`, for none or a short one; nothing is changed then.
-        """
-        seal = TicketSeal(secrets, self._config.unsealed_networks)
-        self._producers.seal = self._admissions.seal = seal
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """The engine that this state belongs to."""
-        return self._config
+    __slots__ = ()
 
     def arrive(
         self,
@@ -127,7 +78,23 @@ class SchedulerState:
             DuplicateRequest: `duplicate-request`, while a request of that id is live or has orders in the next plan.
             InvalidEvent: `invalid-event`, for an empty id, a negative length or a time that is none.
         """
-        return self._admissions.arrive(request_id, params, prompt_tokens, identity, now_s)
+        if type(request_id) is not str or not request_id:
+            raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
+        if type(prompt_tokens) is not int or prompt_tokens < 0:
+            refuse_count("prompt_tokens", prompt_tokens)
+        if request_id in self._requests:
+            raise DuplicateRequest(request_id, state_of(self._requests[request_id]))
+        if self._outbox.has_orders and self._outbox.is_parting(request_id):
+            raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
+        if request_id in self._reports.unread:
+            raise DuplicateRequest(request_id, "waiting for the report of its failure")
+        at_s = self._clock.observe(now_s)
+        request = Request(prompt_tokens, at_s)
+        admission = BYSTANDER
+        if params is not None:
+            admission = self._admissions.admit(request_id, request, params, identity, at_s)
+        self._requests[request_id] = request
+        return admission
 
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
         """Return the prompt tokens to read from the peer beyond the local prefix hit; orders nothing.
@@ -174,7 +141,10 @@ class SchedulerState:
                 tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
         """
         try:
-            request = self._find(request_id, "allocate")
+            try:
+                request = self._requests[request_id]
+            except (KeyError, TypeError):
+                raise UnknownRequest(request_id, "allocate") from None
             consumer, producer = request.consumer, request.producer
             if type(external_tokens) is not int or external_tokens < 0:
                 refuse_count("external_tokens", external_tokens)
@@ -253,7 +223,39 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
-        return self._endings.finish(request_id, reason, block_ids, computed_tokens, withhold, identity, now_s)
+        try:
+            request = self._requests[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequest(request_id, "finish") from None
+        hands_over = _HANDS_OVER.get(reason)
+        if hands_over is None:
+            raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
+        if type(computed_tokens) is not int or computed_tokens < 0:
+            refuse_count("computed_tokens", computed_tokens)
+        at_s = self._clock.observe(now_s)
+        producers, producer, consumer = self._producers, request.producer, request.consumer
+        if producer is None:
+            if consumer is not None:
+                self._consumers.finish(request_id, consumer, at_s)
+            request.is_finished = True
+            forget_if_ended(self._requests, request_id, request)
+            return NOT_KEPT
+        if hands_over:
+            row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
+        else:
+            row, code = producers.table.find(request_id, producer.state, "drop"), ""
+        # May raise, for it asks the host for the prompt's digest; nothing has changed until then.
+        params = producers.ticket(request_id, producer, row, block_ids, computed_tokens, identity)
+        if consumer is not None:
+            self._consumers.finish(request_id, consumer, at_s)
+        request.is_finished = True
+        producers.finish(request_id, producer, row, block_ids, params, at_s)
+        if params is not None and consumer is None:
+            return new_tuple(FinishDecision, (True, params, ""))  # the lease keeps the request
+        forget_if_ended(self._requests, request_id, request)
+        if params is not None:
+            return FinishDecision(keep_blocks=True, params=params)
+        return FinishDecision(keep_blocks=False, params=None, withheld_code=code) if code else NOT_KEPT
 
     def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Note the reports of the workers after a step.
@@ -269,7 +271,22 @@ class SchedulerState:
                 was not.
             IllegalTransition: `illegal-transition`.
         """
-        self._reports.apply(sent, received, failed)
+        reports = self._reports
+        refusals: list[SchedulerStateError] = []
+        if sent:
+            reports.sent(sent, refusals)
+        if reports.unread:
+            kept = reports.without_unread([*failed, *received])
+            failed = [request_id for request_id in failed if request_id in kept]
+            received = [request_id for request_id in received if request_id in kept]
+        if failed:
+            reports.reads_ended(failed, self._consumers.failure_event, self._consumers.on_failure, refusals)
+            broken = set(failed)
+            received = [request_id for request_id in received if request_id not in broken]
+        if received:
+            reports.reads_ended(received, "done", self._consumers.on_done, refusals)
+        if refusals:
+            raise refusals[0]
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -282,114 +299,3 @@ class SchedulerState:
         if heartbeats.next_due_s <= at_s:
             self._outbox.renew(heartbeats.take_due(at_s))
         return self._outbox.take() if self._outbox.has_orders else EMPTY_PLAN
-
-    def has_work(self) -> bool:
-        """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""
-        return self._outbox.has_orders
-
-    @property
-    def heartbeat_delay_s(self) -> float:
-        """How long the heartbeats of the latest plan that has any had been due: those to the most overdue peer engine."""
-        return self._consumers.heartbeats.last_delay_s
-
-    @property
-    def live_count(self) -> int:
-        """Requests that have arrived and not ended."""
-        return len(self._requests)
-
-    @property
-    def fence_slots_used(self) -> int:
-        """Fence slots in use; with all of `config.fence_slots` in use nothing is handed over."""
-        return self._producers.fences.used
-
-    @property
-    def lease_count(self) -> int:
-        """Leases that are out: granted, and not reported as `sent` yet."""
-        return len(self._producers.leases)
-
-    @property
-    def leased_blocks(self) -> tuple[int, ...]:
-        """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
-        return self._producers.leases.blocks
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether `drain` was called."""
-        return self._producers.is_draining
-
-    def drain(self) -> None:
-        """Hand nothing over from now on: prompts end with the code `draining`. Leases that are out live on, reads go on."""
-        self._producers.is_draining = True
-
-    def relieve(self, *, now_s: float) -> bool:
-        """Revoke the oldest lease under memory pressure, one at a time; True while blocks are about to be freed.
-
-        Raises:
-            InvalidEvent: `invalid-event`.
-        """
-        return self._producers.relieve(self._clock.observe(now_s))
-
-    def revoke(self, request_id: str, *, now_s: float) -> None:
-        """End a lease early; the blocks are free once the workers report the request as sent.
-
-        Raises:
-            UnknownRequest: `unknown-request`, also for a request that is no producer.
-            IllegalTransition: `illegal-transition`, for a request without a lease.
-        """
-        producer = self._find(request_id, "revoke").producer
-        if producer is None:
-            raise UnknownRequest(request_id, "revoke")
-        row = self._producers.table.find(request_id, producer.state, "revoke")
-        self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
-
-    def set_generation(self, generation: int | None) -> None:
-        """Name this generation of the engine's memory registration in tickets from now on; None names none.
-
-        Raises:
-            InvalidEvent: `invalid-event`, for a number that no consumer would accept.
-        """
-        self._producers.set_generation(generation)
-
-    def reset(self, *, now_s: float) -> None:
-        """Void all KV that was computed or promised before now. Costs a scan.
-
-        Leases are revoked. A prompt that is being computed is handed over only if it is preempted and started again. Tickets
-        whose read has not been ordered are given up: their producers are told, and the prompts are computed here. Reads
-        under way are in the next plan's `voids`: they must end badly, for their pages hold KV from before.
-
-        Raises:
-            InvalidEvent: `invalid-event`.
-        """
-        at_s = self._clock.observe(now_s)
-        void_all(self._requests, self._consumers, self._producers, at_s)
-
-    def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
-        """Return live requests with age, states, traces and the event that each waits for, oldest first; `most` of them.
-
-        Changes nothing, time included, so another thread may look; a request that changes meanwhile may show both states.
-        """
-        at_s, found = self._clock.peek(now_s), list(self._requests.items())[:most]
-        return tuple([describe(name, request, at_s, self._config.trace_length) for name, request in found])
-
-    def state_counts(self) -> dict[str, int]:
-        """Return how many live requests are in each state, such as `producer-leased`. Costs a scan; any thread."""
-        return count_states(list(self._requests.values()))
-
-    def explain(self, request_id: str, *, now_s: float) -> dict[str, object]:
-        """Return one live request as `snapshot` does.
-
-        Raises:
-            UnknownRequest: `unknown-request`.
-        """
-        request = self._find(request_id, "explain")
-        return describe(request_id, request, self._clock.peek(now_s), self._config.trace_length)
-
-    def check_invariants(self) -> tuple[str, ...]:
-        """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""
-        return tuple(violations(self._requests, self._consumers, self._producers, self._outbox))
-
-    def _find(self, request_id: str, event: str) -> Request:
-        try:
-            return self._requests[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequest(request_id, event) from None

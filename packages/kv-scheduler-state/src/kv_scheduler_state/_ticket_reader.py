@@ -131,12 +131,15 @@ class TicketReader:
         tokens, lease_s, expiry_s = get("remote_num_tokens"), get("kv_lease_s"), get("remote_blocks_expiry_time")
         fence, nonce, prompt = get("kv_fence"), get("kv_nonce"), get("kv_prompt")
         peer = self._peer(fields)
+        request_id = self._text("remote_request_id", get("remote_request_id"))
+        if self._reserved:
+            self._require_free(request_id)
         return new_tuple(
             HandoffTicket,
             (
                 kind,
                 peer,
-                self._request_id(get("remote_request_id")),
+                request_id,
                 self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer),
                 None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens),
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
@@ -150,16 +153,14 @@ class TicketReader:
             ),
         )
 
-    def _request_id(self, value: object) -> str:
-        request_id = self._text("remote_request_id", value)
-        if self._reserved and request_id.startswith(self._reserved):
+    def _require_free(self, request_id: str) -> None:
+        if request_id.startswith(self._reserved):
             raise TicketError(
                 "ticket-id-reserved",
                 f"remote_request_id {quote(request_id)} begins like a notification of another kind; its engine could never be "
                 "told that the read is done",
                 field="remote_request_id",
             )
-        return request_id
 
     def _peer(self, fields: Mapping[object, object]) -> PeerAddress:
         # An engine writes the same into all its tickets, so its address is checked once. The numbers' types are compared,
