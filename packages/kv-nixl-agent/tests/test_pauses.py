@@ -114,8 +114,28 @@ def test_the_hold_lasts_as_long_as_its_description_says() -> None:
     assert hold_of([True, False] * 1000, step_s=0.0005) == pytest.approx(99 * 0.02, abs=0.06), "held for ever"
 
 
-def test_pauses_one_after_the_other_hold_the_timers_no_longer_than_a_hundred_turns() -> None:
-    assert hold_of([], step_s=0.6) == pytest.approx(99 * 0.6)
+def test_pauses_one_after_the_other_hold_the_timers_no_longer_than_ten_seconds() -> None:
+    assert hold_of([], step_s=0.6) == pytest.approx(10.0, abs=0.6)
+
+
+@pytest.mark.parametrize(("before_s", "within_s"), [(0.6, 0.001), (0.001, 0.6), (0.3, 0.3), (0.6, 0.6)])
+@pytest.mark.parametrize("every", [1, 9])
+def test_timers_run_every_ten_seconds_wherever_and_however_often_turns_pause(
+    before_s: float, within_s: float, every: int
+) -> None:
+    """Each turn, or each ninth, pauses before it begins or while it runs calls and takes notifications."""
+    timers, ran = Timers(0.0), [0.0]
+    timers.add(0.001, lambda: None, 0.0)
+    now_s = 0.0
+    for number in range(2000):
+        is_slow = number % every == 0
+        now_s += before_s if is_slow else 0.001
+        timers.begin_turn(now_s)
+        now_s += within_s if is_slow else 0.001
+        timers.note(now_s)
+        if timers.take_due(now_s, given_count=0, taken_count=0):
+            ran.append(now_s)
+    assert max(later - earlier for earlier, later in itertools.pairwise([*ran, now_s])) < 12.5
 
 
 def test_a_process_that_pauses_within_a_turn_runs_no_timer_in_it() -> None:

@@ -21,6 +21,7 @@ _TASKS: Final = Path("/proc/self/task")
 _LOOK_EVERY_S: Final = 0.02
 _GOOD_LOOKS: Final = 10
 _MOST_LOOKS: Final = 100
+_LONGEST_S: Final = 10.0
 
 
 def thread_ids() -> frozenset[str]:
@@ -69,7 +70,8 @@ class Settling:
     It ends after ten looks in a row, at least 20 ms apart and one a turn at most, that found no thread of NIXL waiting for a
     core: after 0.2 s on a machine with time for everybody, later where the owner has few turns or NIXL's threads none. The looks
     go on for so long since connections that were begun meanwhile take some messages each way. It ends anyway after a hundred
-    looks, 2 s at least: threads that are always ready to run must not hold the timers for ever.
+    looks, 2 s at least, and after 10 s: threads that are always ready to run, and pauses one after the other, must not hold the
+    timers for ever. A new hundred and new 10 s begin with the first pause after the timers have run.
 
     Example: turns come 0.3 s apart: the hold takes ten of them, 2.7 s. Another pause at the sixth begins the ten anew, and 94 of
     the hundred are left.
@@ -79,6 +81,8 @@ class Settling:
         self._have_run = have_run
         self._looks_left = 0
         self._good_left = 0
+        self._end_s = 0.0
+        self._have_timers_run = True
         self.next_look_s = 0.0
 
     @property
@@ -86,15 +90,23 @@ class Settling:
         """Whether timers may run."""
         return self._good_left == 0 or self._looks_left == 0
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         """Note a pause: hold the timers from now on."""
-        if self.is_over:
-            self._looks_left = _MOST_LOOKS
+        if self._have_timers_run:
+            self._have_timers_run = False
+            self._looks_left, self._end_s = _MOST_LOOKS, now_s + _LONGEST_S
         self._good_left = _GOOD_LOOKS
+
+    def timers_ran(self) -> None:
+        """Note that timers have run: the next pause may hold them as long as the last one."""
+        self._have_timers_run = True
 
     def look(self, now_s: float) -> None:
         """Look at the threads, if that is due. The owner polls for notifications after it, before timers run."""
         if self.is_over or now_s < self.next_look_s:
+            return
+        if now_s >= self._end_s:
+            self._looks_left = 0
             return
         self.next_look_s = now_s + _LOOK_EVERY_S
         self._looks_left -= 1

@@ -32,7 +32,7 @@ class Timers:
     Timers that fall due wait for the calls and notifications that were there before them (see `_mailbox.py`). After more than
     half a second without a turn, when the process was probably stopped, they also wait until NIXL's threads have caught up (see
     `_settling.py`): notifications that were sent meanwhile lie in the transport. Leases end later by that, 0.2 s as a rule and
-    some seconds on a machine that is short of cores; calls, notifications, reads and their deadlines wait for nothing.
+    up to 10 s on a machine that is short of cores; calls, notifications, reads and their deadlines wait for nothing.
 
     Args:
         now_s: The time.
@@ -64,7 +64,7 @@ class Timers:
         """Note the time within a turn; True if the process paused since the last time that was noted."""
         paused = now_s - self._seen_s > _PAUSE_S
         if paused:
-            self._settling.begin()
+            self._settling.begin(now_s)
         self._seen_s = now_s
         return paused
 
@@ -78,6 +78,7 @@ class Timers:
         if taken_count < due_after:
             return []
         self._round = None
+        self._settling.timers_ran()
         due = [timer for timer in self._timers if timer.due_s <= opened_s]
         for timer in due:
             timer.due_s = now_s + timer.period_s
