@@ -76,6 +76,12 @@ def test_a_name_leads_to_no_address_of_one_link(figure: Figure, monkeypatch: pyt
         "alone.test": ["169.254.169.254"],
         "mapped.test": ["::ffff:169.254.169.254"],
         "zone.test": ["fe80::1%1"],
+        "nat64.test": ["64:ff9b::a9fe:a9fe"],
+        "local-nat64.test": ["64:ff9b:1::a9fe:a9fe"],
+        "6to4.test": ["2002:a9fe:a9fe::1"],
+        "siit.test": ["::ffff:0:a9fe:a9fe"],
+        "teredo.test": ["2001::a9fe:a9fe"],
+        "odd.test": ["no address"],
         "both.test": ["169.254.169.254", "127.0.0.1"],
     }
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -21,10 +21,19 @@ _FRESH_S = 5.0
 _MOST_KNOWN = 256
 
 _LINK_LOCAL = tuple(
-    map(ip_network, ("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"))
+    map(
+        ip_network,
+        (
+            *("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"),
+            *("64:ff9b:1::/48", "2001::/32"),
+        ),
+    )
 )
-"""Addresses of one link only, among them those from which clouds hand out credentials (the last three are Alibaba's, Azure's and
-Amazon's)."""
+"""Addresses of one link only, among them those from which clouds hand out credentials (the next three are Alibaba's, Azure's and
+Amazon's), and those of local NAT64 and Teredo, which hide an IPv4 address in varying places."""
+
+_TRANSLATED = tuple(map(ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")))
+"""IPv6 networks whose last 32 bits are an IPv4 address: NAT64, SIIT, and the compatible form of before 2006."""
 
 
 @final
@@ -59,7 +68,7 @@ class Names:
         return lookup
 
     def _find(self, host: str) -> list[str]:
-        return [each for each in _addresses_of(host) if self._allows_link_local or not _is_link_local(each)]
+        return [each for each in _addresses_of(host) if self._allows_link_local or _is_reachable_for_strangers(each)]
 
     def close(self) -> None:
         """Drop look-ups that have not begun; those under way end by themselves."""
@@ -76,7 +85,17 @@ def _addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in ordered))
 
 
-def _is_link_local(text: str) -> bool:
-    address = ip_address(text)
-    plain = getattr(address, "ipv4_mapped", None) or address
-    return any(plain in network for network in _LINK_LOCAL)
+def _is_reachable_for_strangers(text: str) -> bool:
+    """Return whether an address is, and leads to, none of one link; what does not parse is not.
+
+    Examples: 169.254.169.254, ::ffff:169.254.169.254, 64:ff9b::a9fe:a9fe (NAT64) and 2002:a9fe:a9fe::1 (6to4) lead to the same.
+    """
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    led_to: list[IPv4Address | IPv6Address] = [address]
+    if isinstance(address, IPv6Address):
+        led_to += [inner for inner in (address.ipv4_mapped, address.sixtofour) if inner is not None]
+        led_to += [IPv4Address(int(address) & 0xFFFFFFFF) for network in _TRANSLATED if address in network]
+    return not any(each in network for each in led_to for network in _LINK_LOCAL)

@@ -25,11 +25,15 @@ _MAX_REMEMBERED: Final = 1024
 _SPECIAL: Final = tuple(
     map(
         ipaddress.ip_network,
-        ("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"),
+        (
+            *("169.254.0.0/16", "fe80::/10", "100.100.100.200/32", "168.63.129.16/32", "fd00:ec2::254/128"),
+            *("64:ff9b:1::/48", "2001::/32"),
+        ),
     )
 )
-"""Addresses of one link only, among them those from which clouds hand out credentials (169.254.169.254; the others are Alibaba's,
-Azure's and Amazon's). No engine is reached there, and a network around them, such as 0.0.0.0/0, does not allow them."""
+"""Addresses of one link only, among them those from which clouds hand out credentials (169.254.169.254; the next three are
+Alibaba's, Azure's and Amazon's), and those of local NAT64 and Teredo, which hide an IPv4 address in varying places. No engine is
+reached there, and a network around them, such as 0.0.0.0/0, does not allow them."""
 
 _TRANSLATED: Final = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")))
 """IPv6 networks whose last 32 bits are an IPv4 address: NAT64, SIIT, and the compatible form of before 2006."""
