@@ -155,6 +155,15 @@ def test_h17_a_heartbeat_of_a_mebibyte_costs_little(figure: Figure) -> None:
         b"HB:,KVH:[" + b",".join(b'["%05x","n"]' % number for number in range(70_000)) + b"]",
         b"HB:,KVH:[" + b", ".join(b'["%05x","n"]' % number for number in range(60_000)) + b"]",
         b"HB:," + b"a," * 500_000,
+        *(
+            b"HB:,KVH:[" + b",".join([each] * (1_048_000 // (len(each) + 1))) + b"]"
+            for each in (b"0", b'""', b"[]", b'["",""]')
+        ),
+        *(
+            b'HB:,KVH:["\\\\",' + b",".join([each] * (1_048_000 // (len(each) + 1))) + b"]"
+            for each in (b"0", b'""', b"[]")
+        ),
+        b'HB:,KVH:[["\\\\",""],' + b",".join([b'["",""]'] * 131_000) + b"]",
     )
     codec, worst_s = Codec(), 0.0
     for payload in payloads:
