@@ -106,3 +106,11 @@ def test_a_file_that_was_mended_is_read(tmp_path: Path) -> None:
 
 def test_a_secret_of_the_environment_may_be_any_bytes() -> None:
     assert FleetSecrets((), os.fsdecode(b"\xff" * 20)).current == (b"\xff" * 20,)
+
+
+def test_a_folder_in_the_place_of_a_secret_file_costs_no_descriptor(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        with pytest.raises(ConfigurationError, match="plain file"):
+            FleetSecrets([str(tmp_path)])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

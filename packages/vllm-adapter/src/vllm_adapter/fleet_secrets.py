@@ -143,11 +143,15 @@ def _read_plain(file: Path) -> tuple[int, bytes]:
     Raises:
         OSError, ValueError: With the reason.
     """
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:  # noqa: PTH123 - by descriptor
-        mode = os.fstat(source.fileno()).st_mode
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise ValueError("it is no plain file")
-        content = source.read(_MOST_FILE_BYTES + 1)
+        with open(descriptor, "rb", closefd=False) as source:
+            content = source.read(_MOST_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > _MOST_FILE_BYTES:
         raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
     return stat.S_IMODE(mode), content
