@@ -9,7 +9,7 @@ import pytest
 from kv_nixl_agent import AgentOptions, TransferAgent
 from kv_nixl_agent._cli import main
 from kv_nixl_agent._doctor import _live_reads
-from kv_nixl_agent._doctor._live_reads import LiveRank, Measurement, RankRead, read_ranks
+from kv_nixl_agent._doctor._live_reads import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
 from kv_nixl_agent._doctor._transports import ReadPath
 from kv_nixl_agent._fences import PROBE_WORDS, FenceArray, probe_pattern, words_before_pages
 from kv_nixl_agent._probe_pages import PROBE_PAGE_BYTES, PROBE_PAGES, probe_rows
@@ -155,3 +155,18 @@ def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
 
 def test_ranks_are_those_of_the_description():
     assert read_ranks(json.dumps(DESCRIBED)) == [LiveRank("0.0", b"\x00\x01\x02", (4096, 0, 16))]
+
+
+@pytest.mark.parametrize(
+    "fence", [[(1 << 64) - 8 * 16, 0, 16], [-8, 0, 16], [4096, -1, 16], [4096, 0, 1 << 70], [1, 2]]
+)
+def test_a_fence_that_no_rank_has_is_refused_by_name(fence):
+    with pytest.raises(ValueError, match=r"0\.1|not enough values"):
+        read_ranks(json.dumps([*DESCRIBED, {"name": "0.1", "agent_metadata": "AAEC", "fence": fence}]))
+
+
+def test_answers_of_many_ranks_come_whole():
+    """1000 ranks answer with more than the 64 KiB that a pipe holds."""
+    ranks = [LiveRank(f"0.{number}", b"no metadata", (4096, 0, 16)) for number in range(1000)]
+    found = measure_ranks(ranks, most_bytes=0, timeout_s=0.01)
+    assert (found.error, len(found.ranks)) == ("", 1000)

@@ -12,6 +12,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -130,6 +131,10 @@ def read_ranks(text: str) -> list[LiveRank]:
 
 def _read_rank(entry: dict[str, Any]) -> LiveRank:
     address, device, words = (int(number) for number in entry["fence"])
+    if min(address, device, words) < 0 or words > 1 << 32 or device > 1 << 32 or address > (1 << 63):
+        raise ValueError(
+            f"rank {entry['name']}: fence is {entry['fence']}, must be an address, a device and a number of words"
+        )
     metadata = base64.b64decode(str(entry["agent_metadata"]), validate=True)
     return LiveRank(str(entry["name"]), metadata, (address, device, words))
 
@@ -142,13 +147,13 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
         most_bytes: Bytes to read from each rank, at most.
         timeout_s: Longest wait for each read.
     """
-    ours, theirs = os.pipe()
-    command = [
-        sys.executable,
-        "-c",
-        f"from kv_nixl_agent._doctor._live_reads import child; child({theirs}, {most_bytes}, {timeout_s})",
-    ]
-    with os.fdopen(ours) as answers:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answers:  # a pipe would be full before the child has ended
+        theirs = answers.fileno()
+        command = [
+            sys.executable,
+            "-c",
+            f"from kv_nixl_agent._doctor._live_reads import child; child({theirs}, {most_bytes}, {timeout_s})",
+        ]
         try:
             done = subprocess.run(
                 command,
@@ -163,8 +168,7 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
             )
         except subprocess.TimeoutExpired as expired:
             return Measurement([], error=f"the reads did not end within {expired.timeout:.0f} s")
-        finally:
-            os.close(theirs)
+        answers.seek(0)
         answer = answers.read()
     paths = read_paths(done.stdout + "\n" + done.stderr)
     if not answer:
