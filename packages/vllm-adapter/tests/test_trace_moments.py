@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from fakes import Outcome, order
 from lease_bench import Bench as LeaseBench
 from read_bench import Bench
 from scheduler_engine import PREFILL, Engine, Prompt
 
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
+from vllm_adapter.scheduler.trail import Trail
 from vllm_adapter.scheduler.values import Arrival
 
 TEXT = "a prompt of forty characters, no more..."
@@ -169,3 +171,29 @@ def test_a_rank_that_is_read_from_stamps_grant_read_and_release() -> None:
     moments = only(bench.recorder.hand_overs)["moments"]
     assert set(moments) == {"granted", "read", "freed"}
     assert moments["read"] - moments["granted"] == 2.0
+
+
+def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    trail = Trail(HandOverLog(), lambda: 1.0)
+
+    def count() -> int:
+        raise AttributeError("num_output_tokens")
+
+    trail.arrived(Arrival("r", None, 3, output_tokens=count), "consumer", 1.0)
+    trail.allocated("r", external_tokens=0)
+    for _ in range(3):
+        trail.step_ended()
+    assert trail.faults == 3
+    assert caplog.text.count("was not noted") == 1
+
+
+def test_only_what_is_handed_over_is_answered() -> None:
+    log = HandOverLog()
+    trail = Trail(log, lambda: 1.0)
+    for request_id, role in (("p", "producer"), ("d", "consumer")):
+        trail.arrived(Arrival(request_id, None, 3, output_tokens=lambda: 1), role, 1.0)
+        trail.allocated(request_id, external_tokens=0)
+        trail.step_ended()
+        trail.finished(request_id)
+    stages = {str(entry["request_id"]): set(entry["moments"]) for entry in log.describe()}  # type: ignore[call-overload]
+    assert stages == {"p": {"arrived", "scheduled", "answered"}, "d": {"arrived", "scheduled", "first_token"}}

@@ -94,6 +94,15 @@ class RefusedIdentity:
         return self._digest
 
 
+def _frontend_s(request: Request) -> float | None:
+    """Return the time since the host's frontend began with a request; None if this vLLM does not say.
+
+    Both are readings of this host's wall clock; what is kept is the time between them.
+    """
+    began_s: object = getattr(request, "arrival_time", None)
+    return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
+
+
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
     params: object = request.kv_transfer_params
@@ -107,8 +116,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         identity,
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
-        # Both are readings of this host's wall clock; what is kept is the time between them.
-        max(0.0, time.time() - request.arrival_time),
+        _frontend_s(request),
         lambda: request.num_output_tokens,
     )
 
