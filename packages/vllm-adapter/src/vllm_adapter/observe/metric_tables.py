@@ -117,7 +117,7 @@ LEVELS: dict[str, tuple[str, str]] = {
     ),
     "stuck_threads": (
         "vllm:kv_transfer_stuck_threads",
-        "Ranks whose transfer thread is stuck in one turn.",
+        "Ranks whose transfer thread is stuck in one turn or has died.",
     ),
     "fence_slots_used": (
         "vllm:kv_transfer_fence_slots_used",

@@ -52,7 +52,7 @@ class ThreadWatch:
 
     def _check_state(self, state: str) -> None:
         is_stuck = state == "stuck"
-        self._recorder.level("stuck_threads", int(is_stuck))
+        self._recorder.level("stuck_threads", int(state in {"stuck", "dead"}))
         if is_stuck and not self._is_stuck:
             self._recorder.error(
                 f"the transfer thread of engine {self._engine_id} is stuck in one turn: no read and no lease of this rank "
