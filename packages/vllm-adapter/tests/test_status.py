@@ -140,7 +140,7 @@ def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for(
 def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     request = {"request_id": "r\x1b]0;owned\x07", "state": "leased\n"}
     answer = {"engine_id": "P\x1b[2J", "part": "scheduler", "oldest_leases": [request]}
-    assert print_tables([answer, {"socket": "/s", "error": "bad\x1b[2J"}], with_requests=True)
+    print_tables([answer, {"socket": "/s", "error": "bad\x1b[2J"}], with_requests=True)
     printed = capsys.readouterr().out
     assert "owned" in printed
     assert "\\x1b" in printed
@@ -304,13 +304,10 @@ def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process()
     assert meant == {"ab": [1, 2], "abc": [3], "a": [], "x": [4], "3": [3], "2": [1, 2], "y": []}
 
 
-def test_without_rich_the_answers_are_there_as_json(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_answers_are_there_as_json(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(opened, SCHEDULER)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert main(["status"]) == 2
-    assert "install vllm-adapter[cli], or use --json" in capsys.readouterr().err
     assert main(["status", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)["engines"]["prefill-0"]
     assert answer["oldest_requests"] == SCHEDULER["oldest_requests"]

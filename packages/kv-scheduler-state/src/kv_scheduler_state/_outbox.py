@@ -177,7 +177,8 @@ class Outbox:
         if self.grants:
             grants = tuple(self.grants)
             self.grants.clear()
-        return new_tuple(StepPlan, (reads, expects, fences, grants, (), (), (), (), (), (), (), (), (), ()))
+        common = reads, expects, fences, grants
+        return new_tuple(StepPlan, common + _NONE_RARE)
 
     def _take_all(self) -> StepPlan:
         common = tuple(self.reads.values()), tuple(self.expects), tuple(self.fences.values()), tuple(self.grants)

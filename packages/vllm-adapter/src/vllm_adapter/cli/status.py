@@ -22,7 +22,6 @@ __all__ = ["add_status"]
 
 _WELL = 0
 _TROUBLE = 1
-_NO_TOOL = 2
 _NOT_FOUND = 3
 
 _EPILOG = """\b
@@ -34,7 +33,7 @@ examples:
 exit codes:
   0  every process answered, and no transfer thread is dead or stuck
   1  a process did not answer, or its transfer thread is dead or stuck
-  2  wrong usage, or rich is not installed (--json does without it)
+  2  wrong usage
   3  no such engine runs on this machine for this user
 """
 
@@ -66,9 +65,8 @@ def _status(
     found = of_engine(answers, engine) if engine else answers
     if as_json:
         print(json.dumps({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
-    elif found and not print_tables(found, with_requests=requests):
-        print("vllm-adapter status: tables need rich: install vllm-adapter[cli], or use --json", file=sys.stderr)
-        return _NO_TOOL
+    elif found:
+        print_tables(found, with_requests=requests)
     if not found:
         print(f"vllm-adapter status: {_not_found(engine, answers, folders)}", file=sys.stderr)
         return _NOT_FOUND

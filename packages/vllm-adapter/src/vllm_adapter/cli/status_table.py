@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from vllm_adapter.observe.plain_text import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import Console
 
     from vllm_adapter.cli.asking import Answer
 
@@ -76,19 +75,14 @@ _DETAILS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 """(key of an answer, title, (heading, key of an entry) per column)."""
 
 
-def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> bool:
-    """Print a row per process, then what is wrong; False if rich is not installed."""
-    if importlib.util.find_spec("rich") is None:
-        return False
-    from rich.console import Console
-
+def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> None:
+    """Print a row per process, then what is wrong."""
     width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns)
     console = Console(width=width)
     # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
     with console.capture() as drawn:
         draw_tables(console, answers, with_requests=with_requests)
     print(drawn.get(), end="")
-    return True
 
 
 def draw_tables(console: Console, answers: Sequence[Answer], *, with_requests: bool = False) -> None:
