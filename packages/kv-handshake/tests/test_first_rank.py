@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Client, ConfigurationError, LocalOffer, Timing
+from kv_handshake import Client, ConfigurationError, LocalOffer, Timing, TransportError
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._first_rank import FirstRankRequest
 from kv_handshake._queries import parse_query
@@ -243,3 +243,6 @@ def test_the_rule_changes_nothing_but_the_order(ranks, fault_at, fault):
         assert session.missing_ranks == ()
     if session.error is not None and not checked:
         assert asked == [(0, 0)]
+    end = session.error
+    session.fail(TransportError("timed-out", "too late"))
+    assert session.error is end, "the first reason stays"

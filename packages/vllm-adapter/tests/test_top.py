@@ -165,6 +165,11 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(live: Path) -> None:
     assert command.returncode == 0
 
 
+def _as_from_a_terminal() -> None:
+    """Heed Ctrl-C, which a shell's background jobs ignore, and their children with them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("end", ["q", "Ctrl-C"])
 def test_a_terminal_shows_the_fleet_until_q_or_ctrl_c_and_is_left_as_it_was(live: Path, end: str) -> None:
     ours, theirs = pty.openpty()
@@ -178,7 +183,13 @@ def test_a_terminal_shows_the_fleet_until_q_or_ctrl_c_and_is_left_as_it_was(live
         except OSError:
             pass  # the other end is closed
 
-    with start(live, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}) as command:
+    terminal: dict[str, Any] = {
+        "stdin": theirs,
+        "stdout": theirs,
+        "stderr": theirs,
+        "env": {**os.environ, "TERM": "xterm"},
+    }
+    with start(live, **terminal, preexec_fn=_as_from_a_terminal) as command:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         until_s = time.monotonic() + 30
