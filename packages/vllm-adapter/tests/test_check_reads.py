@@ -124,6 +124,22 @@ def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(start: Start
     assert "metadata" in damaged.message("read-failed")
 
 
+def test_a_rank_whose_data_port_is_silent_is_named_and_the_other_is_read(
+    start: Start, serve: Serve, check: Check
+) -> None:
+    """The kernel accepts what is sent to the one rank, and nobody answers, as behind a firewall."""
+    alive, silent = (start(engine_config={"TLS": "tcp"}) for _ in range(2))
+    addresses = serve("P", agent_of(alive), agent_of(silent)), serve("D")
+    silent.stop()
+    try:
+        found = check(*addresses, "--allow-tcp", "--timeout", "1")
+    finally:
+        silent.resume()
+    assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
+    assert "rank 0.1" in found.message("read-failed")
+    assert "rank 0.0" not in found.message("read-failed")
+
+
 def test_bytes_that_differ_are_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
     process = start()
     address, device, words = process.fence

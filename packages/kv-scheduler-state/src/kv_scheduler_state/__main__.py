@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from kv_scheduler_state import __version__
 from kv_scheduler_state._diagrams import render_state_machines
 
 __all__ = ["main"]
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", metavar="FILE", type=Path, help="compare FILE with the page instead of printing it")
     parser.add_argument("--json", action="store_true", help="answer --check as one JSON object")
+    parser.add_argument("--version", action="version", version=f"kv-scheduler-state {__version__}")
     options = parser.parse_args(arguments)
     page = render_state_machines()
     if options.check is None:
