@@ -32,7 +32,6 @@ SURFACE = {
         "TicketError",
         "TicketLimits",
         "TicketReader",
-        "__version__",
         "prefill_request_params",
         "prompt_digest",
     ],

@@ -44,5 +44,4 @@ __all__ = [
     # errors
     "SchedulerStateError",
     "TicketError",
-    "__version__",
 ]
