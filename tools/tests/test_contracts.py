@@ -30,6 +30,7 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("topology-third-party", "kv_topology._errors", "import msgspec"),
     ("agent-third-party", "kv_nixl_agent._errors", "import zmq"),
     ("state-third-party", "kv_scheduler_state._errors", "import numpy"),
+    ("adapter-third-party", "vllm_adapter.worker.planted", "import zmq"),
     ("pure-packages", "kv_scheduler_state._errors", "import time"),
     ("pure-packages", "kv_topology._errors", "import logging"),
     ("one-module-imports-zmq", "kv_handshake._errors", "import zmq"),
