@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from kv_scheduler_state import LeaseTable
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
@@ -88,6 +89,16 @@ def test_a_planted_bug_in_any_transition_is_caught(label):
         else [lambda: prefill_world(tables, requests=1, is_plain=True), lambda: prefill_world(tables, requests=1)]
     )
     assert any(explore(world, max_states=1400).violation for world in worlds)
+
+
+def test_grants_that_the_lease_table_does_not_apply_are_noticed(monkeypatch):
+    apply = LeaseTable.apply
+
+    def without_grants(table, plan, **values):
+        return apply(table, plan._replace(grants=()), **values)
+
+    monkeypatch.setattr(LeaseTable, "apply", without_grants)
+    assert "its lease is over, unnoticed" in str(explore(lambda: prefill_world(requests=1)))
 
 
 def test_a_violation_comes_with_its_path():
