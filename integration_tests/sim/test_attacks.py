@@ -138,22 +138,27 @@ def test_a_stranger_gets_no_agent_metadata(
     reader.assert_has(request_id, source, 3 * TOKENS)
 
 
+def rewritten(envelope: bytes, *, name: str, is_ours: bool) -> bytes:
+    """Return an envelope under another engine's name; without `is_ours`, as vLLM's own connector writes it."""
+    outer = msgspec.msgpack.decode(envelope)
+    inner = msgspec.msgpack.decode(outer["agent_metadata_bytes"])
+    inner["engine_id"] = name
+    if not is_ours:
+        for key in [key for key in (*inner, *outer) if key.startswith("kvh_")]:
+            inner.pop(key, None)
+            outer.pop(key, None)
+    outer.pop("kvh_checksum", None)
+    outer["agent_metadata_bytes"] = msgspec.msgpack.encode(inner)
+    return msgspec.msgpack.encode(outer)
+
+
 class Squatter:
     """A listener that serves another engine's metadata under a name of its own."""
 
     def __init__(self, envelope: bytes, *, name: str, is_ours: bool) -> None:
-        outer = msgspec.msgpack.decode(envelope)
-        inner = msgspec.msgpack.decode(outer["agent_metadata_bytes"])
-        inner["engine_id"] = name
-        if not is_ours:
-            for key in [key for key in (*inner, *outer) if key.startswith("kvh_")]:
-                inner.pop(key, None)
-                outer.pop(key, None)
-        outer.pop("kvh_checksum", None)
-        outer["agent_metadata_bytes"] = msgspec.msgpack.encode(inner)
         self.port = free_port()
         self._listener = Listener("127.0.0.1", self.port)
-        self._listener.replace({(0, 0): msgspec.msgpack.encode(outer)})
+        self._listener.replace({(0, 0): rewritten(envelope, name=name, is_ours=is_ours)})
         self._listener.start()
 
     def close(self) -> None:
@@ -204,12 +209,20 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     reader.assert_has(honest, source, tokens)
 
 
-@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.fixture(params=["open", "sealed", "keyed"])
+def lock(
+    request: pytest.FixtureRequest, secrets: dict[str, Any], channel: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return what a fleet is locked with, and its settings: nothing, a secret alone, side-channel keys alone."""
+    return request.param, {"open": {}, "sealed": secrets, "keyed": channel}[request.param]
+
+
 def test_a_stranger_neither_ends_nor_renews_a_lease(
-    make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
+    make: Make, lock: tuple[str, dict[str, Any]], figure: Figure
 ) -> None:
     """It knows the request's id, which is no secret, and the producer's agent."""
-    settings = Settings(kv_lease_duration=3.0, **(secrets if is_locked else {}))
+    name, keys = lock
+    settings = Settings(kv_lease_duration=3.0, **keys)
     producer, reader = make("P", settings=settings), make("D", settings=settings)
     source, ticket = producer.prefill(3 * TOKENS)
     assert ticket is not None
@@ -217,19 +230,22 @@ def test_a_stranger_neither_ends_nor_renews_a_lease(
     payload = Codec().read_complete(str(ticket["remote_request_id"]), 1)
     for _ in range(3):
         registration.agent.call_soon(lambda: registration.leases.notified("nobody", payload))
-    for _ in range(20):
-        producer.step()
-        time.sleep(0.02)
+    step_for(producer, 0.4)
     is_freed = source not in producer.held
-    figure(
-        f"{'sealed' if is_locked else 'unsealed'}: the stranger {'freed' if is_freed else 'did not free'} the blocks"
-    )
-    assert is_freed is not is_locked
-    if is_locked:
+    figure(f"{name}: the stranger {'freed' if is_freed else 'did not free'} the blocks")
+    assert is_freed is (name == "open")
+    if name != "open":
         request_id = reader.start_decode(ticket, 3 * TOKENS)
         assert reader.wait_received(request_id)
         reader.assert_has(request_id, source, 3 * TOKENS)
         producer.wait_idle()
+
+
+def step_for(engine: Engine, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        engine.step()
+        time.sleep(0.02)
 
 
 def test_the_prompt_of_these_attacks_is_the_simulations() -> None:

@@ -162,6 +162,11 @@ class Settings:
         return self.has_secrets and self.ticket_policy != "accept-unsigned"
 
     @property
+    def requires_nonces(self) -> bool:
+        """Whether a notification counts only with its grant's nonce; vLLM's own engines, which send none, meet no keyed one."""
+        return self.requires_seals or bool(self.side_channel_key)
+
+    @property
     def staging(self) -> Literal["auto", "never", "always"]:
         """`receive_conversion`, checked."""
         choice = self.receive_conversion

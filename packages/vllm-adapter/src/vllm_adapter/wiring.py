@@ -159,7 +159,7 @@ class WorkerParts:
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
-        return LeaseTable(requires_nonces=self.settings.requires_seals)
+        return LeaseTable(requires_nonces=self.settings.requires_nonces)
 
     def make_announced_fences(self) -> ports.AnnouncedFences:
         """Return an empty record of announced fence words."""
