@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from engines import LAYERS, TOKENS, Engine, Prompt, free_port, page_of
+from hosts_listener import COMMAND, HostsListener, ask
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import generate_keypair
@@ -138,6 +140,10 @@ def test_a_stranger_gets_no_agent_metadata(
     reader.assert_has(request_id, source, 3 * TOKENS)
 
 
+HOSTS_LACKS = {"kv_fence", "kv_generation", "kv_dialect", "kv_nonce", "kv_prompt"}
+"""Keys that tickets of vLLM's own connector do not have."""
+
+
 def rewritten(envelope: bytes, *, name: str, is_ours: bool) -> bytes:
     """Return an envelope under another engine's name; without `is_ours`, as vLLM's own connector writes it."""
     outer = msgspec.msgpack.decode(envelope)
@@ -241,11 +247,121 @@ def test_a_stranger_neither_ends_nor_renews_a_lease(
         producer.wait_idle()
 
 
+@pytest.mark.parametrize("make", ["nixl"], indirect=True)
+def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
+    make: Make, squat: Callable[..., Squatter], lock: tuple[str, dict[str, Any]], figure: Figure
+) -> None:
+    """By HTTP: a client reads its own blocks in another's name, so that the reader ends the other's lease.
+
+    It does not know the other's nonce. It keeps its own, leaves it out, and names a listener that announces none.
+    """
+    name, keys = lock
+    settings = Settings(enforce_handshake_compat=False, handshake_timeout_s=2.0, handshake_attempts=1, **keys)
+    producer, reader = make("P", settings=settings), make("D", settings=settings)
+    tokens = 3 * TOKENS
+    victim, victims_ticket = producer.prefill(tokens)
+    _, ticket = producer.prefill(tokens)
+    assert ticket is not None
+    assert victims_ticket is not None
+    envelope = producer.workers[0].envelope
+    assert envelope is not None
+    squatter = squat(envelope, name="P", is_ours=False)
+    forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}
+    nameless = {key: value for key, value in forged.items() if key != "kv_nonce"}
+    elsewhere = {key: value for key, value in nameless.items() if key not in HOSTS_LACKS}
+    for number, lie in enumerate((forged, nameless, {**elsewhere, "remote_port": squatter.port})):
+        request_id = attempt(reader, lie, tokens)
+        assert name != "sealed" or refusal(reader, request_id) == "ticket-seal"
+        step_for(producer, 0.4)
+        assert (victim in producer.held) or (name == "open" and number == 2), number
+    is_freed = victim not in producer.held
+    figure(f"{name}: naming another's request {'freed' if is_freed else 'did not free'} its blocks")
+    assert is_freed is (name == "open")
+    if name != "open":
+        honest = reader.start_decode(victims_ticket, tokens)
+        assert reader.wait_received(honest)
+        reader.assert_has(honest, victim, tokens)
+
+
 def step_for(engine: Engine, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         engine.step()
         time.sleep(0.02)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[[bytes], HostsListener]]:
+    made: list[HostsListener] = []
+
+    def build(envelope: bytes) -> HostsListener:
+        made.append(HostsListener({(0, 0): envelope}))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("query", [(COMMAND, 0), (COMMAND, 0, 1), (COMMAND, 1, 0)], ids=["shape", "tp", "pp"])
+def test_h9_the_hosts_listener_dies_of_one_bad_query(
+    hosts: Callable[[bytes], HostsListener], query: tuple[object, ...], figure: Figure
+) -> None:
+    """What the next attack must not provoke: a query of two fields, or for a rank that is not there, sent by hand."""
+    listener = hosts(b"metadata")
+    assert ask(listener.port, COMMAND, 0, 0, within_s=5)
+    assert not ask(listener.port, *query)
+    assert not ask(listener.port, COMMAND, 0, 0)
+    assert not listener.is_alive
+    figure(f"the listener ended: {listener.death}")
+
+
+LIES = 48
+
+
+def lies(seed: int) -> Iterator[dict[str, object]]:
+    """Make up what an unsealed ticket says of its engine, which speaks dialect 14 and has one rank."""
+    draw = random.Random(seed)
+    sizes = [2, 3, 4, 5, 7, 8, 16, 64, 1024]
+    while True:
+        lie: dict[str, object] = {
+            "kv_dialect": draw.randrange(16),
+            "tp_size": draw.choice(sizes),
+            "pp_size": draw.choice(sizes),
+            "dcp_size": draw.choice([1, 2, 4, 8]),
+            "kv_generation": draw.randrange(1 << 50),
+            "remote_engine_id": draw.choice(["P", "p", "somebody"]),
+        }
+        yield {key: lie[key] for key in draw.sample(sorted(lie), draw.randint(1, len(lie)))}
+
+
+@pytest.mark.parametrize("make", ["nixl"], indirect=True)
+def test_h9_no_lying_ticket_ends_the_hosts_listener(
+    make: Make, hosts: Callable[[bytes], HostsListener], figure: Figure
+) -> None:
+    """Tickets with `kv_dialect`, `tp_size`, `pp_size` and more made up; then an honest one, read from the same listener."""
+    quick = Settings(enforce_handshake_compat=False, handshake_timeout_s=2.0, handshake_attempts=1)
+    producer, reader = make("P", settings=quick), make("D", settings=quick)
+    envelope = producer.workers[0].envelope
+    assert envelope is not None
+    listener = hosts(rewritten(envelope, name="P", is_ours=False))
+    source, ticket = producer.prefill(TOKENS)
+    assert ticket is not None
+    plain = {key: value for key, value in ticket.items() if key not in HOSTS_LACKS} | {"remote_port": listener.port}
+    for number, lie in enumerate(itertools.islice(lies(9), LIES)):
+        # A name in another spelling is a place that was not met before, so that each lie is asked about.
+        name = "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate("localhost"))
+        request_id = attempt(reader, {**plain, "remote_host": name, **lie}, TOKENS)
+        reader.finish(request_id)
+        assert listener.is_alive, f"{lie} ended it after {number} others: {listener.death}"
+    time.sleep(1.5)  # attempts in the background come 0.5 s and 1 s after the first
+    asked = len(listener.asked)
+    assert asked >= LIES // 2, "too few lies got as far as a query"
+    assert ask(listener.port, COMMAND, 0, 0, within_s=5), listener.death
+    honest = reader.start_decode(plain, TOKENS)
+    assert reader.wait_received(honest)
+    reader.assert_has(honest, source, TOKENS)
+    figure(f"{LIES} lying tickets, {asked} queries; the listener answers, and an honest ticket was read")
 
 
 def test_the_prompt_of_these_attacks_is_the_simulations() -> None:
