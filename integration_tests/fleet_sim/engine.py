@@ -12,6 +12,7 @@ from world import Process
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.steps import ReadFailure
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -108,7 +109,7 @@ class Engine:
         received: list[str] = []
         failed: set[str] = set()
         registrations: dict[tuple[int, int], Any] = {}
-        reasons: dict[str, dict[tuple[int, int], str]] = {}
+        reasons: dict[str, dict[tuple[int, int], ReadFailure]] = {}
         for rank, report in reports:
             failed |= report.failed
             for request_id, reason in sorted(report.reasons.items()):

@@ -24,7 +24,7 @@ from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
-from vllm_adapter.steps import RankRegistration
+from vllm_adapter.steps import RankRegistration, ReadFailure
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -167,7 +167,7 @@ class Engine:
         received: list[str] = []
         failed: set[str] = set()
         registrations: dict[tuple[int, int], RankRegistration] = {}
-        reasons: dict[str, dict[tuple[int, int], str]] = {}
+        reasons: dict[str, dict[tuple[int, int], ReadFailure]] = {}
         if forward is not None:
             forward()
         for worker in self.workers:
@@ -197,7 +197,7 @@ class Engine:
         received: Sequence[str],
         failed: set[str],
         registrations: Mapping[tuple[int, int], RankRegistration],
-        reasons: Mapping[str, Mapping[tuple[int, int], str]],
+        reasons: Mapping[str, Mapping[tuple[int, int], ReadFailure]],
     ) -> None:
         self.side.update_output(
             sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None

@@ -1,14 +1,40 @@
-"""Warnings that a client can cause by the thousand."""
+"""Log lines that a client can cause by the thousand."""
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from factories import facts
+from fakes import order
 from scheduler_engine import TEXT, Engine
 
-from vllm_adapter.scheduler import cause_log
-from vllm_adapter.scheduler.cause_log import CauseLog
+from vllm_adapter.config import Settings
+from vllm_adapter.observe import cause_log
+from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.worker import engine_thread
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.transfer.records import FinishedRead
 
 OTHER = TEXT.replace("forty", "sixty")
+TAKEN = "its KV was not taken over"
+TOLD = "could not notify"
+
+
+def worker(rank: int = 0) -> WorkerSide:
+    here = facts(tp=2, rank=rank)
+    return WorkerSide(here, WorkerParts(here, Settings()))
+
+
+def fail(side: WorkerSide, request_id: str, code: str, **changes: Any) -> Any:
+    """Let a read end badly on a rank; return the rank's report."""
+    end = ReadEnd(order(request_id, **changes), code, "the peer is gone", ReadTimes(0.0), 1.0)
+    side._finished.append(FinishedRead(end))
+    return side.take_report()
 
 
 def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
@@ -39,3 +65,58 @@ def test_causes_beyond_the_most_share_their_lines(
         cause = f"cause-{number}"
         log.warning(cause, "number %d", number)
     assert len(caplog.messages) == 3 + 10
+
+
+def test_failed_reads_log_few_lines_per_code_and_the_number_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer, ranks = Engine("P"), Engine("D"), (worker(0), worker(1))
+    ticket = producer.prefill("p", TEXT)
+
+    def read(request_id: str, *codes: str) -> None:
+        consumer.admit(request_id, ticket, TEXT)
+        consumer.allocate(request_id, [1, 2, 3], external=consumer.side.external_tokens(request_id, 0)[0] or 0)
+        assert [each.request_id for each in consumer.step().reads if each.is_reported] == [request_id]
+        ended = {(0, n): fail(side, request_id, codes[n]) for n, side in enumerate(ranks)}
+        reasons = {request_id: {rank: report.reasons[request_id] for rank, report in ended.items()}}
+        consumer.side.update_output(sent=(), received=(request_id,), failed=(request_id,), reasons=reasons)
+
+    with caplog.at_level(logging.ERROR):
+        for number in range(300):
+            read(f"d{number}", "peer-silent", "peer-silent")
+        assert len(lines(caplog, TAKEN)) == 10
+        assert not lines(caplog, "not logged")
+        read("another-cause", "fence-mismatch", "fence-mismatch")
+        assert "request another-cause: its KV was not taken over by ranks 0.0, 0.1 from" in caplog.messages[-1]
+        read("one-rank", "peer-silent", "fence-mismatch")
+        assert "request one-rank: its KV" in caplog.messages[-1], "a rank's flood hides no other rank's reason"
+        consumer.now_s += 11
+        read("later", "peer-silent", "peer-silent")
+    assert "request later" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; 290 more like this were not logged")
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
+    for side in ranks:
+        stats = side.take_stats()
+        assert stats is not None
+        assert len(stats["read_failure_codes"]) == 303, "each is counted"
+
+
+def test_failed_notifications_log_few_lines_per_code_and_the_number_of_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    first, second = worker(0), worker(1)
+    with caplog.at_level(logging.INFO):
+        for number in range(300):
+            fail(first, f"d{number}", "connection-refused", is_reported=False)
+        assert len(lines(caplog, TOLD)) == 10
+        fail(first, "another-cause", "peer-lost", is_reported=False)
+        assert "request another-cause: could not notify" in caplog.messages[-1], "a flood of one code hides no other"
+        now_s[0] += 11
+        fail(first, "later", "connection-refused", is_reported=False)
+        assert "request later" in caplog.messages[-1]
+        assert caplog.messages[-1].endswith("; 290 more like this were not logged")
+        fail(second, "other-rank", "connection-refused", is_reported=False)
+    assert [record.levelname for record in caplog.records][-2:] == ["WARNING", "INFO"], "one rank warns for all"
+    stats = first.take_stats()
+    assert stats is not None
+    assert len(stats["num_failed_notifications"]) == 302, "each is counted"

@@ -16,6 +16,7 @@ from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
 from vllm_adapter.config import Settings
+from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
@@ -42,7 +43,7 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
     worker._finished.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
     with caplog.at_level(logging.ERROR):
         results = worker.take_report()
-        awaited, ids = AwaitedReports(), ("r1", "r2")
+        awaited, ids = AwaitedReports(CauseLog(lambda: 0.0)), ("r1", "r2")
         awaited.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)))
         for tp_rank in range(8):
             awaited.explained({name: {(0, tp_rank): reason} for name, reason in results.reasons.items()})

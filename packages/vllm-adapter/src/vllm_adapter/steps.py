@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import ReadOrder, StepPlan
 
-__all__ = ["Rank", "RankRegistration", "ReadEnd", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
+__all__ = ["Rank", "RankRegistration", "ReadEnd", "ReadFailure", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""
@@ -64,6 +64,19 @@ class StepOrders:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadFailure:
+    """Why a read failed on one rank.
+
+    Attributes:
+        code: The reason as a code.
+        text: Request and place of the producer, and the reason as a sentence.
+    """
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Everything that one worker reports after a step.
 
@@ -79,7 +92,7 @@ class StepReport:
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     registration: RankRegistration | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    reasons: Mapping[str, ReadFailure] = field(default_factory=dict[str, ReadFailure])
 
 
 @dataclass(slots=True)

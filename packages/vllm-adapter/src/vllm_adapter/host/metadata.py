@@ -9,7 +9,7 @@ from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMeta
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm_adapter.steps import RankRegistration, StepOrders
+    from vllm_adapter.steps import RankRegistration, ReadFailure, StepOrders
 
 __all__ = ["RankEnvelope", "StepMetadata", "WorkerReport"]
 
@@ -42,7 +42,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def __init__(
         self,
         ranks: Mapping[tuple[int, int], RankRegistration],
-        reasons: Mapping[str, Mapping[tuple[int, int], str]] | None = None,
+        reasons: Mapping[str, Mapping[tuple[int, int], ReadFailure]] | None = None,
     ) -> None:
         self.ranks = dict(ranks)
         self.reasons = dict(reasons or {})

@@ -1,35 +1,35 @@
 """Reports that this connector waits for from its workers.
 
 Beside other connectors (vLLM's MultiConnector) every report of every connector comes to all of them; ids that are not awaited
-here belong to another one. A failed read is logged by the scheduler and not by the ranks: one line, with what each rank said.
+here belong to another one. A failed read is logged by the scheduler and not by the ranks: one line, with what each rank said, as
+far as lines of its codes are not held back.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import StepPlan
-    from vllm_adapter.steps import Rank
+    from vllm_adapter.steps import Rank, ReadFailure
 
 __all__ = ["AwaitedReports"]
-
-_logger = logging.getLogger("vllm.vllm_adapter")
 
 
 @final
 class AwaitedReports:
     """Ids whose end the workers will report. Scheduler's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: CauseLog) -> None:
+        self._log = log
         self._reads: set[str] = set()
         self._leases: set[str] = set()
         self._refused: set[str] = set()
-        self._reasons: defaultdict[str, dict[Rank, str]] = defaultdict(dict)
+        self._reasons: defaultdict[str, dict[Rank, ReadFailure]] = defaultdict(dict)
 
     def ordered(self, plan: StepPlan) -> None:
         """Note what a step orders."""
@@ -40,7 +40,7 @@ class AwaitedReports:
         """Note a finished request whose blocks stay."""
         self._leases.add(request_id)
 
-    def explained(self, reasons: Mapping[str, Mapping[Rank, str]]) -> None:
+    def explained(self, reasons: Mapping[str, Mapping[Rank, ReadFailure]]) -> None:
         """Note why reads failed, by request and rank; their reports come now, or once all other ranks have ended."""
         for request_id, by_rank in reasons.items():
             if request_id in self._reads:
@@ -58,25 +58,27 @@ class AwaitedReports:
         return mine, sorted(set(mine).intersection(failed))
 
     def log_failures(self, request_ids: Iterable[str]) -> None:
-        """Log one line for each failed read whose reason a rank has given."""
+        """Log one line for each failed read whose reason a rank has given; the same codes share their lines."""
         for request_id in request_ids:
-            reason = self._take_reason(request_id)
-            if reason:
-                _logger.error(
+            failures = self._reasons.pop(request_id, {})
+            if failures:
+                self._log.error(
+                    " ".join(sorted({failure.code for failure in failures.values()})),
                     "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
                     request_id,
-                    reason,
+                    _reason(failures),
                 )
 
-    def _take_reason(self, request_id: str) -> str:
-        """Return which ranks could not read and why; empty if no rank has said so.
 
-        Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.
-        """
-        ranks: defaultdict[str, list[str]] = defaultdict(list)
-        for (pp_rank, tp_rank), reason in sorted(self._reasons.pop(request_id, {}).items()):
-            ranks[reason].append(f"{pp_rank}.{tp_rank}")
-        return "; ".join(f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items())
+def _reason(failures: Mapping[Rank, ReadFailure]) -> str:
+    """Return which ranks could not read and why.
+
+    Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.
+    """
+    ranks: defaultdict[str, list[str]] = defaultdict(list)
+    for pp_rank, tp_rank in sorted(failures):
+        ranks[failures[pp_rank, tp_rank].text].append(f"{pp_rank}.{tp_rank}")
+    return "; ".join(f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items())
 
 
 def _take(awaited: set[str], request_ids: Iterable[str]) -> list[str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, final
 
+from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
-from vllm_adapter.scheduler.cause_log import CauseLog
 from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.gauges import Gauges
 from vllm_adapter.scheduler.mirror_saves import MirrorSaves
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import BlockIds, FinishDecision
     from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
     from vllm_adapter.scheduler.values import Arrival, Ending
-    from vllm_adapter.steps import Rank, RankRegistration, TraceLink
+    from vllm_adapter.steps import Rank, RankRegistration, ReadFailure, TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
@@ -71,7 +71,7 @@ class SchedulerSide:
         self._saves = MirrorSaves(chunks, self._state)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
-        self._awaited = AwaitedReports()
+        self._awaited = AwaitedReports(CauseLog(now_s))
         self._stats = Recorder()
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
@@ -236,7 +236,7 @@ class SchedulerSide:
         received: Iterable[str],
         failed: Iterable[str],
         registrations: Mapping[Rank, RankRegistration] | None = None,
-        reasons: Mapping[str, Mapping[Rank, str]] | None = None,
+        reasons: Mapping[str, Mapping[Rank, ReadFailure]] | None = None,
     ) -> None:
         """Take in the workers' reports of a step; ids of other connectors beside this one may be among them.
 

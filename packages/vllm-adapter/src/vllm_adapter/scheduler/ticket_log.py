@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.scheduler.cause_log import CauseLog
 
 __all__ = ["TicketLog"]
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.steps import RankRegistration, StepReport
+from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
 from vllm_adapter.worker.completion import ReadCompletion
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
@@ -68,6 +69,7 @@ class WorkerSide:
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
         self._recorder = parts.make_recorder()
+        self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
         self._finished: deque[FinishedRead] = deque()
         self._sent: deque[str] = deque()
         self._failures: list[str] = []
@@ -268,24 +270,28 @@ class WorkerSide:
         is_due, self._is_registration_due = self._is_registration_due, False
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
-    def _count_failures(self, ends: Iterable[ReadEnd]) -> dict[str, str]:
+    def _count_failures(self, ends: Iterable[ReadEnd]) -> dict[str, ReadFailure]:
         """Count failed reads, and return their reasons by request, which the scheduler logs once for all ranks.
 
-        A producer that could not be notified of blocks nobody reads is logged here.
+        A producer that could not be notified of blocks nobody reads is logged here, unless lines of the code are held back.
         """
-        reasons: dict[str, str] = {}
+        reasons: dict[str, ReadFailure] = {}
         for end in ends:
             order, peer = end.order, end.order.peer
             producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
             reason = f"{end.message} ({end.code})"
             if order.is_reported:
                 self._recorder.observe("read_failure_codes", end.code)
-                reasons[order.request_id] = f"{producer}: {reason}"
+                reasons[order.request_id] = ReadFailure(end.code, f"{producer}: {reason}")
             else:
                 self._recorder.count("num_failed_notifications", times=int(end.was_met))
-                self._recorder.warn(
-                    f"request {order.request_id}: could not notify {producer} that it is no longer needed; its blocks stay "
-                    f"leased until the lease expires: {reason}"
+                self._log.warning(
+                    end.code,
+                    "request %s: could not notify %s that it is no longer needed; its blocks stay leased until the lease "
+                    "expires: %s",
+                    order.request_id,
+                    producer,
+                    reason,
                 )
         return reasons
 

@@ -1,4 +1,4 @@
-"""Warnings that clients can cause by the thousand, limited per cause."""
+"""Log lines that clients can cause by the thousand, limited per cause."""
 
 from __future__ import annotations
 
@@ -36,14 +36,23 @@ class CauseLog:
 
     Args:
         now_s: The monotonic clock.
+        is_lead: Whether this is the rank that warns on behalf of all ranks of its engine, as `Recorder` has it.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, now_s: Callable[[], float], *, is_lead: bool = True) -> None:
         self._now_s = now_s
+        self._warning_level = logging.WARNING if is_lead else logging.INFO
         self._periods: dict[str, _Period] = {}
 
     def warning(self, cause: str, text: str, *values: object) -> None:
         """Log a warning, unless its cause has had its lines. A cause is a code, never a request, a peer or a peer's text."""
+        self._log(self._warning_level, cause, text, values)
+
+    def error(self, cause: str, text: str, *values: object) -> None:
+        """Log a failure under the same limit; lines of a cause count together, whatever their level."""
+        self._log(logging.ERROR, cause, text, values)
+
+    def _log(self, level: int, cause: str, text: str, values: tuple[object, ...]) -> None:
         now_s = self._now_s()
         if cause not in self._periods and len(self._periods) >= _MOST_CAUSES:
             cause = ""
@@ -58,4 +67,4 @@ class CauseLog:
         period.lines += 1
         if held_back:
             text, values = f"{text}; %d more like this were not logged", (*values, held_back)
-        _logger.warning(text, *values)
+        _logger.log(level, text, *values)
