@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,10 @@ def test_the_commands_run_and_make_what_engines_accept(tmp_path: Path) -> None:
     for command in BLOCKS["shell"]:
         words = command.replace("kv-handshake", str(Path(sys.executable).with_name("kv-handshake")))
         words = words.replace("python3", sys.executable)
-        done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
-        if "token_hex" in command:
-            (tmp_path / "secrets").write_text(done.stdout)
-    (tmp_path / "secrets").chmod(0o440)
+        subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o600
+    assert len(FleetSecrets([str(tmp_path / "secrets")]).current[0]) == 64
+    (tmp_path / "secrets").chmod(0o440)  # as Kubernetes mounts it
     assert len(FleetSecrets([str(tmp_path / "secrets")]).current[0]) == 64
     assert sorted(file.name for file in (tmp_path / "keys").iterdir()) == ["fleet.key", "fleet.key_secret"]
 
