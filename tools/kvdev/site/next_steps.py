@@ -129,11 +129,10 @@ _BY_TEXT = (
         "look who asks: a scanner, or an engine that restarts in a loop",
     ),
     (
-        r"restarts after|goes on after|does not close|raised \{|failed unexpectedly|metric %s",
+        r"restarts after|goes on after|does not close|raised \{|failed unexpectedly|metric %s|was not noted",
         "nothing now: work goes on; report the traceback",
     ),
     (r"^peer \{peer\}", _CHECK),
-    (r"tables need rich", "`pip install 'vllm-adapter[cli]'`"),
     (r"the command line is not installed", "type the line that the text ends with"),
     (
         r"^(vllm-adapter|kv-topology|kv-handshake|kv-nixl)|^--",
