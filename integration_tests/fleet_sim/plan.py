@@ -102,7 +102,7 @@ class RequestPlan:
         readers: Decode requests that get the same ticket.
         abort: When the client gives up: "" for never, else "prefill" or "decode".
         abort_s: How long after the request reached that engine.
-        damage: What happens to the ticket on its way: "" for nothing.
+        damage: Change made to the ticket on its way; "" for none.
         turns: Turns of the conversation; from the second on decode's blocks may be read back.
     """
 

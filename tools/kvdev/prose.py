@@ -18,11 +18,15 @@ OPENERS = frozenset({"what", "whatever", "which", "who", "whoever", "whom", "who
 # Quotation marks and brackets may stand before the first word; a ruled line (`-----`) is no prose.
 _FIRST_WORD = re.compile(r"[\"'(*]*([A-Za-z]+)(?![\w.(/-])")
 
+# `name: description` as it stands under Args, Attributes or Raises: `*args`, `first, second`, `values (list)`, `Error`.
+_FIELD = re.compile(r"\s+[*`]*\w[\w.`]*(?:, [*`]*\w[\w.`]*)*(?: \([^)]*\))?: +(\S.*)")
+
 
 def pronoun_openings(text: str) -> list[tuple[int, str]]:
     """Return (line, first line of the prose) of each docstring and each comment that opens with one of `OPENERS`.
 
-    Of comments on several lines only the first counts; a line that follows another may begin with any word.
+    Descriptions of arguments and attributes (`name: ...`) in a docstring are held to the same rule. Of comments on several
+    lines only the first counts; a line that follows another may begin with any word.
     """
     found = [(line, prose) for line, prose in (*_docstrings(text), *_comments(text)) if _opens_badly(prose)]
     return sorted(found)
@@ -44,7 +48,14 @@ def _docstrings(text: str) -> list[tuple[int, str]]:
                 value = statement.value.value
                 if isinstance(value, str) and value.strip():
                     found.append((statement.lineno, value.strip().splitlines()[0]))
+                    found += _descriptions(value, statement.lineno)
     return found
+
+
+def _descriptions(docstring: str, first_line: int) -> list[tuple[int, str]]:
+    """Return (line, description) of each indented `name: description`; `first_line` is the docstring's own."""
+    matches = ((number, _FIELD.match(line)) for number, line in enumerate(docstring.split("\n"), first_line))
+    return [(number, match.group(1)) for number, match in matches if match is not None]
 
 
 def _comments(text: str) -> list[tuple[int, str]]:

@@ -19,6 +19,16 @@ def test_a_docstring_that_opens_with_a_pronoun_is_refused(word: str) -> None:
         assert pronoun_openings(text), text
 
 
+@pytest.mark.parametrize("word", sorted(OPENERS))
+@pytest.mark.parametrize("name", ["reply", "*replies", "first, second", "reply (bytes)", "kv.Error", "`reply`"])
+def test_the_description_of_a_field_that_opens_with_a_pronoun_is_refused(name: str, word: str) -> None:
+    docstring = (
+        f'    """Sum.\n\n    Args:\n        good: The sum.\n        {name}: {word.title()} peers say.\n    """\n'
+    )
+    assert pronoun_openings(f"def f():\n{docstring}") == [(6, f"{word.title()} peers say.")]
+    assert pronoun_openings(f"class A:\n{docstring}") == [(6, f"{word.title()} peers say.")]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -28,6 +38,8 @@ def test_a_docstring_that_opens_with_a_pronoun_is_refused(word: str) -> None:
         "# A comment goes on in its second line\n# which may begin with any word.\nx = 1\n",
         "# ---- one\nx = 1\n",
         "x = 1  # noqa: E501\n",
+        'def f():\n    """Sum.\n\n    Args:\n        reply: Bytes, and what they mean.\n            One each.\n    """\n',
+        'def f():\n    """Sum.\n\n    The table says it all: what is sent, and who sends it.\n    """\n',
         'x = "# what is in a string is no comment"\n',
     ],
 )

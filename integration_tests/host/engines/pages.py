@@ -73,7 +73,7 @@ def assert_same_pages(
     """Compare, byte for byte, the states and all full pages of the first `tokens` tokens; return how many bytes that were.
 
     Args:
-        groups: What `producer` and `consumer` say of their cache groups.
+        groups: The cache groups, as `producer` and `consumer` describe them.
         ticket: Names the producer's blocks.
         producer: Its ranks' caches.
         received: The consumer's.

@@ -99,7 +99,7 @@ class Engine:
     Attributes:
         scheduler: vLLM's.
         config: The engine's configuration.
-        plans: What the connector told the workers, step by step.
+        plans: Messages of the connector to the workers, step by step.
         outputs: All outputs of a request, by its id.
     """
 

@@ -80,7 +80,7 @@ class Mutant:
         change: "before -> after", with " #n" for the n-th such change in the same place.
         lines: Lines of the statement that is changed.
         text: Source of the module without the change.
-        number: Which of the module's sites is changed, None for none.
+        number: Number of the changed site among the module's sites, None for no change.
     """
 
     module: str

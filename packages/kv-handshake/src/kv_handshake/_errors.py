@@ -31,7 +31,7 @@ class CodeFacts:
     Attributes:
         fault: The side that made the mistake.
         is_retry_safe: True if the same request may succeed later, False if it will not, None if that is unknown.
-        meaning: One sentence for the table in the documentation.
+        meaning: A sentence for the table in the documentation.
     """
 
     fault: Fault

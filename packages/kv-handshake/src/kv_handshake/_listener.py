@@ -62,7 +62,7 @@ class Listener:
         port: Port to bind; 0 for any free one, see `port`.
         payloads: Envelope by (pp rank, tp rank) to serve at first.
         advertisement: The engine's advertisement as JSON bytes.
-        advertised_host: What peers should connect to; needed if `host` is a wildcard.
+        advertised_host: Host name or address that peers connect to; needed if `host` is a wildcard.
         limits: How often one address may ask.
         security: Keys of an encrypted side channel; plain TCP without.
         clock: The monotonic clock that replies carry, in seconds: the one that expiry times on tickets are read from.

@@ -46,7 +46,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         code: Stable name, one of `CODES` if the peer is of our version.
-        message: One sentence for a person.
+        message: A sentence for a person.
         retry_after_s: Earliest sensible next try, in seconds from now; 0 if the peer does not say.
     """
 

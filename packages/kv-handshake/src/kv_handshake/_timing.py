@@ -17,7 +17,7 @@ class Timing:
 
     Attributes:
         deadline_s: A handshake ends after this, whatever happens.
-        attempt_s: One connection is given up after this without the next reply.
+        attempt_s: A connection is given up when the next reply does not come within this time.
         retry_first_s: Wait before the second attempt; doubles from there.
         retry_most_s: Longest wait between attempts.
         hold_first_s: After a failed handshake the peer is asked again, in the background, after this time; doubles from

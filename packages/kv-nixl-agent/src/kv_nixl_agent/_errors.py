@@ -90,7 +90,7 @@ class AgentError(Exception):
 
     Args:
         code: Key of `ERROR_CODES`.
-        message: What was wrong, with the numbers, and what to do.
+        message: The mistake, with its numbers, and the remedy.
         **context: Plain values for logs and metrics.
     """
 

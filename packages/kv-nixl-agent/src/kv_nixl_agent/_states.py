@@ -46,7 +46,7 @@ class Transition:
         event: Name of the event.
         target: State afterwards.
         effects: Effects that must follow: `report` the result, `hold` the handles of the active parts, `report-quiet`.
-        why: One sentence for the reader of the documents.
+        why: Reason, a sentence for the reader of the documents.
     """
 
     state: State

@@ -77,7 +77,7 @@ class WordReader:
         """Make the read of a fence word; None while all scratch words are in use.
 
         Raises:
-            AgentError: what preparing the peer's lists or making the handle raised.
+            AgentError: Raised while the peer's lists were prepared or the handle was made.
         """
         fence_list = self._peers.prepare(peer).fence  # the lists may have been released for another peer's meanwhile
         word = self._fences.take_scratch(generation, is_early=is_early)

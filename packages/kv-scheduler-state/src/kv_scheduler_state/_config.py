@@ -123,7 +123,7 @@ class SchedulerConfig:
         unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
             accepted if it points there.
         peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
-        load_failure_policy: What the engine does with a request whose read failed.
+        load_failure_policy: The engine's treatment of a request whose read failed.
         bidirectional: Whether a decode engine hands its blocks back for the next turn.
         recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
         readback_lease_s: How long a decode engine keeps its blocks for the next turn.

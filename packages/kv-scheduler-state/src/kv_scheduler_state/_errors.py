@@ -50,7 +50,7 @@ class SchedulerStateError(Exception):
 
     Attributes:
         code: Stable, kebab-case reason.
-        fault: Who has to change something: "local", "peer" or "environment".
+        fault: Side that has to change something: "local", "peer" or "environment".
         is_retry_safe: Whether the same call may succeed later unchanged; None when that is not known.
         context: Plain values that the message was made from.
     """

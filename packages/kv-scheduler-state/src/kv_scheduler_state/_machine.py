@@ -30,10 +30,10 @@ class Transition:
 
     Attributes:
         state: State before.
-        event: What happened.
+        event: Name of the event.
         target: State afterwards.
-        effects: What must be done, by name.
-        why: One sentence for the reader of the documents.
+        effects: Names of the actions that must follow.
+        why: Reason, a sentence for the reader of the documents.
     """
 
     state: str

@@ -175,7 +175,7 @@ def split_layouts(shape: AttentionShape, order: PageOrder = "HND") -> tuple[Layo
 def keys_by_channel_layout(shape: AttentionShape) -> Layout:
     """Return a page that holds, head by head, the keys channel by channel and then the values token by token.
 
-    Source: what vLLM's CPU kernels for vector instructions ("vec", "vec16") write.
+    Source: the pages that vLLM's CPU kernels for vector instructions ("vec", "vec16") write.
     """
     start, stop = shape.interval
     half = shape.page_tokens * shape.content_bytes
@@ -250,7 +250,7 @@ def layer_regions(
 
     Args:
         layers: Layer names.
-        layout: What each page holds.
+        layout: Fields that each page holds.
         base_address: Address of the first layer's page 0.
         page_count: Pages per layer.
         group: KV-cache group of the layers.

@@ -18,7 +18,7 @@ class TopologyError(Exception):
 
     Attributes:
         code: Stable kebab-case reason, listed in the README.
-        fault: Whose data was wrong.
+        fault: Side whose data was wrong.
         is_retry_safe: Whether the same call can succeed later without a change; geometry never does.
         context: The values that the sentence names.
     """

@@ -48,10 +48,10 @@ class Axis:
     """An axis of a field as one rank holds it.
 
     Attributes:
-        name: What the axis counts: token, head, channel, ...
+        name: Kind of part that the axis counts: token, head, channel, ...
         size: Parts in the whole model (for `token`: tokens in one page).
         start: First part held.
-        stop: One past the last part held.
+        stop: Number after the last part held.
         stride_bytes: Distance of neighbouring parts inside a page.
         split: "tp" when the axis is dealt out over tensor-parallel ranks, "whole" when every rank holds all of it.
     """
@@ -184,7 +184,7 @@ class Group:
     """How the block ids of one KV-cache group turn into pages and tokens.
 
     Attributes:
-        kind: What the blocks hold; `state` blocks hold whole states and have no tokens.
+        kind: Content of the blocks; `state` blocks hold whole states and have no tokens.
         block_tokens: Tokens of one scheduler block on one rank (0 for states).
         pages_per_block: Kernel blocks per scheduler block: block b covers pages b*k ... b*k+k-1.
         window_tokens: Attention window, 0 for none.

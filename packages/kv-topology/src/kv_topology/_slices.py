@@ -121,7 +121,7 @@ def build_table(pairing: Pairing, overlaps: Sequence[Overlap], *, before: int = 
 
     Args:
         pairing: The groups.
-        overlaps: What their layers have in common.
+        overlaps: Parts that their layers have in common.
         before: Slices that the plan has already.
 
     Raises:

@@ -62,7 +62,7 @@ class StagedRegion:
         region: Local region number.
         group: Local group number.
         start: First byte of a page that is permuted.
-        stop: One past the last.
+        stop: Byte after the last that is permuted.
         moves: Copies from the received page (set aside first) to the final one; together they fill [start, stop).
     """
 
@@ -79,7 +79,7 @@ class _Bay:
 
     Attributes:
         start: First byte.
-        stop: One past the last.
+        stop: Byte after the last.
         local_units: Units in a page.
         unit_bytes: Bytes that one unit takes.
         filled: Bytes of a unit that have their place already.

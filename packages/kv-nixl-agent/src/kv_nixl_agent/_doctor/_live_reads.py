@@ -49,7 +49,7 @@ class LiveRank:
 
     Attributes:
         name: Its name in the result.
-        agent_metadata: What its agent says of itself.
+        agent_metadata: Metadata of its agent, which readers connect with.
         fence: (address, device, word count) of its fence array.
     """
 

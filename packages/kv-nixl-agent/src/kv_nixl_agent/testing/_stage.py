@@ -97,7 +97,7 @@ class Stage:
         producer: The other side.
         read_pages: Returns the consumer's pages, uint8 (page_count, page_bytes); a copy where they are not host
             memory.
-        local_rows: One strided row over the consumer's pages, as many and as large as the producer's.
+        local_rows: A strided row over the consumer's pages, as many and as large as the producer's.
         memory_kinds: Memory kinds of (local, peer) pages.
         open_sockets: Counts the sockets that both sides hold; those of this process by default.
     """

@@ -21,7 +21,7 @@ class CacheGroup:
     """A transferable KV-cache group of the scheduler.
 
     Attributes:
-        kind: What its pages hold.
+        kind: Content of its pages.
         block_tokens: Tokens per logical block.
         window_tokens: Attention window; 0 for none.
         scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
@@ -64,7 +64,7 @@ class LayerCache:
         key_size: Elements of a head's key in this layer; 0 for the model's.
         value_size: Elements of a head's value; 0 for what the key leaves.
         head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
-        head_slot: Which part.
+        head_slot: Number of that slot.
     """
 
     layer: str

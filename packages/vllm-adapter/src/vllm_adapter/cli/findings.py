@@ -23,10 +23,10 @@ class Finding:
 
     Attributes:
         level: `ok`; `note` for what an operator should know, or what could not be looked at; `no-go`.
-        topic: What was looked at.
+        topic: Subject of the check.
         code: Stable, kebab-case; empty for `ok`.
-        message: What was found, with names and numbers.
-        advice: What to do; empty if nothing is to be done.
+        message: The result, with names and numbers.
+        advice: The next step; empty if nothing is to be done.
     """
 
     level: Level

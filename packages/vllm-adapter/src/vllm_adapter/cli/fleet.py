@@ -81,7 +81,7 @@ class Waiting:
         request_id: The request.
         state: State of its machine.
         age_s: Time since its arrival.
-        waits_for: What comes next, and who has to do it.
+        waits_for: The next event, and the process that has to bring it about.
     """
 
     engine_id: str
@@ -97,10 +97,10 @@ class Fleet:
     """A look at all engines.
 
     Attributes:
-        answers: What the processes said, for the next look.
+        answers: Answers of the processes, to compare with at the next look.
         rows: A row per engine.
         waiting: The oldest requests that wait, over all engines.
-        troubles: What to act on, in words.
+        troubles: Conditions to act on, in words.
     """
 
     answers: Sequence[Answer]

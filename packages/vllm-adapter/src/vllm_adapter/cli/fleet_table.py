@@ -45,7 +45,7 @@ def fleet_view(fleet: Fleet, *, at: str | None = None, keys: str = "") -> Render
     Args:
         fleet: The look.
         at: Time of day to show; None for now.
-        keys: What keys do, for a live view.
+        keys: Help on the keys of a live view.
     """
     moment = time.strftime("%H:%M:%S") if at is None else at
     speeds = [row.bytes_per_s for row in fleet.rows if row.bytes_per_s is not None]

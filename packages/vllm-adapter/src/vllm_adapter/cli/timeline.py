@@ -71,7 +71,7 @@ class Timeline:
     """All spans of a hand-over.
 
     Attributes:
-        hand_over: What it is made of.
+        hand_over: The hand-over that it shows.
         spans: In order, without gaps.
         side_spans: Spans beside the way to the first token: the other ranks' reads, the lease at prefill.
         uncertainty_s: Uncertainty of each process's clock against that of decode's scheduler; None where it is unknown.

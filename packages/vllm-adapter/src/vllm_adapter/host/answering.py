@@ -33,7 +33,7 @@ def open_status(
         part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
         describe: Returns what it holds, on the socket's thread.
         hand_overs: Returns its latest hand-overs, alike.
-        labels: What the connector says of itself at start.
+        labels: The connector's description of itself, made at start.
         settings: The configuration, of which the figures that peers depend on are told.
     """
     began_s = time.monotonic()

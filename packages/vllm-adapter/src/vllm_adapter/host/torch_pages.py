@@ -35,7 +35,7 @@ class TorchPages:
     """Permutes pages in place on whatever device they are; queued on the calling thread's stream where there are streams.
 
     Args:
-        tensors: What the engine registered; steps may name pages in these tensors' allocations only.
+        tensors: Tensors that the engine registered; steps may name pages in their allocations only.
         scratch_bytes: Bound of the pages that are copied aside at once.
         streams: The device's streams; None for those that torch has.
     """

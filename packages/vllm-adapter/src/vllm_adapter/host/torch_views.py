@@ -84,7 +84,7 @@ class PageFinder:
     """Finds the families of ranges of pages, and remembers them.
 
     Args:
-        tensors: What the engine registered; ranges lie in these tensors' allocations.
+        tensors: Tensors that the engine registered; ranges lie in these tensors' allocations.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ class Problem:
     Attributes:
         code: Stable, kebab-case.
         key: Where, e.g. `kv_role` or `kv_connector_extra_config.num_threads`.
-        message: What is wrong and what is right.
+        message: The mistake and its correction.
     """
 
     code: str

@@ -244,7 +244,7 @@ class SchedulerSide:
             sent: Requests whose blocks nobody needs any more.
             received: Requests whose load has ended, well or badly.
             failed: Those that ended badly.
-            registrations: What ranks have registered.
+            registrations: Registrations that ranks announce.
             reasons: Why reads failed, by request and rank.
         """
         if registrations:
@@ -294,7 +294,7 @@ class SchedulerSide:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason.
 
         Args:
-            envelopes: What is there of them.
+            envelopes: Envelopes that have arrived, by rank.
             ranks: All ranks, None for those of `envelopes`. The others are asked with the next step, and no prompt is handed
                 over until they have answered.
         """

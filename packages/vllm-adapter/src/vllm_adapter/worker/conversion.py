@@ -120,7 +120,7 @@ class ConversionStep:
     """A permutation of the same pages of several regions.
 
     Attributes:
-        permutation: What is done to each page.
+        permutation: Reordering that is done to each page.
         regions: Where the pages are; each place once, ascending.
         pages: Numbers of the pages, each once.
     """
@@ -155,7 +155,7 @@ def conversion_steps(
     """Return the steps that complete a staged read, one per distinct permutation and group.
 
     Args:
-        staged: What the plan says is left to be done.
+        staged: Regions that the plan leaves to be put in order, with the numbers of their pages.
         ranges: Where the pages are, by region number.
     """
     alike: dict[tuple[int, int, int, tuple[_PlainMove, ...]], tuple[set[PageRange], PageNumbers]] = {}

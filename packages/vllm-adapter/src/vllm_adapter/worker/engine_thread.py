@@ -150,7 +150,7 @@ class WorkerSide:
         """Register the cache anew after `unregister`: the same addresses, their content lost; else do nothing.
 
         Raises:
-            Exception: Whatever the transfer library raises; nothing is registered then, and it may be tried again.
+            Exception: Passed on from the transfer library; nothing is registered then, and it may be tried again.
         """
         if not self._is_asleep:
             return

@@ -31,7 +31,7 @@ class Read:
     """A read from its order to its one end: a transfer per producer rank, perhaps in two attempts.
 
     Attributes:
-        order: What is to be read.
+        order: Order that the read carries out.
         times: When its stages were reached.
         engine: The engine that it was posted to; None before.
         attempt: Number of the attempt under way; 0 before the first post.
@@ -114,7 +114,7 @@ class PeerEngine:
         waiting: Reads that wait for it.
         plan: How it is read from; None until it is ready.
         is_fenced: Whether all ranks that are read from have a fence array.
-        capabilities: What all its ranks announce that they can do.
+        capabilities: Capabilities that all its ranks announce.
         generation: Incarnation of its memory registration; None if it does not say.
         reads_in_flight: Reads posted to it that have not ended.
         last_used_s: Time at which an order last named it.
