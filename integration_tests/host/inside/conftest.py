@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kv_nixl_agent.testing import FakeFabric
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,3 +24,26 @@ def make_engine(tmp_path: Path) -> Callable[..., Any]:
     from engine import Engine
 
     return lambda name, **options: Engine(tmp_path / name, **options)
+
+
+@pytest.fixture(params=["fake", "nixl"])
+def fabric(request: pytest.FixtureRequest) -> FakeFabric | None:
+    """NIXL's fake, and None for NIXL itself."""
+    return FakeFabric() if request.param == "fake" else None
+
+
+@pytest.fixture
+def make(fabric: FakeFabric | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that makes a whole engine by a name and its options; all are closed at the end."""
+    from full_engine import FullEngine
+
+    made: list[FullEngine] = []
+
+    def build(name: str, **options: Any) -> FullEngine:
+        # Without a prefix cache, so that what a prompt's pages hold is what this hand-over brought.
+        made.append(FullEngine(tmp_path / name, monkeypatch, fabric, prefix_caching=False, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()

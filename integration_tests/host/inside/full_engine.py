@@ -157,3 +157,18 @@ def content(weights: int, position: int, token: int) -> torch.Tensor:
     """Return the one true content of a token's place in a page: (heads, elements)."""
     heads, elements = FULL.num_kv_heads, 2 * FULL.head_size
     return weights * 4e6 + position * 16000 + token * 256 + torch.arange(heads * elements).view(heads, elements)
+
+
+def hand_over(
+    producer: FullEngine, consumer: FullEngine, number: str, tokens: list[int], *, freed_within_s: float = 20
+) -> dict[str, Any]:
+    """Hand a prompt over, look at its pages, end both sides' requests; return the ticket."""
+    ticket = producer.prefill(f"p{number}", tokens)
+    assert ticket is not None
+    consumer.add(f"d{number}", tokens, params=ticket)
+    consumer.until(received=f"d{number}")
+    assert consumer.received[f"d{number}"]
+    consumer.assert_has(f"d{number}", tokens, producer.weights)
+    producer.until(sent=f"p{number}", within_s=freed_within_s)
+    consumer.run()
+    return ticket

@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine import BLOCK, prompt
-from full_engine import FullEngine
+from full_engine import FullEngine, hand_over
 
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter import KVTransferConnector
 
 Make = Callable[..., FullEngine]
 SOME, OTHER = prompt(3 * BLOCK + 5, seed=1), prompt(2 * BLOCK + 3, seed=2)
-
-
-@pytest.fixture(params=["fake", "nixl"])
-def fabric(request: pytest.FixtureRequest) -> FakeFabric | None:
-    return FakeFabric() if request.param == "fake" else None
-
-
-@pytest.fixture
-def make(fabric: FakeFabric | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made: list[FullEngine] = []
-
-    def build(name: str, **options: Any) -> FullEngine:
-        # Without a prefix cache, so that what a prompt's pages hold is what this hand-over brought.
-        made.append(FullEngine(tmp_path / name, monkeypatch, fabric, prefix_caching=False, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
-
-
-def _hand_over(producer: FullEngine, consumer: FullEngine, number: str, tokens: list[int]) -> dict[str, Any]:
-    """Hand a prompt over, look at its pages, end both sides' requests; return the ticket."""
-    ticket = producer.prefill(f"p{number}", tokens)
-    assert ticket is not None
-    consumer.add(f"d{number}", tokens, params=ticket)
-    consumer.until(received=f"d{number}")
-    assert consumer.received[f"d{number}"]
-    consumer.assert_has(f"d{number}", tokens, producer.weights)
-    producer.until(sent=f"p{number}")
-    consumer.run()
-    return ticket
 
 
 def _refused(consumer: FullEngine, request_id: str, tokens: list[int], ticket: Any, logs: Any) -> str:
@@ -73,17 +40,17 @@ def _wait(condition: Callable[[], Any], within_s: float = 20) -> None:
 
 def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer = make("P"), make("D")
-    old = _hand_over(producer, consumer, "1", SOME)
+    old = hand_over(producer, consumer, "1", SOME)
     producer.sleep()
     producer.wake(weights=2)
     assert producer.prefill("p2", SOME) is None, "nobody knows yet what is registered"
-    new = _hand_over(producer, consumer, "3", SOME)
+    new = hand_over(producer, consumer, "3", SOME)
     assert new["kv_generation"] == old["kv_generation"] + 1
     stale = {key: value for key, value in old.items() if key != "kv_prompt"}  # bound to no prompt, so that it is read
     with caplog.at_level(logging.ERROR):
         code = _refused(consumer, "d4", OTHER, {**stale, "remote_num_tokens": len(OTHER)}, caplog)
     assert code in {"generation-mismatch", "fence-mismatch", "nixl-disconnected", "peer-disconnected"}
-    _hand_over(producer, consumer, "5", OTHER)
+    hand_over(producer, consumer, "5", OTHER)
     producer.run()
     producer.assert_nothing_left()
     consumer.assert_nothing_left()
@@ -93,7 +60,7 @@ def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, consumer = make("P"), make("D")
-    _hand_over(producer, consumer, "1", SOME)
+    hand_over(producer, consumer, "1", SOME)
     ticket = producer.prefill("p2", OTHER)
     consumer.add("d2", OTHER, params=ticket)
     with consumer.transfers_held():
@@ -110,7 +77,7 @@ def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
     consumer.run()
     producer.connector.reset_cache()
     producer.prefill("p3", prompt(20, seed=9))
-    _hand_over(producer, consumer, "4", SOME[::-1])
+    hand_over(producer, consumer, "4", SOME[::-1])
     producer.assert_nothing_left()
     consumer.assert_nothing_left()
 
@@ -120,14 +87,14 @@ def test_a_ticket_of_the_first_step_after_a_sleep_that_nobody_announced_never_br
 ) -> None:
     """A host that does not reset the cache before it discards it: our scheduler's half learns of the sleep too late."""
     producer, consumer = make("P"), make("D")
-    _hand_over(producer, consumer, "1", SOME)
+    hand_over(producer, consumer, "1", SOME)
     producer.sleep(resets=False)
     producer.wake(weights=2)
     ticket = producer.prefill("p2", OTHER)
     assert ticket is not None
     with caplog.at_level(logging.ERROR):
         assert _refused(consumer, "d2", OTHER, ticket, caplog)
-    _hand_over(producer, consumer, "3", SOME[::-1])
+    hand_over(producer, consumer, "3", SOME[::-1])
 
 
 def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(make: Make) -> None:
@@ -156,7 +123,7 @@ def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_aft
     assert not consumer.received["d1"], "its pages are lost"
     consumer.run()
     producer.until(sent="p1")
-    _hand_over(producer, consumer, "2", OTHER)
+    hand_over(producer, consumer, "2", OTHER)
 
 
 @pytest.mark.parametrize("fabric", ["fake"], indirect=True)
@@ -164,7 +131,7 @@ def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_t
     make: Make, fabric: FakeFabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, consumer = make("P"), make("D")
-    _hand_over(producer, consumer, "1", SOME)
+    hand_over(producer, consumer, "1", SOME)
     consumer.add("d2", OTHER, params=producer.prefill("p2", OTHER))
     fabric.agent(producer.agent_name).stop()
     consumer.step()
@@ -179,7 +146,7 @@ def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_t
     fabric.agent(producer.agent_name).resume()
     consumer.wake()
     consumer.run()
-    _hand_over(producer, consumer, "3", SOME)
+    hand_over(producer, consumer, "3", SOME)
 
 
 def test_steps_of_a_sleeping_engine_answer_every_order(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,26 +159,26 @@ def test_steps_of_a_sleeping_engine_answer_every_order(make: Make, caplog: pytes
     assert "(asleep)" in caplog.text
     consumer.run()
     consumer.worker.restore_kv_caches()
-    _hand_over(producer, consumer, "2", OTHER)
+    hand_over(producer, consumer, "2", OTHER)
 
 
 def test_hooks_may_come_twice_or_alone(make: Make) -> None:
     producer, consumer = make("P"), make("D")
     assert KVTransferConnector.supports_sleep_mode(producer.config)
     producer.worker.restore_kv_caches()
-    first = _hand_over(producer, consumer, "1", SOME)
+    first = hand_over(producer, consumer, "1", SOME)
     producer.sleep()
     producer.worker.unregister_kv_caches()
     producer.wake()
     producer.worker.restore_kv_caches()
     producer.step()
-    second = _hand_over(producer, consumer, "2", SOME)
+    second = hand_over(producer, consumer, "2", SOME)
     assert second["kv_generation"] == first["kv_generation"] + 1
 
 
 def test_a_reset_ends_leases_and_voids_their_fences(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer = make("P"), make("D")
-    _hand_over(producer, consumer, "1", SOME)
+    hand_over(producer, consumer, "1", SOME)
     ticket = producer.prefill("p2", OTHER)
     assert producer.scheduler.reset_prefix_cache(reset_connector=True) is False, (
         "its blocks are in use until the lease ends"
@@ -222,7 +189,7 @@ def test_a_reset_ends_leases_and_voids_their_fences(make: Make, caplog: pytest.L
     with caplog.at_level(logging.ERROR):
         assert _refused(consumer, "d2", OTHER, ticket, caplog) == "fence-mismatch"
     assert producer.prefill("p3", SOME) is None
-    _hand_over(producer, consumer, "4", SOME)
+    hand_over(producer, consumer, "4", SOME)
     assert producer.sent == ["p1", "p2", "p4"]
     producer.assert_nothing_left()
     consumer.assert_nothing_left()
