@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from factories import facts
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from scheduler_engine import TEXT, Engine
+from scheduler_engine import BLOCK, TEXT, Engine
 
+from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerStateError
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
@@ -50,6 +52,8 @@ def test_every_default_passes_its_own_check() -> None:
         ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
         ({"remote_hosts": ["10.0.0.0/99"]}, "out-of-range", "10.0.0.0/99"),
         ({"unsigned_hosts": ["10.0.0.0/99"]}, "out-of-range", "'unsigned_hosts' holds '10.0.0.0/99'"),
+        ({"remote_hosts": ["10.0.0.1/8"]}, "out-of-range", "write 10.0.0.0/8 or 10.0.0.1/32"),
+        ({"unsigned_hosts": ["fd00::7/64"]}, "out-of-range", "write fd00::/64 or fd00::7/128"),
         ({"peer_ports": 5600}, "wrong-type", "must be str"),
         ({"peer_ports": "5600-5599"}, "out-of-range", "FIRST-LAST within 1 to 65535, got '5600-5599'"),
         ({"peer_ports": "0-70000"}, "out-of-range", "got '0-70000'"),
@@ -153,3 +157,68 @@ def test_an_engine_time_to_live_of_zero_means_never_as_in_the_hosts_own_connecto
 def test_a_network_with_host_bits_is_refused_by_the_check_and_not_only_at_start() -> None:
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1/8"):
         load_settings({"remote_hosts": ["10.0.0.1/8"]})
+
+
+ADDRESSES = st.one_of(
+    st.ip_addresses().map(str),
+    st.ip_addresses(v=6).map(lambda address: address.exploded.upper()),
+    st.sampled_from(
+        [
+            "",
+            "10",
+            "10.1",
+            "10.0.0.01",
+            "0x0a.0.0.1",
+            "167772161",
+            "::ffff:10.0.0.1",
+            "fe80::1%eth0",
+            "[fd00::1]",
+            "\uff11.2.3.4",
+        ]
+    ),
+)
+MASKS = st.one_of(
+    st.integers(-1, 130).map(str),
+    st.ip_addresses(v=4).map(str),
+    st.sampled_from(["255.0.0.0", "0.0.0.255", "08", "+8", " 8", ""]),
+)
+NETWORKS = st.one_of(
+    ADDRESSES,
+    st.builds("{}/{}".format, ADDRESSES, MASKS),
+    st.builds("{}{}/{}".format, st.sampled_from([" ", "\n", "http://"]), ADDRESSES, MASKS),
+    st.builds("{}/{}/{}".format, ADDRESSES, MASKS, MASKS),
+    st.ip_addresses().map(lambda address: f"{address}/{address.max_prefixlen - 8}"),
+    st.text(max_size=12),
+)
+HINT = re.compile(r"names an address, not a network: write (\S+) or (\S+?)\Z")
+
+
+def refusal_of_key(text: str) -> str:
+    try:
+        load_settings({"remote_hosts": [text]})
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def refusal_of_library(text: str) -> str:
+    try:
+        SchedulerConfig("D", "10.0.0.1", 5600, groups=(GroupConfig("full", BLOCK),), peer_networks=(text,))
+    except SchedulerStateError as error:
+        return str(error)
+    return ""
+
+
+@given(NETWORKS)
+@example("10.0.0.1/8")
+@example("10.0.0.1/255.0.0.0")
+@example("fe80::1%eth0/64")
+@example("10.0.0.0/8")
+@example("10.0.0.1")
+def test_the_configuration_and_the_library_take_the_same_networks_and_hint_alike(text: str) -> None:
+    here, there = refusal_of_key(text), refusal_of_library(text)
+    assert bool(here) == bool(there), (here, there)
+    hints: list[tuple[str, str]] = HINT.findall(here)
+    assert hints == HINT.findall(there)
+    for network, alone in hints:
+        assert not refusal_of_key(network) + refusal_of_key(alone), "what the hint says to write is taken"

@@ -143,7 +143,7 @@ def _embedded(address: _Address) -> _IPv4 | None:
 
 
 def parse_network(text: str) -> _Network:
-    """Return the network that CIDR text names; the only parser of them in this project.
+    """Return the network that CIDR text names.
 
     Raises:
         ValueError: With the reason in words. Example: ``10.0.0.1/8`` names an address within a network of 8 bits, so it

@@ -93,13 +93,28 @@ def _as_words(value: object) -> tuple[str, ...] | None:
 
 
 def check_networks(key: str, networks: tuple[str, ...]) -> None:
-    """Raise `ConfigurationError` (`out-of-range`) unless each text is a network."""
+    """Raise `ConfigurationError` (`out-of-range`) unless each text is a network (CIDR), as the request machines take it."""
     for text in networks:
         try:
             ipaddress.ip_network(text)
         except ValueError as error:
-            raise ConfigurationError(
-                f"kv_connector_extra_config: '{key}' holds {text!r}, which is no network: {error}",
-                code="out-of-range",
-                context={"key": key, "value": text},
-            ) from error
+            raise _no_network(key, text, error) from error
+
+
+def _no_network(key: str, text: str, error: ValueError) -> ConfigurationError:
+    """Return the refusal of a text. Example: `10.0.0.1/8` could mean `10.0.0.0/8` as well as `10.0.0.1/32`."""
+    context = {"key": key, "value": text}
+    try:
+        meant = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return ConfigurationError(
+            f"kv_connector_extra_config: '{key}' holds {text!r}, which is no network: {error}",
+            code="out-of-range",
+            context=context,
+        )
+    alone = f"{text.split('/', maxsplit=1)[0]}/{meant.max_prefixlen}"
+    return ConfigurationError(
+        f"kv_connector_extra_config: '{key}' holds {text!r}, which names an address, not a network: write {meant} or {alone}",
+        code="out-of-range",
+        context=context,
+    )
