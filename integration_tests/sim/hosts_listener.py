@@ -38,7 +38,7 @@ class HostsListener:
         try:
             while not self._is_ending.is_set():
                 self._answer()
-        except Exception as error:  # what ends vLLM's thread ends this one
+        except Exception as error:  # as it would end vLLM's thread
             self.death = repr(error)
         finally:
             self._socket.close(linger=0)

@@ -307,7 +307,7 @@ def hosts() -> Iterator[Callable[[bytes], HostsListener]]:
 def test_h9_the_hosts_listener_dies_of_one_bad_query(
     hosts: Callable[[bytes], HostsListener], query: tuple[object, ...], figure: Figure
 ) -> None:
-    """What the next attack must not provoke: a query of two fields, or for a rank that is not there, sent by hand."""
+    """The next attack must not provoke this: a query of two fields, or for a rank that is not there, sent by hand."""
     listener = hosts(b"metadata")
     assert ask(listener.port, COMMAND, 0, 0, within_s=5)
     assert not ask(listener.port, *query)
