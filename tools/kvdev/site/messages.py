@@ -76,7 +76,8 @@ def messages_page() -> str:
         "# Messages",
         "",
         "Texts that the five packages log or raise, and findings of their checks, written from the source by",
-        "`python3 tools/dev.py check --fix`. Values stand as `{name}`. Look for the words around a value; by symptom: [Troubleshoot](troubleshoot.md).",
+        "`python3 tools/dev.py check --fix`. Values stand as `{name}`. Look for the words around a value; by symptom:",
+        "[Troubleshoot](troubleshoot.md).",
         "",
         "An *error* is raised, or logged as one; a *refusal* is a command's; *no-go*, *note* and *ok* are findings of a check.",
     ]
