@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class KVArgs(Protocol):
-    """What SGLang tells a backend of a rank's cache: all key buffers, then all value buffers, token by token."""
+    """SGLang's description of a rank's cache for a backend: all key buffers, then all value buffers, token by token."""
 
     @property
     def engine_rank(self) -> int: ...
