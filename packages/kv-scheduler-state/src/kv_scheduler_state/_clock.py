@@ -87,9 +87,8 @@ class ObservedClock:
         is_usual = last_s <= now_s <= last_s + self._max_step_s
         if is_usual and self._is_real:
             self.observed_s = now_s
-            self._usual_until_s = min(
-                now_s + self._max_step_s, _LARGEST
-            )  # finite, so that no infinite reading is usual
+            # Finite, so that no infinite reading is usual.
+            self._usual_until_s = min(now_s + self._max_step_s, _LARGEST)
             return now_s
         if is_usual:
             self.observed_s = self._from_s + (now_s - self._from_reading_s)
