@@ -86,7 +86,11 @@ def compare(old: Callable[[], Sample], new: Callable[[], Sample], *, runs: int) 
     figures = _series(old, new, runs)
     if not any(one.speed < _TOLERANCE for one in figures):
         return figures
-    note("some figures look slower: a second series decides")
+    for one in figures:
+        if one.speed < _TOLERANCE:
+            beside = f"beside its baseline {one.old_ratio:.3f}, now {one.new_ratio:.3f}"
+            note(f"looks slower: {one.name}: {one.old:.4g} {one.unit}, now {one.new:.4g}: {one.speed:.3f} ({beside})")
+    note("a second series decides")
     again = {one.name: one.speed for one in _series(old, new, runs)}
     return [
         Figure(

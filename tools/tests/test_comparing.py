@@ -36,6 +36,12 @@ def test_a_figure_is_slower_only_if_a_second_series_agrees() -> None:
     assert (twice.repeated_speed, twice.is_slower) == (0.5, True)
 
 
+def test_what_looks_slower_is_told_before_the_second_series(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(source(10.0), source(20.0, 20.0, 20.0, 10.0), runs=3)
+    said = capsys.readouterr()
+    assert "looks slower: figure: 10 ms, now 20: 0.500 (beside its baseline 1.000, now 0.500)" in said.out + said.err
+
+
 def test_five_per_cent_are_tolerated() -> None:
     (figure,) = compare(source(95.0), source(100.0), runs=3)
     assert figure.repeated_speed is None
