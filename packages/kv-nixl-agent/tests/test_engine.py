@@ -50,6 +50,28 @@ def test_bytes_in_flight_are_capped_and_the_queue_is_visible():
     assert pair.consumer.statistics()["queued"] == 0
 
 
+def test_a_stopped_peer_that_holds_all_bytes_in_flight_delays_no_other():
+    pair = make_pair(options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2))
+    pair.connect("p")
+    other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
+    pair.consumer.add_peer(pair.spec(other, "q"))
+    pair.run(3)
+    pair.fabric.agent("producer").stop()
+    for number in range(3):
+        pair.consumer.post(order(f"p{number}", [0, 1], [0, 1], peer="p", deadline_s=60.0))
+    pair.run(3, step_s=0.01)
+    assert pair.consumer.statistics()["inflight_bytes"] == 4 * 64  # p0 and p1: the cap is reached
+    for number in range(3):
+        pair.consumer.post(order(f"q{number}", [4, 5], [4, 5], peer="q", deadline_s=60.0))
+    pair.run(12, step_s=0.01)
+    assert {name: result.outcome for name, result in pair.results.items()} == {"q0": "done", "q1": "done", "q2": "done"}
+    assert pair.consumer.statistics()["inflight_bytes"] == 4 * 64  # p2 goes on waiting
+    pair.fabric.agent("producer").resume()
+    pair.run(12, step_s=0.01)
+    assert {pair.results[f"p{number}"].outcome for number in range(3)} == {"done"}
+    assert pair.consumer.statistics()["inflight_bytes"] == 0
+
+
 def test_one_part_above_the_cap_still_goes():
     pair = make_pair(options=AgentOptions(max_inflight_bytes=1))
     pair.connect()

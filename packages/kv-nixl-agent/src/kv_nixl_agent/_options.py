@@ -91,7 +91,8 @@ class AgentOptions:
         fence_words: 64-bit words of this rank's fence array.
         chunk_rows: Descriptors posted at once; a larger transfer is posted in pieces, so that polling, notifications
             and other peers get their turn in between. 0 posts everything at once.
-        max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue. None for no cap.
+        max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue, but a peer with nothing on the
+            wire may post one part. None for no cap.
         max_queued: Transfers that may wait before further ones are refused with `queue-full`.
         max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
             refused.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Final, Generic, final
 
 from ._ongoing import OngoingT
@@ -25,12 +25,16 @@ class Schedule(Generic[OngoingT]):
     """Transfers that wait: first come first served per peer, round robin between peers, below a cap on bytes in flight.
 
     Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
+
+    The cap delays a peer behind its own parts alone: a peer with nothing on the wire may post one, whatever those of others hold.
+    Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q goes at once, and the next of q after it.
     """
 
     def __init__(self, max_inflight_bytes: int | None) -> None:
         self._cap = max_inflight_bytes
         self._turns: deque[Peer] = deque()
         self._lines: dict[Peer, OrderedDict[OngoingT, None]] = {}
+        self._on_wire: Counter[Peer] = Counter()
         self.count = 0
         """Transfers in progress with parts to post."""
         self.inflight_bytes = 0
@@ -58,30 +62,46 @@ class Schedule(Generic[OngoingT]):
             peer = self._turns[0]
             line = self._lines[peer]
             if line:
-                transfer = next(iter(line))
-                return self._take_part(transfer, line) if self._has_room(transfer.pending[0]) else None
+                return self._take_part(peer) if self._has_room(peer, line) else self._take_unserved()
             del self._lines[self._turns.popleft()]
         return None
 
-    def _take_part(self, transfer: OngoingT, line: OrderedDict[OngoingT, None]) -> tuple[OngoingT, Part]:
+    def _take_unserved(self) -> tuple[OngoingT, Part] | None:
+        """Return a part of a peer that has none on the wire, although the cap is reached."""
+        peer = next((peer for peer in self._turns if self._lines[peer] and not self._on_wire[peer]), None)
+        return None if peer is None else self._take_part(peer)
+
+    def _take_part(self, peer: Peer) -> tuple[OngoingT, Part]:
+        line = self._lines[peer]
+        transfer = next(iter(line))
         part = transfer.pending.popleft()
         if not transfer.pending:
             del line[transfer]
             self.count -= 1
-        self._turns.rotate(-1)
+        if self._turns[0] is peer:
+            self._turns.rotate(-1)
+        else:
+            self._turns.remove(peer)
+            self._turns.append(peer)
         return transfer, part
 
-    def _has_room(self, part: Part) -> bool:
-        cap = self._cap
-        return cap is None or not self.inflight_bytes or self.inflight_bytes + part.payload_bytes <= cap
+    def _has_room(self, peer: Peer, line: OrderedDict[OngoingT, None]) -> bool:
+        if self._cap is None or not self._on_wire[peer]:
+            return True
+        part = next(iter(line)).pending[0]
+        return self.inflight_bytes + part.payload_bytes <= self._cap
 
-    def on_wire(self, part: Part) -> None:
+    def on_wire(self, peer: Peer, part: Part) -> None:
         """Count a posted part."""
         self.inflight_bytes += part.payload_bytes
+        self._on_wire[peer] += 1
 
-    def off_wire(self, part: Part) -> None:
+    def off_wire(self, peer: Peer, part: Part) -> None:
         """Discount a part that has ended, or whose transfer has."""
         self.inflight_bytes -= part.payload_bytes
+        self._on_wire[peer] -= 1
+        if not self._on_wire[peer]:
+            del self._on_wire[peer]
 
     def waiting_bytes(self) -> int:
         """Return the payload bytes that wait."""

@@ -128,7 +128,7 @@ class Transfer:
         if is_first:
             wiring.trace(self.order, "posted")
         self.active.append(part)
-        wiring.schedule.on_wire(part)
+        wiring.schedule.on_wire(self.peer, part)
         progress: Progress | None = None
         failure: AgentError | None = None
         try:
@@ -189,7 +189,7 @@ class Transfer:
 
     def _release_part(self, part: Part) -> None:
         self.active.remove(part)
-        self._wiring.schedule.off_wire(part)
+        self._wiring.schedule.off_wire(self.peer, part)
         if part.handle is not None:
             self._wiring.handles.release(self.peer, part.handle)
 
@@ -312,7 +312,7 @@ class Transfer:
         wiring.schedule.forget(self)
         self.pending.clear()
         for part in self.active:
-            wiring.schedule.off_wire(part)
+            wiring.schedule.off_wire(self.peer, part)
         self._report("abandon" if self.active else "end", (outcome, code, message))
 
     def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
