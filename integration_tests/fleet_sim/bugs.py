@@ -17,6 +17,7 @@ from kv_nixl_agent._account import Account
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._handles import Handles
 from kv_nixl_agent._mailbox import Mailbox
+from kv_nixl_agent._schedule import Schedule
 from kv_nixl_agent._word_check import WordCheck
 from kv_scheduler_state import AnnouncedFences, LeaseTable
 from kv_scheduler_state._admission import Admissions
@@ -26,6 +27,7 @@ from kv_scheduler_state._handovers import HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats
 from kv_scheduler_state._outbox import Outbox
 from kv_scheduler_state._outstanding import Outstanding
+from kv_scheduler_state._plan import StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._seal import TicketSeal
 from kv_topology import TransferPlan
@@ -308,7 +310,53 @@ def _whole_lists(old: Any) -> Any:
     return offered
 
 
+def _stale_generation(old: Any) -> Any:
+    """A word counts as good unless it says that a lease has ended: also the word of the slot's next owner."""
+
+    def judge(self: WordCheck) -> tuple[int, str]:
+        found, objection = old(self)
+        return found, objection if found & ENDED_BIT else ""
+
+    return judge
+
+
+def _revokes_first(old: Any) -> Any:
+    """Revocations are applied before the grants of the same step."""
+
+    def apply(self: LeaseTable, plan: Any, **named: Any) -> Any:
+        first = old(self, StepPlan(revokes=plan.revokes), **named)
+        return first + old(self, plan._replace(revokes=()), **named)
+
+    return apply
+
+
+def _shared_cap(old: Any) -> Any:  # noqa: ARG001
+    """Bytes in flight are capped over all peers, also for a peer that has none."""
+
+    def has_room(self: Schedule[Any], peer: Any, line: Any) -> bool:  # noqa: ARG001
+        part = next(iter(line)).pending[0]
+        return self._cap is None or not self.inflight_bytes or self.inflight_bytes + part.payload_bytes <= self._cap
+
+    return has_room
+
+
+def _last_first(old: Any) -> Any:
+    """Of a peer's waiting transfers the newest is posted first."""
+
+    def take_part(self: Schedule[Any], peer: Any) -> Any:
+        line = self._lines[peer]
+        line.move_to_end(next(reversed(line)), last=False)
+        return old(self, peer)
+
+    return take_part
+
+
 BUGS: dict[str, Bug] = {
+    "fence-stale-generation": _swap(WordCheck, "judge", _stale_generation),
+    "fence-generations-repeat": _nothing(FencePool, "_draw", value=7),
+    "revocation-not-ordered": _plan_without(LeaseTable, "revokes"),
+    "revocation-before-grant": _swap(LeaseTable, "apply", _revokes_first),
+    "engine-in-trouble-kept": _nothing(PeerDirectory, "drop"),
     "fence-skipped": _with(TransferThread, "post_read", fence=None),
     "fence-ended-bit-ignored": _swap(WordCheck, "judge", _ended_bit_ignored),
     "fence-not-voided": _swap(TransferThread, "write_fence", _no_ended_words),
@@ -337,6 +385,8 @@ BUGS: dict[str, Bug] = {
     "quarantine-denied": _swap(Account, "result", _always_quiet),
     "quarantine-released-early": _swap(Handles, "hold", _hold_nothing),
     "quarantine-never-ends": _nothing(TransferAgent, "take_quiet", value=[]),
+    "queue-cap-shared": _both(_swap(Schedule, "_has_room", _shared_cap), _nothing(Schedule, "_take_unserved")),
+    "queue-last-first": _swap(Schedule, "_take_part", _last_first),
     "handles-leak": _nothing(Handles, "release"),
     "read-ends-with-first-rank": _swap(ReadCoordinator, "_close_transfer", _first_transfer_ends),
     "read-ends-twice": _swap(ReadCoordinator, "_end", _end_twice),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+from fairness import Fairness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineChecks", "leftovers"]
 
 _MOST_PEERS = 24
+_RELIEF_S = 2.0
+"""Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
 
 
 @final
@@ -25,9 +28,12 @@ class EngineChecks:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._world = engine.fleet.world
+        self._promised_s: float | None = None
+        self.fairness = Fairness(engine)
 
     def accepted(self, request: Request) -> None:
         """A read that the engine accepts has brought this prompt's tokens and no others."""
+        self._world.accepted.add(request.request_id)
         self._contents(request, request.valid, "accepted")
 
     def finished(self, request: Request) -> None:
@@ -72,10 +78,25 @@ class EngineChecks:
                     )
                     return
 
+    def relief_promised(self) -> None:
+        """Blocks that a revoked lease is to free come back soon, not when the lease would have ended by itself.
+
+        Example: promised at 3.0 s and again in every step, nothing freed by 5.1 s, no stop of the process between: broken.
+        """
+        now_s, process = self._world.time_s, self._engine.process
+        if self._promised_s is None or self._promised_s < process.resumed_s:
+            self._promised_s = now_s
+        elif now_s - self._promised_s > _RELIEF_S:
+            self._world.violated(
+                "relief-broken",
+                f"{self._engine.name}: blocks of a revoked lease were promised {now_s - self._promised_s:.1f} s ago, none is free",
+            )
+
     def freed(self, request: Request, blocks: set[int]) -> None:
         """Nothing on the wire may still write into blocks that are freed."""
         if not blocks:
             return
+        self._promised_s = None
         for transfer in self._engine.fleet.fabric.transfers:
             if transfer.owner.process is not self._engine.process or not transfer.is_on_the_wire:
                 continue

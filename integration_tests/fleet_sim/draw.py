@@ -13,6 +13,8 @@ from router import DAMAGES
 __all__ = ["draw_plan"]
 
 _CALM_PART = 0.15
+_FEW_SLOTS_PART = 0.06
+_BAD_NEIGHBOUR_PART = 0.05
 _AIMED_PART = 0.6
 _LONGEST_TOKENS = 80
 """No conversation grows beyond this, so that every request fits into an engine that has nothing else to do."""
@@ -24,6 +26,10 @@ def draw_plan(seed: int) -> EpisodePlan:
     draw = random.Random(seed)
     if draw.random() < _CALM_PART:
         return _calm(draw, seed)
+    if random.Random(f"{seed}/slots").random() < _FEW_SLOTS_PART:
+        return _few_slots(draw, seed)
+    if random.Random(f"{seed}/neighbour").random() < _BAD_NEIGHBOUR_PART:
+        return _bad_neighbour(draw, seed)
     fleet = _fleet(draw)
     requests = tuple(_request(draw, fleet, number) for number in range(draw.randint(2, 10)))
     count = 0 if draw.random() < 0.15 else draw.randint(1, 6)
@@ -56,6 +62,75 @@ def _calm(draw: random.Random, seed: int) -> EpisodePlan:
         tuple(replace(one, abort="", damage="", readers=1, router_s=0.01, turns=1) for one in requests),
         tuple(strangers) if draw.random() < 0.5 else (),
     )
+
+
+def _few_slots(draw: random.Random, seed: int) -> EpisodePlan:
+    """Return a plan in which a fence slot is taken again while a read that it was for is still on the wire.
+
+    Reads are slow, heartbeats are lost, blocks and slots are few: a lease ends by time or by pressure under its read, and the next
+    prompt gets its slot before the read has looked at the fence word.
+    """
+    fleet = _fleet(draw)
+    engines = tuple(replace(engine, tp=1, step_s=0.01) for engine in fleet.engines)
+    fleet = replace(
+        fleet,
+        engines=engines,
+        fence_slots=draw.choice((1, 1, 2)),
+        lease_s=1.0,
+        read_timeout_s=8.0,
+        max_leases=0,
+        max_leased_blocks=0,
+        max_inflight_bytes=0,
+        bytes_per_s=draw.choice((3e3, 1e4)),
+        patience_s=30.0,
+        is_bidirectional=False,
+        faults_end_s=8.0,
+    )
+    prefill, decode = 0, next(slot for slot, engine in enumerate(engines) if engine.role == "decode")
+    requests = [
+        replace(
+            _request(draw, fleet, number),
+            at_s=0.2 + number * draw.uniform(0.2, 0.6),
+            prefill=prefill,
+            router_s=0.001,
+            tokens=draw.randint(12, 40),
+            damage="",
+            readers=1,
+            turns=1,
+        )
+        for number in range(draw.randint(4, 9))
+    ]
+    faults = [
+        FaultPlan("slow", 0.1, 7.0, prefill, decode, draw.choice((10.0, 30.0))),
+        FaultPlan("loss", 0.1, 7.0, decode, prefill, draw.choice((0.5, 0.9))),
+        FaultPlan("pressure", draw.uniform(0.5, 2.0), 4.0, prefill, 0, draw.choice((0.7, 0.9, 1.0))),
+    ]
+    return EpisodePlan(seed, fleet, tuple(requests), tuple(faults[: draw.choice((1, 2, 3))]))
+
+
+def _bad_neighbour(draw: random.Random, seed: int) -> EpisodePlan:
+    """Return a plan in which one of two prefill engines is in trouble, and one decode engine reads from both."""
+    fleet = _fleet(draw)
+    roles = "prefill", "prefill", "decode"
+    engines = tuple(_engine(draw, role, 4, len(fleet.groups)) for role in roles)
+    fleet = replace(
+        fleet,
+        engines=tuple(replace(engine, blocks=400) for engine in engines),
+        max_leases=0,
+        max_leased_blocks=0,
+        max_inflight_bytes=draw.choice((0, 2000, 2000)),
+        bytes_per_s=draw.choice((1e5, 1e7)),
+        read_timeout_s=draw.choice((4.0, 8.0)),
+        fence_slots=64,
+        faults_end_s=7.0,
+    )
+    requests = tuple(
+        replace(_request(draw, fleet, number), at_s=draw.uniform(0.2, 6.0), decode=2, damage="", turns=1)
+        for number in range(draw.randint(6, 12))
+    )
+    kind = draw.choice(("cut", "cut", "slow", "stop", "crash"))
+    trouble = FaultPlan(kind, draw.uniform(0.2, 2.0), draw.uniform(2.0, 5.0), 0, 2 if kind in _LINK_KINDS else 0, 50.0)
+    return EpisodePlan(seed, fleet, requests, (trouble,))
 
 
 def _fleet(draw: random.Random) -> FleetPlan:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from checks import leftovers
 from coverage_of_states import count_steps
+from epilogue import serve_again
 from faults import Faults
 from fleet import Fleet
 from plan import EpisodePlan
@@ -133,12 +134,14 @@ def _run(fleet: Fleet) -> None:
         return
     faults.heal()
     _settle(fleet)
+    serve_again(fleet, bound_s(plan))
+    _settle(fleet)
 
 
 def _settle(fleet: Fleet) -> None:
     """Wait until everything is at rest, at most as long as everything may take."""
-    world, plan = fleet.world, fleet.plan.fleet
-    until_s = world.now_s + bound_s(fleet.plan)
+    world, began_s = fleet.world, fleet.world.now_s
+    until_s = began_s + bound_s(fleet.plan)
     while not world.violations:
         world.run(min(world.now_s + _LOOK_S, until_s))
         if world.violations:
@@ -148,7 +151,7 @@ def _settle(fleet: Fleet) -> None:
             return
         if world.now_s >= until_s:
             for kind, text in left[:1]:
-                world.violated(kind, f"{text}, {until_s - plan.faults_end_s:.0f} s after the last fault")
+                world.violated(kind, f"{text}, {until_s - began_s:.0f} s after the last fault or request")
             return
 
 

@@ -182,6 +182,7 @@ class Host:
             late()
         for worker in self.engine.workers:
             worker.apply(orders)
+        self.engine.checks.fairness.ordered(orders)
         self._watch_fences(orders)
         duration_s = self.plan.step_s if work or orders.plan.reads else _IDLE_STEP_S
         self.world.after(duration_s, lambda: self._end_step(orders, work), self.engine.process)
@@ -245,6 +246,7 @@ class Host:
         had = [len(group) for group in request.blocks]
         while not self._take(request, stop):
             if self.engine.side.has_pending_block_frees():
+                self.engine.checks.relief_promised()
                 return
             victim = [one for one in self.requests.values() if one.status == "running"][-1]
             self._preempt(victim, work)
@@ -280,7 +282,8 @@ class Host:
             external = offered
         first = min(len(request.ids), self.plan.chunk_tokens)
         if not self._take(request, max(external, request.computed, first)):
-            side.has_pending_block_frees()
+            if side.has_pending_block_frees():
+                self.engine.checks.relief_promised()
             return False
         if external:
             self._null_before_window(request, external)
@@ -318,6 +321,7 @@ class Host:
             self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is received while {status}")
             return
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
+        self.engine.checks.fairness.reported(request_id)
         if request.status == "aborting":
             self._free_all(request)
             self._forget(request)

@@ -43,6 +43,8 @@ class Network:
     base_s: float
     bytes_per_s: float
     links: dict[tuple[str, str], Link] = field(default_factory=dict[tuple[str, str], Link])
+    spent_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """All delays that were drawn for a link so far."""
 
     def link(self, source: str, target: str) -> Link:
         """Return the conditions from a slot to another."""
@@ -57,7 +59,9 @@ class Network:
         draw = self.draws(source, target, purpose)
         latency_s = self.base_s * (0.5 + draw.random()) * (10.0 if draw.random() < 0.02 else 1.0)
         rate = self.bytes_per_s if purpose == "read" else _MESSAGE_BYTES_PER_S
-        return self.link(source, target).slowness * (latency_s + size_bytes / rate)
+        delay_s = self.link(source, target).slowness * (latency_s + size_bytes / rate)
+        self.spent_s[source, target] = self.spent_s.get((source, target), 0.0) + delay_s
+        return delay_s
 
     def heal(self) -> None:
         """End all bad conditions."""

@@ -1,7 +1,8 @@
 """Stands for NIXL: one-sided reads that take time, tear, stall, fail late or land after they were given up.
 
 Lists, memory checks and handles are those of `kv_nixl_agent.testing`'s fake; time, wires and deaths are the simulation's. A read
-moves the first half of its bytes halfway through and the rest at its end, so a page that changes meanwhile is torn.
+moves the first half of its bytes halfway through and the rest at its end, so a page that changes meanwhile is torn. A connection that
+ended as disconnected stays so until the peer's agent is unloaded and loaded anew, as an endpoint of UCX does.
 """
 
 from __future__ import annotations
@@ -136,12 +137,17 @@ class SimTransfer:
     def _fail(self, code: str) -> None:
         if self.is_on_the_wire:
             self.failure = code
+            self.owner.broken.add(self.peer_name)
             self.owner.fabric.transfers.pop(self, None)
 
 
 @final
 class SimNixl:
-    """The port of one agent."""
+    """The port of one agent.
+
+    Attributes:
+        broken: Agents whose connection has ended as disconnected and that were not unloaded since.
+    """
 
     def __init__(self, fabric: Fabric, process: Process, inner: FakeNixl) -> None:
         self.fabric, self.process, self.inner = fabric, process, inner
@@ -150,9 +156,9 @@ class SimNixl:
         self.is_closed = False
         self.handles: dict[object, str] = {}
         self.register, self.deregister = inner.register, inner.deregister
-        self.agent_metadata, self.add_peer, self.remove_peer = inner.agent_metadata, inner.add_peer, inner.remove_peer
+        self.agent_metadata, self.add_peer = inner.agent_metadata, inner.add_peer
         self.prepare, self.release_prepared = inner.prepare, inner.release_prepared
-        self._peers: dict[int, str] = {}
+        self.broken: set[str] = set()
 
     @property
     def is_alive(self) -> bool:
@@ -172,8 +178,16 @@ class SimNixl:
         self.handles[transfer] = peer.owner
         return transfer
 
+    def remove_peer(self, agent_name: str) -> None:
+        """Unload an agent; a connection to it is made anew afterwards."""
+        self.inner.remove_peer(agent_name)
+        self.broken.discard(agent_name)
+
     def post(self, transfer: SimTransfer) -> str:
         transfer.is_posted = True
+        if transfer.peer_name in self.broken:
+            transfer.failure = "nixl-disconnected"
+            return "in-progress"
         self.fabric.transfers[transfer] = None
         there = transfer.peer.process.name if transfer.peer is not None else ""
         size = sum(copy[2] for copy in transfer.copies)
@@ -208,6 +222,8 @@ class SimNixl:
         agent = self.fabric.agents.get(agent_name)
         if known is None or agent is None or agent.inner.incarnation != known[0] or not agent.is_alive:
             raise AgentError("nixl-not-found", f"send_notification: no agent {agent_name!r}")
+        if agent_name in self.broken:
+            raise AgentError("nixl-disconnected", f"send_notification: agent {agent_name!r} is disconnected")
         self._notify(agent, payload)
 
     def _notify(self, peer: SimNixl, payload: bytes) -> None:

@@ -65,7 +65,26 @@ def _stalls(plan: EpisodePlan) -> bool:
     return plan.fleet.read_timeout_s < 1 and plan.fleet.blocks_reads_of_stopped and bool(long)
 
 
+def _is_short_of_slots_under_reads(plan: EpisodePlan) -> bool:
+    return plan.fleet.fence_slots <= 2 and plan.fleet.read_timeout_s > 4 and not plan.fleet.is_calm
+
+
+def _disconnects(plan: EpisodePlan) -> bool:
+    """Connections that end although both processes live."""
+    cuts = [fault for fault in plan.faults if fault.kind == "cut" and fault.duration_s > plan.fleet.patience_s]
+    return bool(cuts)
+
+
 HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
+    "fence-stale-generation": _is_short_of_slots_under_reads,
+    "fence-generations-repeat": _is_short_of_slots_under_reads,
+    "revocation-not-ordered": _is_short_of_slots_under_reads,
+    "revocation-before-grant": _is_short_of_slots_under_reads,
+    "engine-in-trouble-kept": _disconnects,
+    "queue-cap-shared": lambda plan: len(plan.faults) == 1 and plan.fleet.max_inflight_bytes > 0,
+    "queue-last-first": lambda plan: (
+        plan.fleet.is_calm and plan.fleet.bytes_per_s < 3e3 and plan.fleet.max_inflight_bytes > 0
+    ),
     "fence-slot-returned-early": _is_short_of_slots,
     "fence-scratch-shared": _is_many_ranked,
     "ticket-not-bound": _is_hostile,

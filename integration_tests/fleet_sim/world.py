@@ -60,6 +60,7 @@ class Process:
         self.is_dead = False
         self.is_stopped = False
         self.busy_until_s = 0.0
+        self.resumed_s = 0.0
         self.backlog: list[Callable[[], None]] = []
 
     def clock(self, at_s: float) -> float:
@@ -83,6 +84,8 @@ class World:
     violations: list[Violation] = field(default_factory=list[Violation])
     counts: Counter[str] = field(default_factory=Counter[str])
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    accepted: set[str] = field(default_factory=set[str])
+    """Requests whose reads an engine has accepted."""
     events: int = 0
     _heap: list[tuple[float, int, Process | None, Callable[[], None]]] = field(default_factory=list)
     _number: int = 0
@@ -174,7 +177,7 @@ class World:
 
     def resume(self, process: Process) -> None:
         """Let a stopped process go on with what has come meanwhile."""
-        process.is_stopped = False
+        process.is_stopped, process.resumed_s = False, self.time_s
         backlog, process.backlog = process.backlog, []
         for action in backlog:
             self.after(0.0, action, process)
