@@ -1,5 +1,6 @@
 """The agent on the fake fabric: bytes, results, fences, peers."""
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from helpers import make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions
+from kv_nixl_agent._transfer import Transfer
 
 
 def test_read_moves_the_right_bytes_and_notifies():
@@ -98,6 +100,22 @@ def test_an_end_of_one_part_is_progress():
         seen += len(pair.consumer.stalls())
     assert pair.clock[0] - 100.0 > 4 * 2.0, "it took several times the limit"
     assert seen == 0
+
+
+def test_an_agent_at_rest_keeps_no_transfer_that_has_ended():
+    def kept():
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is Transfer and each.order.transfer_id == "kept"]
+
+    pair = make_pair(options=AgentOptions(stall_after_s=2.0), latency_polls=6)
+    pair.connect()
+    pair.run(40)
+    pair.consumer.post(order("kept", [0, 1], [2, 3], deadline_s=10.0))
+    pair.run(3, step_s=0.5)  # the watchdog looks while it is on the wire
+    assert kept()
+    assert pair.run(20)["kept"].outcome == "done"
+    pair.run(2, step_s=10.0)  # its deadline passes
+    assert not kept()
 
 
 def test_without_a_limit_nothing_stalls():

@@ -58,6 +58,11 @@ class StallWatch:
                 self._statistics.count("stalls_total")
                 self._trace(transfer.order, "stalled", f"no part has ended for {now_s - since_s:.1f} s")
 
+    def forget(self, transfer_id: str) -> None:
+        """Keep nothing of a transfer that has ended: its lists of descriptors may be long, and the next look far away."""
+        self._marks.pop(transfer_id, None)
+        self._stalled.pop(transfer_id, None)
+
     def entries(self) -> Sequence[StallEntry]:
         """Return the transfers that had stalled at the last look and have not ended since."""
         return [
@@ -68,5 +73,4 @@ class StallWatch:
                 sum(part.payload_bytes for part in (*transfer.active, *transfer.pending)),
             )
             for transfer_id, (transfer, since_s) in self._stalled.items()
-            if not transfer.has_ended
         ]

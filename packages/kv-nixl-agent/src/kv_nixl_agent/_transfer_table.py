@@ -140,6 +140,7 @@ class TransferTable:
         del self._live[result.transfer_id]
         self._posted.pop(result.transfer_id, None)
         self._deadlines.forget()
+        self.stalls.forget(result.transfer_id)
         if not result.is_memory_quiet:
             self._statistics.count("quarantined_total")
         self.report(result)
