@@ -120,3 +120,15 @@ def test_a_state_of_more_tokens_than_are_wanted_is_not_read():
     state = scheduler()
     state.arrive("d1", consumer_params(remote_num_tokens=48), prompt_tokens=10, now_s=0.0)
     assert state.external_tokens("d1", computed_tokens=0) == 10  # blocks of tokens can be cut
+
+
+@pytest.mark.parametrize(("prompt", "read"), [(11, 0), (12, 0), (13, 12), (20, 12)])
+def test_a_state_is_read_back_only_for_a_prompt_that_goes_on_after_it(prompt, read):
+    """The engine computes the last token of a prompt itself, also after a read of all of it: a state would see it twice."""
+    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=12)
+    state = scheduler(groups=(STATE,), bidirectional=True, recompute_threshold_tokens=0, state_backoff_tokens=0)
+    state.arrive("p2", params, prompt_tokens=prompt, now_s=0.0)
+    assert state.external_tokens("p2", computed_tokens=0) == read
+    plain = scheduler(bidirectional=True, recompute_threshold_tokens=0)
+    plain.arrive("p2", params, prompt_tokens=prompt, now_s=0.0)
+    assert plain.external_tokens("p2", computed_tokens=0) == min(12, prompt)  # blocks of tokens may be computed again

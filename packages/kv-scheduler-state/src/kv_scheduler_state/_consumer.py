@@ -232,8 +232,9 @@ class Consumers:
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
         if is_readback:
-            # A recurrent state cannot be cut: it fits only a prompt that contains all it has seen.
-            if held is None or (self._has_state and held > prompt_tokens):
+            # A recurrent state cannot be cut, and the engine always computes the last token of a prompt itself: the state fits
+            # only a prompt that goes on after all it has seen. Example: one of 12 tokens fits a prompt of 13, not one of 12.
+            if held is None or (self._has_state and held >= prompt_tokens):
                 return 0
             tokens = min(held, prompt_tokens)
         else:
