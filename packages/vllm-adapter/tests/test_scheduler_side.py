@@ -243,6 +243,23 @@ def test_a_refused_allocation_of_a_parked_request_is_reported_as_failed(caplog: 
     assert [order.is_notify_only for order in consumer.step().reads] == [True]
 
 
+def test_a_refused_arrival_ends_without_a_word_to_the_machines(caplog: pytest.LogCaptureFixture) -> None:
+    """Its id is that of a request whose last orders no worker has heard yet: the end must not be told of that one."""
+    producer = Engine("P")
+    producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
+    producer.allocate("p", [1, 2, 3])
+    producer.step()
+    assert producer.end("p", TEXT, [1, 2, 3], reason="abort") is None
+    producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
+    assert "arrival was refused" in caplog.text
+    assert not producer.side.follows("p")
+    caplog.clear()
+    assert producer.end("p", TEXT, [4, 5, 6]) is None
+    assert not caplog.records
+    assert producer.step().releases == ("p",)
+    assert producer.prefill("p", TEXT) is not None
+
+
 def test_reads_under_way_are_void_after_a_reset() -> None:
     consumer, producer = Engine("D"), Engine("P")
     consumer.admit("d", producer.prefill("p", TEXT), TEXT)

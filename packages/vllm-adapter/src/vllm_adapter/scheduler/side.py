@@ -78,6 +78,8 @@ class SchedulerSide:
         self._gauges = Gauges(self._state, self._draining)
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._followed: set[str] = set()
+        # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
+        self._refused: set[str] = set()
 
     @property
     def group_ids(self) -> tuple[int, ...]:
@@ -89,6 +91,7 @@ class SchedulerSide:
     def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
+        self._refused.add(request_id)
         with Refusals("arrival", request_id):
             now_s = self._now_s()
             self._seals.look(now_s)
@@ -99,6 +102,7 @@ class SchedulerSide:
                 identity=arrival.identity,
                 now_s=now_s,
             )
+            self._refused.discard(request_id)
             self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
                 self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
@@ -162,6 +166,9 @@ class SchedulerSide:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
         decision: FinishDecision | None = None
+        if request_id in self._refused:
+            self._refused.discard(request_id)
+            return False, None
         self._draining.look()
         with Refusals("end", request_id):
             decision = self._state.finish(
