@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from fairness import Fairness
+from releases import may_read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,8 @@ __all__ = ["EngineChecks", "leftovers"]
 _MOST_PEERS = 24
 _RELIEF_S = 2.0
 """Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
+_REFUSALS = frozenset(("hash-mismatch", "factors-differ", "recently-failed"))
+"""Codes of reads that end because two engines do not go together."""
 
 
 @final
@@ -34,14 +37,51 @@ class EngineChecks:
     def accepted(self, request: Request) -> None:
         """A read that the engine accepts has brought this prompt's tokens and no others."""
         self._world.accepted.add(request.request_id)
+        if not self._may_read(request):
+            self._world.violated(
+                "accepted-across-releases",
+                f"{self._engine.name} ({self._engine.release}) accepts what {request.request_id} read from an engine of another "
+                "release",
+            )
         self._contents(request, request.valid, "accepted")
+
+    def _may_read(self, request: Request) -> bool:
+        fleet = self._engine.fleet
+        ticket = request.params if isinstance(request.params, dict) else {}
+        theirs = fleet.releases.get(str(ticket.get("remote_engine_id")))
+        return theirs is None or may_read(self._engine.release, theirs, fleet.plan.fleet.compatibility)
+
+    def ordered(self, request: Request, blocks: list[list[int]]) -> None:
+        """A read fills no block that others may use."""
+        for group in blocks:
+            for block in group:
+                if block and self._engine.host.pool.is_shared(block):
+                    self._world.violated(
+                        "read-into-shared",
+                        f"{self._engine.name}: {request.request_id} is to read into block {block}, which others may use",
+                    )
+
+    def kept(self, number: int, block: int, ids: tuple[int, ...]) -> None:
+        """A block that is known by content has this content."""
+        size = self._engine.plan.block_tokens
+        wrong = self._engine.pages.wrong(number, block, 0, np.array(ids[-size:], np.uint32))
+        if wrong is not None:
+            self._world.violated(
+                "poisoned-cache",
+                f"{self._engine.name}: block {block} of group {number} is known as tokens {ids[-size]} to {ids[-1]}, but holds "
+                f"{self._engine.fleet.whose(wrong)}",
+            )
 
     def finished(self, request: Request) -> None:
         """The pages of a request still hold its own tokens when it ends."""
         self._contents(request, min(request.computed, len(request.ids)), "finished")
 
     def failed(self, request: Request) -> None:
-        """Where nothing breaks, no read fails."""
+        """Where nothing breaks, no read fails; but engines whose releases do not go together refuse each other."""
+        code = self._engine.failure_codes.get(request.request_id, "")
+        if code in _REFUSALS and not self._may_read(request):
+            self._world.counts["refused-releases"] += 1
+            return
         if self._engine.fleet.plan.fleet.is_calm:
             self._world.violated("needless-failure", f"{request.request_id}: its read failed, and nothing was wrong")
 
@@ -59,6 +99,9 @@ class EngineChecks:
     def _contents(self, request: Request, tokens: int, event: str) -> None:
         size = self._engine.plan.block_tokens
         for number, group in enumerate(self._engine.fleet.plan.fleet.groups):
+            if group.kind == "state":
+                self._state(request, number, tokens, event)
+                continue
             first = max(0, tokens - group.window_tokens + 1) if group.window_tokens else 0
             for place in range(first // size, -(-tokens // size)):
                 start, stop = max(first, place * size), min(tokens, (place + 1) * size)
@@ -89,7 +132,18 @@ class EngineChecks:
         elif now_s - self._promised_s > _RELIEF_S:
             self._world.violated(
                 "relief-broken",
-                f"{self._engine.name}: blocks of a revoked lease were promised {now_s - self._promised_s:.1f} s ago, none is free",
+                f"{self._engine.name}: blocks of a revoked lease were promised {now_s - self._promised_s:.1f} s ago, and none "
+                "is free",
+            )
+
+    def _state(self, request: Request, number: int, tokens: int, event: str) -> None:
+        """The state is that after exactly these tokens."""
+        block = request.blocks[number][0]
+        if self._engine.pages.is_other_state(number, block, request.ids[:tokens]):
+            self._world.violated(
+                f"state-{event}",
+                f"{self._engine.name}: {request.request_id} {event} with {tokens} tokens, but block {block} of group {number} "
+                "holds another state than theirs",
             )
 
     def freed(self, request: Request, blocks: set[int]) -> None:
@@ -117,6 +171,8 @@ class EngineChecks:
         slot, generation = request.fence
         for worker in self._engine.workers:
             registration: Any = worker._registration
+            if registration is None:
+                continue  # asleep: there are no words any more
             word = registration.agent._loop.agent._memory.fences.read(slot)
             if word == generation:
                 self._world.violated(
@@ -136,7 +192,12 @@ def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
 
 def _left_in(engine: Engine) -> list[tuple[str, str]]:
     host, side = engine.host, engine.side
+    if host.outages.is_paused:
+        return [("asleep", "it does not wake up")]
     found: list[tuple[str, str]] = []
+    for block, (group, ids) in host.pool.kept.items():
+        if block not in host.holdings.prefix.pending:
+            engine.checks.kept(group, block, ids)
     if host.requests:
         rests = ", ".join(f"{one.request_id} {one.status}" for one in host.requests.values())
         found.append(("request-left", f"requests are left: {rests}"))

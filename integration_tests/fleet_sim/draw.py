@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from draw_world import enriched
 from faults import KINDS
 from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
 from router import DAMAGES
@@ -23,6 +24,11 @@ _LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
 
 def draw_plan(seed: int) -> EpisodePlan:
     """Return the plan of a seed."""
+    return enriched(_plain(seed))
+
+
+def _plain(seed: int) -> EpisodePlan:
+    """Return a plan with attention groups and nothing else."""
     draw = random.Random(seed)
     if draw.random() < _CALM_PART:
         return _calm(draw, seed)
@@ -67,8 +73,8 @@ def _calm(draw: random.Random, seed: int) -> EpisodePlan:
 def _few_slots(draw: random.Random, seed: int) -> EpisodePlan:
     """Return a plan in which a fence slot is taken again while a read that it was for is still on the wire.
 
-    Reads are slow, heartbeats are lost, blocks and slots are few: a lease ends by time or by pressure under its read, and the next
-    prompt gets its slot before the read has looked at the fence word.
+    Reads are slow, heartbeats are lost, blocks and slots are few: a lease ends by time or by pressure under its read, and the
+    next prompt gets its slot before the read has looked at the fence word.
     """
     fleet = _fleet(draw)
     engines = tuple(replace(engine, tp=1, step_s=0.01) for engine in fleet.engines)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
-from plan import EnginePlan
+from plan import EnginePlan, GroupPlan
+from releases import RELEASES
 from world import Process
 
-from vllm_adapter.cache.facts import CacheGroup, EngineFacts
+from vllm_adapter.cache.facts import CacheGroup, EngineFacts, GroupKind
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.steps import ReadFailure
@@ -31,22 +32,25 @@ class Engine:
         slot: Number of its slot, which stands for its host and port.
         name: Its engine id.
         life: Number of this life, the generation that its tickets carry.
+        release: What it runs, a key of `RELEASES`.
     """
 
-    def __init__(self, fleet: Fleet, slot: int, name: str, life: int) -> None:
-        self.fleet, self.slot, self.name, self.life = fleet, slot, name, life
+    def __init__(self, fleet: Fleet, slot: int, name: str, life: int, release: str) -> None:
+        self.fleet, self.slot, self.name, self.life, self.release = fleet, slot, name, life, release
         self.plan: EnginePlan = fleet.plan.fleet.engines[slot]
         self.lane = fleet.lane(slot)
         rate, offset_s = self.plan.clock_rate, self.plan.clock_offset_s
         self.process = Process(self.lane, offset_s=offset_s, rate=rate)
-        self.pages = Pages(self.plan, fleet.plan.fleet.groups)
+        self.pages = Pages(self.plan, fleet.plan.fleet.groups, fleet.plan.fleet.state_groups)
         self.checks = EngineChecks(self)
         self.settings = _settings(fleet)
         self.workers: list[WorkerSide] = []
         self._reports: dict[str, int] = {}
         self._failed: set[str] = set()
+        self.failure_codes: dict[str, str] = {}
         self.side: Any = None
-        fleet.world.act(self.process, self._start)
+        with RELEASES[release].running():
+            fleet.world.act(self.process, self._start)
         from host import Host
 
         self.host = Host(self)
@@ -57,17 +61,29 @@ class Engine:
         for rank in range(self.plan.tp):
             facts = self._facts(rank)
             worker = WorkerSide(facts, WorkerParts(facts, self.settings, port_factory=port))
-            worker.register(self.pages.caches(rank), self.fleet.converter(self, rank))
+            worker.register(self.pages.caches(rank), self.fleet.converter(self, rank), self.pages.mirror)
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
-        parts = SchedulerParts(self._facts(0), self.settings, load_failure_policy=self.fleet.plan.fleet.policy)
-        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock)
+        policy = self.fleet.plan.fleet.policy
+        parts = SchedulerParts(
+            self._facts(0), self.settings, load_failure_policy=policy, uses_host_buffer=self.plan.has_mirror
+        )
+        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock, is_ending=self._is_ending)
         self.side.serve(payloads)
+
+    def _is_ending(self) -> bool:
+        return self.host.outages.is_ending
+
+    def written(self, ticket: Any) -> Any:
+        """Return a ticket as this release writes it."""
+        missing = RELEASES[self.release].missing
+        return ticket if ticket is None else {key: value for key, value in ticket.items() if key not in missing}
 
     def _facts(self, rank: int) -> EngineFacts:
         groups, names = self.fleet.plan.fleet.groups, layer_names(self.fleet.plan.fleet.groups)
         host, port = self.fleet.place(self.slot)
+        release = RELEASES[self.release]
         return EngineFacts(
             engine_id=self.name,
             host=host,
@@ -77,17 +93,17 @@ class Engine:
             pp=1,
             pp_rank=0,
             dcp=1,
-            total_kv_heads=HEADS,
+            total_kv_heads=HEADS if any(group.kind == "attention" for group in groups) else 1,
             head_size=HEAD_SIZE,
             block_count=self.plan.blocks,
             generation=self.life,
             layout="LBHNC" if self.plan.order == "HND" else "LBNHC",
             kernel_order="",
             attention_backend="SIM",
-            connector_version=14,
+            connector_version=release.connector,
             groups=tuple(
                 CacheGroup(
-                    "sliding-window" if group.window_tokens else "attention",
+                    _kind(group),
                     self.plan.block_tokens,
                     group.window_tokens,
                     0,
@@ -96,7 +112,8 @@ class Engine:
                 for number, group in enumerate(groups)
             ),
             group_ids=tuple(range(len(groups))),
-            factors={"model": "m", "dtype": "f"},
+            factors=release.factors(),
+            state_groups=self.fleet.plan.fleet.state_groups,
         )
 
     def note(self, text: str) -> None:
@@ -106,6 +123,7 @@ class Engine:
     def gather(self, reports: list[Any]) -> tuple[list[str], list[str], set[str], Any, Any]:
         """Add the ranks' reports up as vLLM does: an id counts once every rank has reported it."""
         sent: list[str] = []
+        self.failure_codes.clear()
         received: list[str] = []
         failed: set[str] = set()
         registrations: dict[tuple[int, int], Any] = {}
@@ -114,6 +132,7 @@ class Engine:
             failed |= report.failed
             for request_id, reason in sorted(report.reasons.items()):
                 reasons.setdefault(request_id, {})[rank] = reason
+                self.failure_codes[request_id] = reason.code
             if report.registration is not None:
                 registrations[rank] = report.registration
             for kind, ids in (("sent", report.sent), ("received", report.received)):
@@ -136,6 +155,14 @@ class Engine:
         self.fleet.listeners.pop(self.fleet.place(self.slot), None)
 
 
+def _kind(group: GroupPlan) -> GroupKind:
+    if group.kind == "latent":
+        return "latent"
+    if group.kind == "state":
+        return "state"
+    return "sliding-window" if group.window_tokens else "attention"
+
+
 def _settings(fleet: Fleet) -> Settings:
     plan = fleet.plan.fleet
     return Settings(
@@ -153,5 +180,6 @@ def _settings(fleet: Fleet) -> Settings:
         decoder_kv_blocks_ttl=plan.readback_s,
         kv_recompute_threshold=1,
         receive_conversion=plan.conversion,
+        compatibility_policy=plan.compatibility,
         ticket_secret_variable="SIM_FLEET_SECRET" if plan.is_sealed else "",
     )

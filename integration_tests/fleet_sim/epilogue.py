@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from plan import RequestPlan
+from releases import may_read
 
 if TYPE_CHECKING:
     from fleet import Fleet
@@ -17,7 +18,7 @@ _PAUSE_S = 2.5
 
 
 def serve_again(fleet: Fleet, bound_s: float) -> None:
-    """Hand one short prompt over per pair of engines, until every pair has had a read accepted.
+    """Hand one short prompt over per pair of engines that may read from each other, until each has had a read accepted.
 
     Args:
         fleet: A fleet at rest, without faults.
@@ -26,7 +27,7 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
     world, engines = fleet.world, fleet.plan.fleet.engines
     prefills = [slot for slot, engine in enumerate(engines) if engine.role == "prefill"]
     decodes = [slot for slot, engine in enumerate(engines) if engine.role == "decode"]
-    missing = [(prefill, decode) for prefill in prefills for decode in decodes]
+    missing = [(prefill, decode) for prefill in prefills for decode in decodes if _go_together(fleet, prefill, decode)]
     began_s = world.now_s
     for number in range(_ROUNDS):
         if world.violations:
@@ -45,3 +46,10 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
             f"{fleet.lane(decode)} has read nothing from {fleet.lane(prefill)} in {_ROUNDS} attempts, "
             f"{world.now_s - began_s:.0f} s after everything was at rest",
         )
+
+
+def _go_together(fleet: Fleet, prefill: int, decode: int) -> bool:
+    one, other = fleet.engine(prefill), fleet.engine(decode)
+    if one is None or other is None:
+        return True
+    return may_read(one.release, other.release, fleet.plan.fleet.compatibility)

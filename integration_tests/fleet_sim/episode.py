@@ -25,6 +25,7 @@ from world import Note, Violation, World
 
 import vllm_adapter.wiring
 from kv_nixl_agent import ThreadOptions
+from kv_scheduler_state._errors import DuplicateRequest
 
 __all__ = ["Outcome", "play"]
 
@@ -60,10 +61,11 @@ class Outcome:
 class _LogLines(logging.Handler):
     """Writes production's warnings into the log; an exception that production reports is a broken promise."""
 
-    def __init__(self, world: World, *, is_calm: bool) -> None:
+    def __init__(self, world: World, plan: EpisodePlan) -> None:
         super().__init__(logging.WARNING)
+        self._sends_ids_again = any(request.again for request in plan.requests)
         self._world = world
-        self._is_calm = is_calm
+        self._is_calm = plan.fleet.is_calm and not plan.faults
 
     def emit(self, record: logging.LogRecord) -> None:
         lane = self._world.current.name if self._world.current is not None else "log"
@@ -71,8 +73,13 @@ class _LogLines(logging.Handler):
         self._world.note(lane, f"log: {text.splitlines()[0][:160]}")
         if self._is_calm and _UNREAD.search(text):
             self._world.violated("needless-expiry", f"{lane}: {text}")
-        if record.exc_info is not None and record.exc_info[1] is not None:
-            self._world.violated("exception", f"{lane}: {text[:200]}: {record.exc_info[1]!r}")
+        error = record.exc_info[1] if record.exc_info is not None else None
+        if isinstance(error, DuplicateRequest) and self._sends_ids_again:
+            self._world.counts["refused-duplicates"] += 1
+        elif isinstance(error, RuntimeError) and "copy between device" in str(error):
+            self._world.counts["failed-copies"] += 1
+        elif error is not None:
+            self._world.violated("exception", f"{lane}: {text[:200]}: {error!r}")
 
 
 def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> Outcome:
@@ -82,7 +89,7 @@ def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> O
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"SIM_FLEET_SECRET": "0123456789abcdef0123456789abcdef"}))
         stack.enter_context(patch.object(vllm_adapter.wiring, "use_allowed_cores", lambda: None))
-        _take_logs(stack, world, is_calm=plan.fleet.is_calm and not plan.faults)
+        _take_logs(stack, world, plan)
         if bug is not None:
             bug(stack)
         count_steps(stack, world)
@@ -110,8 +117,8 @@ def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> O
     )
 
 
-def _take_logs(stack: ExitStack, world: World, *, is_calm: bool) -> None:
-    handler = _LogLines(world, is_calm=is_calm)
+def _take_logs(stack: ExitStack, world: World, plan: EpisodePlan) -> None:
+    handler = _LogLines(world, plan)
     for name in ("vllm.vllm_adapter", "kv_handshake", "kv_nixl_agent"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)

@@ -11,6 +11,7 @@ from wire_bytes import damaged
 from kv_handshake import Codec
 
 if TYPE_CHECKING:
+    from engine import Engine
     from fleet import Fleet
 
 __all__ = ["KINDS", "Faults"]
@@ -119,17 +120,59 @@ class Faults:
                 for payload in payloads:
                     agent.deliver("stranger", payload)
 
+    def reset(self, fault: FaultPlan) -> None:
+        """Reset the caches; with `second` what runs is preempted first."""
+        engine = self._living(fault)
+        if engine is not None:
+            engine.host.outages.reset(preempts=bool(fault.second))
+
+    def sleep(self, fault: FaultPlan) -> None:
+        """Give the memory back for a while; with `second` all requests are aborted first."""
+        engine = self._living(fault)
+        if engine is not None:
+            engine.host.outages.sleep(fault.duration_s, aborts=bool(fault.second))
+
+    def upgrade(self, fault: FaultPlan) -> None:
+        """End an engine in order and start the next release, under the same id or, with `second`, a new one."""
+        engine = self._living(fault)
+        if engine is None or engine.host.outages.is_ending:
+            return
+
+        def replace() -> None:
+            if self._fleet.engine(fault.engine) is engine and not engine.process.is_dead:
+                self._fleet.retire(fault.engine)
+                self._fleet.world.after(fault.duration_s, start)
+
+        def start() -> None:
+            newest = self._fleet.engine(fault.engine)
+            if newest is engine:
+                release = self._fleet.plan.fleet.next_release or engine.release
+                self._fleet.start(fault.engine, is_renamed=bool(fault.second), release=release)
+
+        engine.host.outages.drain(fault.amount, lambda: self._world.after(0.0, replace))
+
+    def mirror(self, fault: FaultPlan) -> None:
+        """Let copies between device and host fail for a while."""
+        engine = self._living(fault)
+        if engine is not None and engine.pages.mirror is not None:
+            mirror = engine.pages.mirror
+            mirror.is_broken = True
+            self._world.after(fault.duration_s, lambda: setattr(mirror, "is_broken", False))
+
+    def _living(self, fault: FaultPlan) -> Engine | None:
+        engine = self._fleet.engine(fault.engine)
+        return None if engine is None or engine.process.is_dead else engine
+
     def pressure(self, fault: FaultPlan) -> None:
         engine = self._fleet.engine(fault.engine)
         if engine is None or engine.process.is_dead:
             return
         count = int(fault.amount * len(engine.host.free))
-        engine.host.pressed += [engine.host.free.pop() for _ in range(count)]
+        engine.host.pool.press(count)
         self._later(fault, lambda: self._unpress(engine))
 
     def _unpress(self, engine: Any) -> None:
-        engine.host.free += engine.host.pressed
-        engine.host.pressed.clear()
+        engine.host.pool.unpress()
 
 
 _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
@@ -144,5 +187,10 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "damage": Faults.damage,
     "pressure": Faults.pressure,
     "forged": Faults.forged,
+    "reset": Faults.reset,
+    "sleep": Faults.sleep,
+    "upgrade": Faults.upgrade,
+    "mirror": Faults.mirror,
 }
-KINDS = tuple(_ACTIONS)
+KINDS = tuple(_ACTIONS)[:11]
+"""Kinds that any fleet meets; the others are drawn where they mean something."""

@@ -46,11 +46,13 @@ class Fleet:
         self.threads: SimThreads
         self.router: Router
         self.is_sealed = plan.fleet.is_sealed
+        self.releases: dict[str, str] = {}
         self._engines: list[Engine | None] = [None] * len(plan.fleet.engines)
         self._lives = itertools.count(1)
         self._ids = itertools.count(1)
         self._first_ids: list[int] = []
         self._names: list[str] = []
+        self._families: dict[int, list[int]] = {}
 
     # ------------------------------------------------------------------------------------------------------ slots
 
@@ -77,8 +79,8 @@ class Fleet:
         """Return the engines that live."""
         return [one for one in self._engines if one is not None and not one.process.is_dead]
 
-    def start(self, slot: int, *, is_renamed: bool = False) -> None:
-        """Start an engine at a slot, again or for the first time."""
+    def start(self, slot: int, *, is_renamed: bool = False, release: str | None = None) -> None:
+        """Start an engine at a slot, again or for the first time; `release` is an upgrade."""
         from engine import Engine
 
         life = next(self._lives)
@@ -86,8 +88,23 @@ class Fleet:
         name = former.name if former is not None else self.lane(slot)
         if is_renamed:
             name = f"{self.lane(slot)}.{life}"
-        self._engines[slot] = Engine(self, slot, name, life)
-        self.world.note(self.lane(slot), f"engine {name} starts")
+        if release is None:
+            release = former.release if former is not None else self.plan.fleet.engines[slot].release
+        self._engines[slot] = Engine(self, slot, name, life, release)
+        self.releases[name] = release
+        self.world.note(self.lane(slot), f"engine {name} starts" + f" as {release}" * bool(release))
+
+    def retire(self, slot: int) -> None:
+        """End an engine in order."""
+        engine = self._engines[slot]
+        if engine is None or engine.process.is_dead:
+            return
+        self.world.note(self.lane(slot), f"engine {engine.name} ends")
+        self.world.act(engine.process, engine.side.close)
+        for worker in engine.workers:
+            self.world.act(engine.process, worker.close)
+        engine.die()
+        self.router.engine_died(engine)
 
     def crash(self, slot: int) -> None:
         """Kill an engine."""
@@ -111,9 +128,15 @@ class Fleet:
 
     def converter(self, engine: Engine, rank: int) -> Any:
         """Return what puts received pages of a rank in order."""
-        return NumpyPages([engine.pages.shaped[rank, layer] for layer in range(len(engine.pages.group_of))])
+        return NumpyPages([engine.pages.wire[rank, layer] for layer in range(len(engine.pages.group_of))])
 
     # ------------------------------------------------------------------------------------------------------ tokens
+
+    def family_ids(self, family: int, count: int) -> list[int]:
+        """Return the first ids of a text that several conversations begin with."""
+        if family not in self._families:
+            self._families[family] = self.new_ids(f"family {family}", 80)
+        return self._families[family][:count]
 
     def new_ids(self, name: str, count: int) -> list[int]:
         """Return ids of new tokens of a conversation."""

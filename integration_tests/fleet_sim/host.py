@@ -9,57 +9,20 @@ preempted, unless leases are about to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, final
 
-import numpy as np
+from blocks import BlockPool
 from engine import Engine
+from holdings import Holdings, Work
+from outages import Outages
+from request import Request
 
-from kv_scheduler_state import prompt_digest
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.values import Arrival, Ending
 
 __all__ = ["Host", "Request"]
 
 _IDLE_STEP_S = 0.1
-
-
-@final
-@dataclass(eq=False, slots=True)
-class Request:
-    """A request in an engine.
-
-    Attributes:
-        ids: Its tokens: the prompt, and what was generated.
-        status: waiting, parked (a read is under way), running, held (finished, blocks leased), aborting (parked, given up), gone.
-        computed: Tokens whose KV is in its blocks.
-        valid: Tokens, from the first one, that were read from a peer.
-    """
-
-    request_id: str
-    ids: list[int]
-    prompt_tokens: int
-    most_tokens: int
-    params: object
-    answer: Callable[[str, Mapping[str, object] | None, list[int]], None]
-    next_id: Callable[[], int]
-    status: str = "waiting"
-    blocks: list[list[int]] = field(default_factory=list[list[int]])
-    computed: int = 0
-    scheduled: int = 0
-    preemptions: int = 0
-    valid: int = 0
-    is_loaded: bool = False
-    is_fresh: bool = True
-    is_answered: bool = False
-    fence: tuple[int, int] | None = None
-    received_ranks: int = 0
-    sent_ranks: int = 0
-    refusal: str = ""
-
-    def digest(self, tokens: int) -> str | None:
-        """Return the digest of the first tokens."""
-        return prompt_digest(self.ids[:tokens]) if tokens <= len(self.ids) else None
 
 
 @final
@@ -71,11 +34,13 @@ class Host:
         self.world = engine.fleet.world
         self.plan = engine.plan
         self.groups = engine.fleet.plan.fleet.groups
-        self.free = list(range(1, self.plan.blocks))
+        self.holdings = Holdings(engine)
+        self.outages = Outages(self)
         self.requests: dict[str, Request] = {}
-        self.owners: dict[int, str] = {}
-        self.pressed: list[int] = []
+        self.reset_preempted: list[str] = []
         self._preempted: list[str] = []
+        self._serials = 0
+        self.ends_at_sample = engine.fleet.plan.fleet.ends_at_sample
         self._late: Callable[[], None] | None = None
         self._is_stepping = False
         self.steps = 0
@@ -84,9 +49,16 @@ class Host:
 
     def arrive(self, request: Request) -> None:
         """Take a request in."""
+        if self.outages.delays(lambda: self.arrive(request)):
+            return
+        if self.outages.is_ending:
+            request.answer("engine-ending", None, request.ids)
+            return
         if request.request_id in self.requests:
             request.answer("duplicate-id", None, request.ids)
             return
+        self._serials += 1
+        request.serial = self._serials
         self.requests[request.request_id] = request
         backoff: list[int] = []
 
@@ -100,11 +72,14 @@ class Host:
         if backoff:
             request.prompt_tokens -= backoff[0]
             del request.ids[request.prompt_tokens :]
+            request.most_tokens = request.prompt_tokens + 1
         self.engine.note(f"{request.request_id} arrives, {request.prompt_tokens} tokens")
         self.wake()
 
     def abort(self, request_id: str) -> None:
         """Give a request up, whatever its state."""
+        if self.outages.delays(lambda: self.abort(request_id)):
+            return
         request = self.requests.get(request_id)
         if request is None or request.status in {"held", "aborting", "gone"}:
             return
@@ -120,90 +95,71 @@ class Host:
 
     # ------------------------------------------------------------------------------------------------------ blocks
 
-    def _take(self, request: Request, tokens: int) -> bool:
-        """Give a request blocks for so many tokens; False, and nothing changed, if there are too few."""
-        wanted = -(-tokens // self.plan.block_tokens)
-        if not request.blocks:
-            request.blocks = [[] for _ in self.groups]
-        missing = sum(max(0, wanted - len(group)) for group in request.blocks)
-        if missing > len(self.free):
-            return False
-        for group in request.blocks:
-            while len(group) < wanted:
-                block = self.free.pop(0)
-                if block in self.owners:
-                    self.world.violated("double-owner", f"{self.engine.name}: block {block} has two owners")
-                self.owners[block] = request.request_id
-                group.append(block)
-        return True
+    @property
+    def free(self) -> list[int]:
+        """Blocks that nobody holds."""
+        return self.pool.free
 
-    def _give_back(self, request: Request, blocks: list[int]) -> None:
-        """Free blocks, and check that nothing may still write into them."""
-        real = [block for block in blocks if block]
-        for block in real:
-            if self.owners.pop(block, None) != request.request_id:
-                self.world.violated(
-                    "double-free", f"{self.engine.name}: {request.request_id} frees block {block} twice"
-                )
-                return
-        self.engine.checks.freed(request, set(real))
-        self.engine.pages.poison(real)
-        self.free += real
-
-    def _free_all(self, request: Request) -> None:
-        blocks, request.blocks = request.blocks, []
-        self._give_back(request, [block for group in blocks for block in group])
-
-    def _skip_window(self, request: Request) -> None:
-        """Null and free the blocks before every window."""
-        for number, group in enumerate(self.groups):
-            if group.window_tokens and request.blocks:
-                first = max(0, request.computed - group.window_tokens + 1) // self.plan.block_tokens
-                gone = [block for block in request.blocks[number][:first] if block]
-                if gone:
-                    request.blocks[number][:first] = [0] * first
-                    self._give_back(request, gone)
+    @property
+    def pool(self) -> BlockPool:
+        """All blocks."""
+        return self.holdings.pool
 
     # ------------------------------------------------------------------------------------------------------ a step
 
     def _has_work(self) -> bool:
-        return bool(self.requests or self._preempted or self._late or self.engine.side._state.has_work())
+        return bool(
+            self.requests
+            or self._preempted
+            or self._late
+            or self.outages.has_work
+            or self.engine.side._state.has_work()
+        )
 
     def _step(self) -> None:
+        if not self.outages.may_step():
+            self._is_stepping = False
+            return
         if not self._has_work():
             self._is_stepping = False
             return
         self.steps += 1
         work = self._schedule()
-        preempted, self._preempted = self._preempted, []
-        orders = self.engine.side.build_step(preempted, [chunk for chunk, _, _ in work])
+        preempted, self._preempted = self._preempted + self.reset_preempted, []
+        self.reset_preempted = []
+        orders = self.engine.side.build_step(preempted, [item.chunk for item in work])
         late, self._late = self._late, None
         if late is not None:
             late()
         for worker in self.engine.workers:
             worker.apply(orders)
         self.engine.checks.fairness.ordered(orders)
-        self._watch_fences(orders)
+        self._watch(orders)
         duration_s = self.plan.step_s if work or orders.plan.reads else _IDLE_STEP_S
         self.world.after(duration_s, lambda: self._end_step(orders, work), self.engine.process)
 
-    def _watch_fences(self, orders: Any) -> None:
+    def _watch(self, orders: Any) -> None:
         for order in orders.plan.fences:
             request = self.requests.get(order.request_id)
             if request is not None:
                 request.fence = (order.slot, order.generation)
+        for order in orders.plan.reads:
+            request = self.requests.get(order.request_id)
+            if request is not None:
+                self.engine.checks.ordered(request, [list(blocks.ids) for blocks in order.local_blocks])
 
-    def _end_step(self, orders: Any, work: list[tuple[ScheduledTokens, Request, list[int]]]) -> None:
-        for chunk, request, ids in work:
-            if request.status == "running" and request.request_id in self.requests:
-                self._compute(request, chunk.computed_tokens, ids)
+    def _end_step(self, orders: Any, work: list[Work]) -> None:
+        if self.outages.delays(lambda: self._end_step(orders, work)):
+            return
+        self.holdings.compute(work)
         reports = []
         for worker in self.engine.workers:
             worker.save(orders)
             reports.append((worker.rank, worker.take_report()))
+        resets = self.outages.resets
 
         def results() -> None:
-            self._update(reports, work)
+            self._update(reports, work, resets)
 
         if self.plan.has_lag:
             self._late = results
@@ -211,20 +167,13 @@ class Host:
             results()
         self._step()
 
-    def _compute(self, request: Request, first: int, ids: list[int]) -> None:
-        size = self.plan.block_tokens
-        for number, group in enumerate(request.blocks):
-            for place in range(first // size, -(-(first + len(ids)) // size)):
-                if place < len(group) and group[place]:
-                    start, stop = max(first, place * size), min(first + len(ids), (place + 1) * size)
-                    part = np.array(ids[start - first : stop - first], np.uint32)
-                    self.engine.pages.write(number, group[place], start - place * size, part)
-
-    def _schedule(self) -> list[tuple[ScheduledTokens, Request, list[int]]]:
-        work: list[tuple[ScheduledTokens, Request, list[int]]] = []
+    def _schedule(self) -> list[Work]:
+        work: list[Work] = []
         for request in [one for one in self.requests.values() if one.status == "running"]:
             if request.status == "running":
                 self._grow(request, work)
+        if self.outages.is_paused:
+            return work
         waiting = [one for one in self.requests.values() if one.status == "waiting"]
         # Those that hold blocks come first: behind a request that waits for blocks they would wait for ever.
         for request in sorted(waiting, key=lambda one: not any(one.blocks)):
@@ -234,7 +183,7 @@ class Host:
                 self._grow(request, work)
         return work
 
-    def _grow(self, request: Request, work: list[tuple[ScheduledTokens, Request, list[int]]]) -> None:
+    def _grow(self, request: Request, work: list[Work]) -> None:
         """Schedule a running request's next tokens; preempt the youngest if blocks are missing."""
         start = request.scheduled
         if start < len(request.ids):
@@ -244,11 +193,11 @@ class Host:
         else:
             return
         had = [len(group) for group in request.blocks]
-        while not self._take(request, stop):
+        while not self.holdings.take(request, stop):
             if self.engine.side.has_pending_block_frees():
                 self.engine.checks.relief_promised()
                 return
-            victim = [one for one in self.requests.values() if one.status == "running"][-1]
+            victim = self._victim(request, work)
             self._preempt(victim, work)
             if victim is request:
                 return
@@ -257,64 +206,83 @@ class Host:
         chunk = ScheduledTokens(request.request_id, blocks, request.is_fresh, start, stop - start)
         request.is_fresh = False
         request.scheduled = stop
-        work.append((chunk, request, request.ids[start:stop]))
+        work.append(self.holdings.schedule(request, chunk))
+
+    def _victim(self, request: Request, work: list[Work]) -> Request:
+        """Return whom to preempt. Whoever is scheduled already keeps its blocks: others may have been given them as a hit."""
+        running = [one for one in self.requests.values() if one.status == "running"]
+        if not self.holdings.prefix.is_on:
+            return running[-1]
+        scheduled = {item.request.serial for item in work}
+        return ([one for one in running if one.serial not in scheduled] or [request])[-1]
 
     def _preempt(self, request: Request, work: list[Any]) -> None:
         self.engine.fleet.fault("preemption")
         self.engine.note(f"{request.request_id} is preempted")
-        work[:] = [item for item in work if item[1] is not request]
-        self._free_all(request)
-        request.status, request.computed, request.scheduled, request.valid = "waiting", 0, 0, 0
-        request.preemptions += 1
-        request.is_fresh = True
+        work[:] = [item for item in work if item.request is not request]
+        self.restart(request)
         self._preempted.append(request.request_id)
+
+    def restart(self, request: Request) -> None:
+        """Take a running request's blocks away; it starts again."""
+        self.holdings.free_all(request)
+        request.status, request.computed, request.scheduled, request.valid, request.hit = "waiting", 0, 0, 0, 0
+        request.preemptions += 1
+        request.is_fresh, request.void_since = True, 0
 
     def _admit(self, request: Request) -> bool:
         """Let a waiting request start, or park it for its read; False if blocks are missing."""
         side, request_id = self.engine.side, request.request_id
         if request_id in self._preempted:
             return True
-        external = 0
-        if not request.computed:
-            offered, _ = side.external_tokens(request_id, 0)
+        external, local, is_back = 0, 0, bool(request.computed)
+        hits: list[list[int]] = []
+        if not is_back:
+            hits, local = self.holdings.prefix.longest_hit(request)
+            offered, _ = side.external_tokens(request_id, local)
             if offered is None:
                 return True
             external = offered
-        first = min(len(request.ids), self.plan.chunk_tokens)
-        if not self._take(request, max(external, request.computed, first)):
+        first = min(len(request.ids), local + self.plan.chunk_tokens)
+        if not self.holdings.take(request, max(local + external, request.computed, first), hits):
             if side.has_pending_block_frees():
                 self.engine.checks.relief_promised()
             return False
+        self._adopt(request, local, external)
         if external:
-            self._null_before_window(request, external)
-        new = [[] for _ in self.groups] if request.computed else request.blocks
-        side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)
+            self.holdings.skip_window(request, local + external)
+        if external or side.follows(request_id):  # as the connector's hook does
+            new = [[] for _ in self.groups] if is_back else self.holdings.new_blocks(request, hits)
+            side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)
         request.status = "parked" if external else "running"
         if external:
-            request.valid = external
-            self.engine.note(f"{request_id} reads {external} tokens")
+            request.valid = local + external
+            self.engine.note(f"{request_id} reads {external} tokens" + f" after a hit of {local}" * bool(local))
         return True
 
-    def _null_before_window(self, request: Request, tokens: int) -> None:
-        request.computed = tokens
-        self._skip_window(request)
-        request.computed = 0
+    def _adopt(self, request: Request, local: int, external: int) -> None:
+        if local:
+            self.engine.fleet.fault("prefix-hit" if not external else "prefix-hit-of-read")
+            request.hit = local
+            if not external:
+                request.computed = request.scheduled = request.valid = local
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def _update(self, reports: list[Any], work: list[tuple[ScheduledTokens, Request, list[int]]]) -> None:
+    def _update(self, reports: list[Any], work: list[Work], resets: int) -> None:
         sent, received, failed, registrations, reasons = self.engine.gather(reports)
         self.engine.side.update_output(
             sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None
         )
         for request_id in received:
-            self._received(request_id, is_good=request_id not in failed)
+            self._received(request_id, resets, is_good=request_id not in failed)
         for request_id in sent:
             self._sent(request_id)
-        for chunk, request, ids in work:
-            self._advance(request, chunk.computed_tokens + len(ids))
+        for item in work:
+            if item.life == item.request.preemptions:
+                self._advance(item.request, item.chunk.computed_tokens + len(item.ids))
 
-    def _received(self, request_id: str, *, is_good: bool) -> None:
+    def _received(self, request_id: str, resets: int, *, is_good: bool) -> None:
         request = self.requests.get(request_id)
         if request is None or request.status not in {"parked", "aborting"}:
             status = "unknown" if request is None else request.status
@@ -323,23 +291,26 @@ class Host:
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
         self.engine.checks.fairness.reported(request_id)
         if request.status == "aborting":
-            self._free_all(request)
+            self.holdings.free_all(request)
             self._forget(request)
             return
         if is_good:
             self.world.counts["accepted"] += 1
             request.computed = request.valid
+            if 0 < request.void_since <= resets:
+                self.world.violated("accepted-after-reset", f"{self.engine.name}: {request_id} is from before a reset")
             self.engine.checks.accepted(request)
+            self.holdings.prefix.keep(request, request.valid, is_pending=False)
             request.computed = min(request.valid, len(request.ids) - 1)
             request.scheduled, request.is_loaded, request.status = request.computed, True, "waiting"
             return
         self.world.counts["failed-reads"] += 1
         self.engine.checks.failed(request)
-        request.valid = 0
+        request.valid = request.hit = request.void_since = 0
         if self.engine.fleet.plan.fleet.policy == "fail":
             self._finish(request, "error", "load-failed")
         else:
-            self._free_all(request)
+            self.holdings.free_all(request)
             request.status, request.computed, request.scheduled = "waiting", 0, 0
 
     def _sent(self, request_id: str) -> None:
@@ -350,7 +321,7 @@ class Host:
             return
         self.engine.note(f"{request_id} is sent, its blocks are free")
         self.engine.checks.lease_ended(request)
-        self._free_all(request)
+        self.holdings.free_all(request)
         self._forget(request)
 
     def _advance(self, request: Request, computed: int) -> None:
@@ -360,12 +331,13 @@ class Host:
             return  # of a life before its preemption
         request.computed = max(request.computed, computed)
         if request.computed < len(request.ids):
-            self._skip_window(request)
+            self.holdings.skip_window(request, request.computed)
             return
         if len(request.ids) < request.most_tokens:
             request.ids.append(request.next_id())
-            self._skip_window(request)
-            return
+            self.holdings.skip_window(request, request.computed)
+            if not self.ends_at_sample or len(request.ids) < request.most_tokens:
+                return
         self._finish(request, "length", "done")
 
     def _finish(self, request: Request, reason: Any, outcome: str) -> None:
@@ -376,15 +348,17 @@ class Host:
         blocks = [list(group) for group in request.blocks] or [[] for _ in self.groups]
         ending = Ending(request.request_id, reason, request.computed, identity=request)
         keeps, params = self.engine.side.finished(ending, blocks)
-        self._reply(request, outcome, params)
+        self._reply(request, outcome, self.engine.written(params))
         if keeps:
             self.engine.checks.handed_over(params)
+            if request.void_since:
+                self.world.violated("handed-over-after-reset", f"{self.engine.name}: {request.request_id}")
             request.status = "held"
             self.engine.note(f"{request.request_id} is handed over")
         elif was_parked:
             request.status = "aborting"
         else:
-            self._free_all(request)
+            self.holdings.free_all(request)
             self._forget(request)
 
     def _reply(self, request: Request, outcome: str, params: Mapping[str, object] | None) -> None:

@@ -1,8 +1,8 @@
 """Stands for NIXL: one-sided reads that take time, tear, stall, fail late or land after they were given up.
 
 Lists, memory checks and handles are those of `kv_nixl_agent.testing`'s fake; time, wires and deaths are the simulation's. A read
-moves the first half of its bytes halfway through and the rest at its end, so a page that changes meanwhile is torn. A connection that
-ended as disconnected stays so until the peer's agent is unloaded and loaded anew, as an endpoint of UCX does.
+moves the first half of its bytes halfway through and the rest at its end, so a page that changes meanwhile is torn. A connection
+that ended as disconnected stays so until the peer's agent is unloaded and loaded anew, as an endpoint of UCX does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SimTransfer:
     def step(self) -> None:
         """Go on: halfway, or to the end, or wait, or fail."""
         fabric, peer = self.owner.fabric, self.peer
-        if not self.is_on_the_wire or self.owner.process.is_dead:
+        if not self.is_on_the_wire or not self.owner.is_alive:
             fabric.transfers.pop(self, None)
             return
         if peer is None or not peer.is_alive:
@@ -130,6 +130,11 @@ class SimTransfer:
         fabric.transfers.pop(self, None)
 
     def _move(self, until: int) -> None:
+        for process in (self.owner.process, self.peer.process if self.peer is not None else None):
+            if process is not None and process.is_asleep:
+                self.owner.fabric.world.violated(
+                    "unmapped", f"{process.name}: a read touches memory that was given back"
+                )
         for source, target, length in self.copies[self.moved : until]:
             ctypes.memmove(target, source, length)
         self.moved = until

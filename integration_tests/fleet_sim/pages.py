@@ -1,7 +1,8 @@
 """Memory of an engine's ranks: pages whose every word says which token of which conversation it belongs to.
 
 A word of layer l, head h, token t and place e holds `id(t) ^ pattern(l, h, e)`. Ids are unique in the whole world, so a page that
-holds a wrong token, head, layer or half is found, and the id tells whose it is. Free pages are poisoned at once.
+holds a wrong token, head, layer or half is found, and the id tells whose it is. Free pages are poisoned at once. With a mirror,
+peers see a second memory of the same form, into which production copies what it hands over, and out of which what it has read.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
+from mirror import SimMirror
+from page_kinds import HEAD_SIZE, HEADS, AttentionPages, LatentPages, StatePages, layer_cache, pages_of, words_of
 from plan import EnginePlan, GroupPlan
 
 from vllm_adapter.cache.facts import LayerCache
 
 __all__ = ["HEADS", "HEAD_SIZE", "Pages", "layer_names"]
 
-HEADS, HEAD_SIZE = 4, 2
 _POISON = 0xDEAD0000
 Array = np.ndarray[Any, Any]
-
-_PATTERNS = np.random.default_rng(7).integers(0, 1 << 32, (16, HEADS, 1, 2 * HEAD_SIZE), dtype=np.uint32)
 
 
 def layer_names(groups: Sequence[GroupPlan]) -> list[tuple[str, ...]]:
@@ -35,60 +35,78 @@ def layer_names(groups: Sequence[GroupPlan]) -> list[tuple[str, ...]]:
 
 @final
 class Pages:
-    """The cache of one engine, all ranks."""
+    """The cache of one engine, all ranks.
 
-    def __init__(self, engine: EnginePlan, groups: Sequence[GroupPlan]) -> None:
-        self.tokens, self.share = engine.block_tokens, HEADS // engine.tp
+    Attributes:
+        raw: Words by (rank, layer, block), as the engine computes them.
+        wire: Those that peers read and write: the same, or the mirror's.
+        mirror: Copies between the two; None if they are the same.
+    """
+
+    def __init__(self, engine: EnginePlan, groups: Sequence[GroupPlan], state_groups: int = 2) -> None:
         self.group_of = [number for number, group in enumerate(groups) for _ in range(group.layers)]
-        layers = len(self.group_of)
-        page = self.share * self.tokens * 2 * HEAD_SIZE
-        self.page_bytes = 4 * page
-        self.raw = np.full((engine.tp, layers, engine.blocks, page), _POISON, np.uint32)
-        if engine.order == "HND":
-            shaped = self.raw.reshape(engine.tp, layers, engine.blocks, self.share, self.tokens, 2 * HEAD_SIZE)
-        else:
-            flat = self.raw.reshape(engine.tp, layers, engine.blocks, self.tokens, self.share, 2 * HEAD_SIZE)
-            shaped = flat.transpose(0, 1, 2, 4, 3, 5)
-        self.shaped: Array = shaped
-        patterns = _PATTERNS[:layers].reshape(layers, engine.tp, self.share, 1, 2 * HEAD_SIZE).swapaxes(0, 1)
-        self.patterns: Array = patterns  # (rank, layer, head, 1, element)
+        words = max(words_of(group, engine, state_groups) for group in groups)
+        self.page_bytes = 4 * words
+        self.raw: Array = np.full((engine.tp, len(self.group_of), engine.blocks, words), _POISON, np.uint32)
+        self.wire: Array = self.raw.copy() if engine.has_mirror else self.raw
+        self.mirror = SimMirror(self.raw, self.wire) if engine.has_mirror else None
+        self._groups: list[AttentionPages | LatentPages | StatePages] = []
+        self._seen: list[AttentionPages | LatentPages | StatePages] = []
+        self._firsts: list[int] = []
+        first = 0
+        for group in groups:
+            layers = slice(first, first + group.layers)
+            self._groups.append(pages_of(self.raw[:, layers], group, engine, first, state_groups))
+            self._seen.append(pages_of(self.wire[:, layers], group, engine, first, state_groups))
+            self._firsts.append(first)
+            first += group.layers
 
     def caches(self, rank: int) -> list[LayerCache]:
-        """Describe a rank's layers as the host's seam does."""
-        found: list[LayerCache] = []
-        for layer, group in enumerate(self.group_of):
-            array = self.shaped[rank, layer]
-            address = array.ctypes.data
-            found.append(
-                LayerCache(f"layers.{layer}", group, address, array.shape, array.strides, 4, "DRAM", 0, self.page_bytes)
-            )
-        return found
+        """Describe a rank's layers, as peers are to see them."""
+        return [
+            layer_cache(self._seen[group], rank, layer - self._firsts[group], group, f"layers.{layer}", self.page_bytes)
+            for layer, group in enumerate(self.group_of)
+        ]
 
     def write(self, group: int, block: int, first: int, ids: Array) -> None:
         """Compute tokens of a block, from its token `first` on, in all layers of a group on all ranks."""
-        layers = [layer for layer, of in enumerate(self.group_of) if of == group]
-        at = slice(layers[0], layers[-1] + 1)
-        self.shaped[:, at, block, :, first : first + len(ids), :] = self.patterns[:, at] ^ ids[:, None]
+        pages = self._groups[group]
+        assert not isinstance(pages, StatePages)
+        pages.write(block, first, ids)
+
+    def advance(self, group: int, block: int, source: int, ids: Sequence[int]) -> None:
+        """Let a state see tokens; it goes from block `source`, 0 for a new state, to `block`."""
+        pages = self._groups[group]
+        assert isinstance(pages, StatePages)
+        pages.advance(block, source, ids)
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Spoil freed blocks."""
         if blocks:
             self.raw[:, :, blocks] = _POISON
+            self.wire[:, :, blocks] = _POISON
+
+    def lose(self) -> None:
+        """Lose everything, as memory that is unmapped does."""
+        self.raw[...] = _POISON
+        self.wire[...] = _POISON
 
     def wrong(self, group: int, block: int, first: int, ids: Array) -> int | None:
         """Return None if a block holds these tokens from its token `first` on, else the id in the first wrong word."""
-        layers = [layer for layer, of in enumerate(self.group_of) if of == group]
-        at = slice(layers[0], layers[-1] + 1)
-        found = self.shaped[:, at, block, :, first : first + len(ids), :] ^ self.patterns[:, at]
-        differs = found != ids[:, None]
-        if not differs.any():
-            return None
-        return int(found[differs][0])
+        pages = self._groups[group]
+        assert not isinstance(pages, StatePages)
+        return pages.wrong(block, first, ids)
+
+    def is_other_state(self, group: int, block: int, ids: Sequence[int]) -> bool:
+        """Return whether a block holds another state than that after exactly these tokens."""
+        pages = self._groups[group]
+        assert isinstance(pages, StatePages)
+        return pages.differs(block, ids)
 
     def touches(self, address: int, blocks: set[int]) -> int | None:
         """Return the block of `blocks` that an address lies in, None if it lies elsewhere."""
-        offset = address - self.raw.ctypes.data
-        if not 0 <= offset < self.raw.nbytes:
+        offset = address - self.wire.ctypes.data
+        if not 0 <= offset < self.wire.nbytes:
             return None
-        block = offset // self.page_bytes % self.raw.shape[2]
+        block = offset // self.page_bytes % self.wire.shape[2]
         return block if block in blocks else None

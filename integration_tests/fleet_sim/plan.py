@@ -13,10 +13,17 @@ __all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "
 @final
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A KV-cache group of the model: all tokens, or a window of the last ones."""
+    """A KV-cache group of the model.
+
+    Attributes:
+        window_tokens: Attention window; 0 for all tokens.
+        layers: Its layers.
+        kind: "attention"; "latent": a vector per token, the same on all ranks; "state": a recurrent state per request.
+    """
 
     window_tokens: int = 0
     layers: int = 1
+    kind: str = "attention"
 
 
 @final
@@ -35,6 +42,9 @@ class EnginePlan:
         chunk_tokens: Most prompt tokens that a request computes in a step.
         clock_rate: Its clock's seconds per second.
         clock_offset_s: Its clock's lead.
+        has_prefix_cache: Whether blocks are kept by content, and shared.
+        has_mirror: Whether peers see a mirror of its cache in host memory.
+        release: The release that it runs, a key of `releases.RELEASES`.
     """
 
     role: str
@@ -47,12 +57,19 @@ class EnginePlan:
     chunk_tokens: int
     clock_rate: float = 1.0
     clock_offset_s: float = 0.0
+    has_prefix_cache: bool = False
+    has_mirror: bool = False
+    release: str = ""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The fleet and its configuration; durations in seconds. In a calm one every read must succeed."""
+    """The fleet and its configuration; durations in seconds. In a calm one every read must succeed.
+
+    `next_release` is what an upgrade brings. With `ends_at_sample` a request ends with the sample of its last token, as in vLLM;
+    else once that token is computed, too.
+    """
 
     groups: tuple[GroupPlan, ...]
     engines: tuple[EnginePlan, ...]
@@ -76,14 +93,25 @@ class FleetPlan:
     patience_s: float
     faults_end_s: float
     is_calm: bool = False
+    compatibility: str = "exact"
+    next_release: str = ""
+    state_groups: int = 2
+    ends_at_sample: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a group keeps a recurrent state."""
+        return any(group.kind == "state" for group in self.groups)
 
     @property
     def shape(self) -> str:
         """Return what tells two configurations apart, in words."""
         engines = ",".join(
-            f"{one.role[0]}{one.tp}x{one.block_tokens}{one.order}{'+' * one.has_lag}" for one in self.engines
+            f"{one.role[0]}{one.tp}x{one.block_tokens}{one.order}{'+' * one.has_lag}{'c' * one.has_prefix_cache}"
+            f"{'m' * one.has_mirror}{one.release}"
+            for one in self.engines
         )
-        groups = ",".join(f"{group.window_tokens}x{group.layers}" for group in self.groups)
+        groups = ",".join(f"{group.kind[0]}{group.window_tokens}x{group.layers}" for group in self.groups)
         flags = f"{self.policy[0]}{'b' * self.is_bidirectional}{'s' * self.is_sealed}{self.conversion[0]}{self.read_retries}"
         return f"{engines} {groups} {flags}"
 
@@ -104,6 +132,11 @@ class RequestPlan:
         abort_s: How long after the request reached that engine.
         damage: Change made to the ticket on its way; "" for none.
         turns: Turns of the conversation; from the second on decode's blocks may be read back.
+        family: Number of the text that its prompt begins with, shared by all of that family.
+        family_tokens: So many tokens of that text.
+        turn_tokens: Tokens that each further turn adds; -1 for 3 and the number of the turn before.
+        again: When the same prompt is sent to prefill once more under the same id: "" for never, "abort" right after the client
+            gave the first one up, "leased" while its ticket is out, "end" after decode's answer.
     """
 
     name: str
@@ -118,6 +151,10 @@ class RequestPlan:
     abort_s: float = 0.0
     damage: str = ""
     turns: int = 1
+    family: int = 0
+    family_tokens: int = 0
+    turn_tokens: int = -1
+    again: str = ""
 
 
 @final

@@ -48,7 +48,8 @@ class Router:
         self.fleet = fleet
         self.world = fleet.world
         self._open: dict[str, int] = {}
-        self._at: dict[str, tuple[int, Request]] = {}
+        self._at: dict[int, tuple[int, Request]] = {}
+        self._sent = 0
         self.outcomes: dict[str, str] = {}
         self._tickets: list[Mapping[str, object]] = []
 
@@ -58,8 +59,13 @@ class Router:
 
     def start(self, plan: RequestPlan) -> None:
         """Begin a conversation at its time."""
-        self._open[plan.name] = plan.turns * plan.readers
-        self.world.after(plan.at_s, lambda: self._prefill(plan, 1, self.fleet.new_ids(plan.name, plan.tokens), None))
+        self._open[plan.name] = plan.turns * plan.readers + bool(plan.again)
+        self.world.after(plan.at_s, lambda: self._prefill(plan, 1, self._prompt(plan), None))
+
+    def _prompt(self, plan: RequestPlan) -> list[int]:
+        shared = self.fleet.family_ids(plan.family, min(plan.family_tokens, plan.tokens)) if plan.family_tokens else []
+        own = plan.tokens - len(shared)
+        return shared + (self.fleet.new_ids(plan.name, own) if own else [])
 
     # ------------------------------------------------------------------------------------------------------ stages
 
@@ -70,6 +76,8 @@ class Router:
         name = f"{plan.name}-p{turn}"
 
         def answered(outcome: str, ticket: Mapping[str, object] | None, _: list[int]) -> None:
+            if turn == 1 and (plan.again == "leased" or (plan.again == "end" and outcome != "done")):
+                self._again(plan, ids)
             if outcome != "done":
                 self._end(name, plan, (plan.turns - turn + 1) * plan.readers, outcome)
                 return
@@ -80,8 +88,28 @@ class Router:
 
         # vLLM's prefill generates one token, which decode computes again.
         self._send(plan.prefill, name, ids, len(ids) + 1, params, answered, plan)
-        if plan.abort == "prefill":
+        if plan.abort == "prefill" or (turn == 1 and plan.again == "abort"):
             self._abort_later(plan.prefill, name, plan.abort_s)
+        if turn == 1 and plan.again == "abort":
+            self.world.after(plan.abort_s + 2 * self.fleet.network.base_s, lambda: self._again(plan, ids))
+
+    def _again(self, plan: RequestPlan, ids: list[int]) -> None:
+        """Send a conversation's first turn once more, under the ids of the first time."""
+        self.fleet.fault(f"id-again-{plan.again}")
+        prefill, decode = f"{plan.name}-p1", f"{plan.name}-d1"
+
+        def answered(outcome: str, ticket: Mapping[str, object] | None, _: list[int]) -> None:
+            if outcome != "done":
+                self._end(prefill, plan, 1, outcome)
+                return
+            params = None if ticket is None else self._carried(ticket, plan)
+            self._send(plan.decode, decode, ids, len(ids) + plan.new_tokens, params, decoded, plan)
+
+        def decoded(outcome: str, _ticket: Mapping[str, object] | None, _: list[int]) -> None:
+            self._end(decode, plan, 1, outcome)
+
+        params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+        self._send(plan.prefill, prefill, ids, len(ids) + 1, params, answered, plan)
 
     def _decode(
         self, plan: RequestPlan, turn: int, reader: int, ids: list[int], ticket: Mapping[str, object] | None
@@ -90,12 +118,15 @@ class Router:
         params = None if ticket is None else self._carried(ticket, plan)
 
         def answered(outcome: str, readback: Mapping[str, object] | None, all_ids: list[int]) -> None:
+            if turn == 1 and not reader and plan.again == "end":
+                self._again(plan, ids)
             if reader or turn == plan.turns or outcome != "done":
                 left = 1 if reader or outcome == "done" else (plan.turns - turn) * plan.readers + 1
                 self._end(name, plan, left, outcome)
                 return
             self._end(name, plan, 1, outcome)
-            longer = all_ids + self.fleet.new_ids(plan.name, 3 + turn)
+            more = 3 + turn if plan.turn_tokens < 0 else plan.turn_tokens
+            longer = all_ids + (self.fleet.new_ids(plan.name, more) if more else [])
             self.world.after(plan.router_s, lambda: self._prefill(plan, turn + 1, longer, readback))
 
         self._send(plan.decode, name, ids, len(ids) + plan.new_tokens, params, answered, plan)
@@ -107,10 +138,12 @@ class Router:
     ) -> None:
         lane = self.fleet.lane(slot)
         delay_s = self.fleet.network.delay_s("router", lane, "http")
+        self._sent += 1
+        number = self._sent
         self.world.note_message("router", lane, name, self.world.time_s + delay_s)
 
         def answer(outcome: str, ticket: Mapping[str, object] | None, all_ids: list[int]) -> None:
-            self._at.pop(name, None)
+            self._at.pop(number, None)
             back_s = self.fleet.network.delay_s(lane, "router", "http")
             self.world.note_message(lane, "router", f"{name}: {outcome}", self.world.time_s + back_s)
             self.world.after(back_s, lambda: answered(outcome, ticket, all_ids))
@@ -122,7 +155,7 @@ class Router:
             if engine is None or engine.process.is_dead:
                 answer("engine-down", None, ids)
                 return
-            self._at[name] = slot, request
+            self._at[number] = slot, request
             self.world.after(0.0, lambda: engine.host.arrive(request), engine.process)
 
         self.world.after(delay_s, arrives)

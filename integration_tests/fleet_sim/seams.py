@@ -41,7 +41,6 @@ _TIMED = (
     kv_nixl_agent._loop,
     vllm_adapter.worker.completion,
     vllm_adapter.worker.engine_thread,
-    vllm_adapter.worker.registration,
 )
 _THREADED = (kv_handshake._listener, kv_handshake._loop, kv_nixl_agent._thread)
 
@@ -57,6 +56,42 @@ class SimTime:
     def sleep(self, duration_s: float) -> None:
         process = self._world.current
         self._world.elapsed_s += duration_s / (process.rate if process is not None else 1.0)
+
+
+@final
+class BlockingTime:
+    """Stands for the module `time` where the engine's thread sleeps until other threads are done."""
+
+    def __init__(self, world: World) -> None:
+        self.monotonic = world.clock
+        self.sleep = world.wait
+
+
+@final
+class BlockingEvent:
+    """Stands for an event that the engine's thread waits for."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self, timeout: float) -> bool:
+        self._world.wait(timeout, self.is_set)
+        return self._is_set
+
+
+@final
+class BlockingThreads:
+    """Stands for the module `threading` there."""
+
+    def __init__(self, world: World) -> None:
+        self.Event = lambda: BlockingEvent(world)
 
 
 @final
@@ -168,6 +203,8 @@ def simulated(
         *[(module, "time", clock) for module in _TIMED],
         *[(module, "threading", threads) for module in _THREADED],
         (kv_nixl_agent._pacing, "time", PacerTime(threads)),
+        (vllm_adapter.worker.registration, "time", BlockingTime(world)),
+        (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
         (kv_handshake._loop, "Hub", hub),
         (kv_handshake._listener, "ListeningPort", port),
         (kv_handshake._listener, "RouterSocket", router),

@@ -77,7 +77,15 @@ def _parts(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
 
 
 def _simpler(request: RequestPlan) -> Iterator[RequestPlan]:
-    plain: dict[str, Any] = {"turns": 1, "readers": 1, "damage": "", "abort": "", "new_tokens": 1}
+    plain: dict[str, Any] = {
+        "turns": 1,
+        "readers": 1,
+        "damage": "",
+        "abort": "",
+        "new_tokens": 1,
+        "again": "",
+        "family_tokens": 0,
+    }
     for name, value in plain.items():
         if getattr(request, name) != value:
             yield replace(request, **{name: value})
@@ -86,7 +94,15 @@ def _simpler(request: RequestPlan) -> Iterator[RequestPlan]:
 
 
 def _plainer(engine: EnginePlan) -> Iterator[EnginePlan]:
-    plain: dict[str, Any] = {"tp": 1, "has_lag": False, "order": "HND", "clock_rate": 1.0, "clock_offset_s": 0.0}
+    plain: dict[str, Any] = {
+        "tp": 1,
+        "has_lag": False,
+        "has_prefix_cache": False,
+        "has_mirror": False,
+        "order": "HND",
+        "clock_rate": 1.0,
+        "clock_offset_s": 0.0,
+    }
     for name, value in plain.items():
         if getattr(engine, name) != value:
             yield replace(engine, **{name: value})

@@ -16,10 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["Note", "Process", "Violation", "World"]
+__all__ = ["Note", "Process", "ProcessDied", "Violation", "World"]
 
 _EVENTS_MOST = 400_000
 _LOOK_S = 5e-6
+
+
+@final
+class ProcessDied(BaseException):
+    """Ends a call of a process that was killed while it waited."""
 
 
 @final
@@ -58,6 +63,7 @@ class Process:
         self.offset_s = offset_s
         self.rate = rate
         self.is_dead = False
+        self.is_asleep = False
         self.is_stopped = False
         self.busy_until_s = 0.0
         self.resumed_s = 0.0
@@ -170,6 +176,20 @@ class World:
             self.after(process.busy_until_s - self.now_s, action, process)
             return False
         return True
+
+    def wait(self, duration_s: float, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Let the running event wait, by its process's clock, while everything else goes on.
+
+        Raises:
+            ProcessDied: The process was killed meanwhile.
+        """
+        process = self.current
+        assert process is not None
+        until_s = self.now_s + duration_s / process.rate
+        while not (is_done() or process.is_dead or self.violations) and (self.now_s < until_s or process.is_stopped):
+            self.run(max(until_s, self.now_s + 0.01), lambda: is_done() or process.is_dead)
+        if process.is_dead:
+            raise ProcessDied
 
     def stop(self, process: Process) -> None:
         """Stop a process, as SIGSTOP or a long pause does."""

@@ -1,0 +1,136 @@
+"""An engine's blocks: free, held by one request or several, kept by content after their last holder is gone.
+
+As in vLLM: a block is known by the tokens that it and all blocks before it hold, from the step on in which these tokens are
+scheduled. The free blocks are a queue; a kept block that comes to its head loses its content to the next taker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from request import Request
+
+__all__ = ["BlockPool"]
+
+Key = tuple[int, tuple[int, ...]]
+"""Group, and all tokens up to the end of the block."""
+
+
+@final
+class BlockPool:
+    """The blocks of one engine.
+
+    Attributes:
+        free: Blocks that nobody holds, the longest free one first.
+        pressed: Blocks that memory pressure has taken away.
+        kept: Blocks that are known by content.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._world = engine.fleet.world
+        self.free = list(range(1, engine.plan.blocks))
+        self.pressed: list[int] = []
+        self.kept: dict[int, Key] = {}
+        self._found: dict[Key, int] = {}
+        self._holders: dict[int, list[int]] = {}
+
+    @property
+    def has_holders(self) -> bool:
+        """Whether a request holds a block."""
+        return bool(self._holders)
+
+    def take(self, request: Request, count: int) -> list[int]:
+        """Give a request so many blocks; there are enough."""
+        taken: list[int] = []
+        for _ in range(count):
+            block = self.free.pop(0)
+            if block in self._holders:
+                self._world.violated("double-owner", f"{self._engine.name}: block {block} has two owners")
+            self._drop_content(block)
+            self._holders[block] = [request.serial]
+            taken.append(block)
+        return taken
+
+    def share(self, request: Request, blocks: Sequence[int]) -> None:
+        """Let a request hold kept blocks, too."""
+        for block in blocks:
+            if block not in self._holders:
+                self.free.remove(block)
+            self._holders.setdefault(block, []).append(request.serial)
+            self._world.counts["shared-blocks"] += 1
+
+    def idle_count(self, blocks: Sequence[int]) -> int:
+        """Return how many of the blocks are free."""
+        return sum(block not in self._holders for block in blocks)
+
+    def is_shared(self, block: int) -> bool:
+        """Return whether others may use a block: several requests hold it, or it is kept by content."""
+        return len(self._holders.get(block, ())) > 1 or block in self.kept
+
+    def give_back(self, request: Request, blocks: Sequence[int]) -> None:
+        """Let a request hold blocks no longer, and check that nothing may still write into those that are free now."""
+        freed: list[int] = []
+        for block in blocks:
+            holders = self._holders.get(block, [])
+            if request.serial not in holders:
+                self._world.violated(
+                    "double-free", f"{self._engine.name}: {request.request_id} frees block {block} twice"
+                )
+                return
+            holders.remove(request.serial)
+            if not holders:
+                del self._holders[block]
+                freed.append(block)
+        self._engine.checks.freed(request, set(freed))
+        self._engine.pages.poison([block for block in freed if block not in self.kept])
+        self.free += freed
+
+    # ------------------------------------------------------------------------------------------------------ content
+
+    def keep(self, group: int, ids: tuple[int, ...], block: int) -> None:
+        """Know a block by content, unless another one is known by the same."""
+        if block not in self.kept and (group, ids) not in self._found:
+            self.kept[block] = group, ids
+            self._found[group, ids] = block
+
+    def find(self, group: int, ids: tuple[int, ...]) -> int:
+        """Return the block with this content, 0 for none."""
+        return self._found.get((group, ids), 0)
+
+    def reset(self) -> bool:
+        """Forget all content; False, and nothing done, while a request holds blocks."""
+        if self._holders:
+            return False
+        self._engine.pages.poison(list(self.kept))
+        self.kept.clear()
+        self._found.clear()
+        return True
+
+    def forget(self) -> None:
+        """Forget all content, also of blocks in use, for it is about to be lost."""
+        for block in list(self.kept):
+            self._drop_content(block)
+
+    def _drop_content(self, block: int) -> None:
+        key = self.kept.pop(block, None)
+        if key is not None:
+            del self._found[key]
+            self._engine.pages.poison([block])
+
+    # ------------------------------------------------------------------------------------------------------ pressure
+
+    def press(self, count: int) -> None:
+        """Take free blocks away."""
+        for _ in range(count):
+            block = self.free.pop()
+            self._drop_content(block)
+            self.pressed.append(block)
+
+    def unpress(self) -> None:
+        """Give back what pressure took."""
+        self.free += self.pressed
+        self.pressed.clear()
