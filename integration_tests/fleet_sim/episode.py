@@ -18,6 +18,7 @@ from epilogue import serve_again
 from faults import Faults
 from fleet import Fleet
 from plan import EpisodePlan
+from resources import kept_requests
 from router import Router
 from seams import simulated
 from wire import SimHub, SimPort, SimRouter
@@ -27,9 +28,11 @@ import vllm_adapter.wiring
 from kv_nixl_agent import ThreadOptions
 from kv_scheduler_state._errors import DuplicateRequest
 
-__all__ = ["Outcome", "play"]
+__all__ = ["Outcome", "play", "settle", "start"]
 
 _LOOK_S = 0.25
+_WALKED = 4
+"""Every so many seeds all objects of the engines are walked at the end, which takes longer than most episodes."""
 _UNREAD = re.compile(r"-p\d+: its lease ended before it was read \(last heartbeat")
 """A prefill's lease that a reader had asked for. One of decode's is for a next turn, which need not come."""
 _OPTIONS = ThreadOptions(
@@ -82,8 +85,16 @@ class _LogLines(logging.Handler):
             self._world.violated("exception", f"{lane}: {text[:200]}: {error!r}")
 
 
-def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> Outcome:
-    """Play a plan to its end, with a planted bug or none."""
+def play(
+    plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None, run: Callable[[Fleet], None] | None = None
+) -> Outcome:
+    """Play a plan to its end, with a planted bug or none.
+
+    Args:
+        plan: The fleet, the requests and the faults.
+        bug: The planted bug.
+        run: What happens in the world instead of the plan's requests and faults.
+    """
     fleet = Fleet(plan)
     world = fleet.world
     with ExitStack() as stack:
@@ -104,7 +115,7 @@ def play(plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None) -> O
                 tick_s=min(0.25, plan.fleet.lease_s / 12),
             )
         )
-        _run(fleet)
+        (run or _run)(fleet)
     return Outcome(
         plan,
         tuple(world.violations),
@@ -126,11 +137,16 @@ def _take_logs(stack: ExitStack, world: World, plan: EpisodePlan) -> None:
         stack.enter_context(patch.object(logger, "propagate", False))
 
 
+def start(fleet: Fleet) -> None:
+    """Start the router and all engines."""
+    fleet.router = Router(fleet)
+    for slot in range(len(fleet.plan.fleet.engines)):
+        fleet.start(slot)
+
+
 def _run(fleet: Fleet) -> None:
     plan, world = fleet.plan, fleet.world
-    fleet.router = Router(fleet)
-    for slot in range(len(plan.fleet.engines)):
-        fleet.start(slot)
+    start(fleet)
     for request in plan.requests:
         fleet.router.start(request)
     faults = Faults(fleet)
@@ -140,12 +156,16 @@ def _run(fleet: Fleet) -> None:
     if world.violations:
         return
     faults.heal()
-    _settle(fleet)
+    settle(fleet)
     serve_again(fleet, bound_s(plan))
-    _settle(fleet)
+    settle(fleet)
+    if plan.seed % _WALKED == 0 and not world.violations:
+        for engine in fleet.living():
+            for text in kept_requests(engine):
+                world.violated("request-kept", f"{engine.name}, at rest: {text}")
 
 
-def _settle(fleet: Fleet) -> None:
+def settle(fleet: Fleet) -> None:
     """Wait until everything is at rest, at most as long as everything may take."""
     world, began_s = fleet.world, fleet.world.now_s
     until_s = began_s + bound_s(fleet.plan)

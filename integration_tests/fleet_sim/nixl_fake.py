@@ -152,6 +152,7 @@ class SimNixl:
 
     Attributes:
         broken: Agents whose connection has ended as disconnected and that were not unloaded since.
+        list_count: Prepared lists that were not released.
     """
 
     def __init__(self, fabric: Fabric, process: Process, inner: FakeNixl) -> None:
@@ -162,7 +163,7 @@ class SimNixl:
         self.handles: dict[object, str] = {}
         self.register, self.deregister = inner.register, inner.deregister
         self.agent_metadata, self.add_peer = inner.agent_metadata, inner.add_peer
-        self.prepare, self.release_prepared = inner.prepare, inner.release_prepared
+        self.list_count = 0
         self.broken: set[str] = set()
 
     @property
@@ -187,6 +188,15 @@ class SimNixl:
         """Unload an agent; a connection to it is made anew afterwards."""
         self.inner.remove_peer(agent_name)
         self.broken.discard(agent_name)
+
+    def prepare(self, agent_name: str | None, kind: Any, rows: Any) -> Any:
+        prepared = self.inner.prepare(agent_name, kind, rows)
+        self.list_count += 1
+        return prepared
+
+    def release_prepared(self, prepared: Any) -> None:
+        self.inner.release_prepared(prepared)
+        self.list_count -= 1
 
     def post(self, transfer: SimTransfer) -> str:
         transfer.is_posted = True
