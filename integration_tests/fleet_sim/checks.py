@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineChecks", "leftovers"]
 
 _MOST_PEERS = 24
+_SCRATCH_WORDS = 512
 _RELIEF_S = 2.0
 """Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
 _REFUSALS = frozenset(("hash-mismatch", "factors-differ", "recently-failed"))
@@ -32,6 +33,7 @@ class EngineChecks:
         self._engine = engine
         self._world = engine.fleet.world
         self._promised_s: float | None = None
+        self._unfenced: set[str] = set()
         self.fairness = Fairness(engine)
 
     def accepted(self, request: Request) -> None:
@@ -43,6 +45,8 @@ class EngineChecks:
                 f"{self._engine.name} ({self._engine.release}) accepts what {request.request_id} read from an engine of another "
                 "release",
             )
+        if request.request_id in self._unfenced:
+            self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
 
     def _may_read(self, request: Request) -> bool:
@@ -75,6 +79,14 @@ class EngineChecks:
     def finished(self, request: Request) -> None:
         """The pages of a request still hold its own tokens when it ends."""
         self._contents(request, min(request.computed, len(request.ids)), "finished")
+
+    def reads_ordered(self, orders: Any) -> None:
+        """Note the reads of a step."""
+        for order in orders.plan.reads:
+            self._unfenced.discard(order.request_id)
+            if order.fence is None:
+                self._unfenced.add(order.request_id)
+        self.fairness.ordered(orders)
 
     def failed(self, request: Request) -> None:
         """Where nothing breaks, no read fails; but engines whose releases do not go together refuse each other."""
@@ -219,6 +231,7 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         agent = registration.agent._loop.agent
         if agent.has_quarantine:
             found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
+        found += [(kind, f"{rank} {text}") for kind, text in _left_in_agent(agent)]
         handles = len(agent._port.handles)
         if handles:
             found.append(("handles-left", f"{rank} has {handles} NIXL handles"))
@@ -228,4 +241,19 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         waiting = [read for peer in registration.reads._peers.engines() for read in peer.waiting]
         if waiting:
             found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))
+    return found
+
+
+def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
+    """Return what an agent at rest still counts or has unloaded wrongly."""
+    found: list[tuple[str, str]] = []
+    schedule, free = agent._transfers.schedule, agent._memory.fences.free_scratch_words
+    if schedule.count or schedule.inflight_bytes:
+        found.append(
+            ("queue-left", f"counts {schedule.count} waiting transfers and {schedule.inflight_bytes} bytes in flight")
+        )
+    if free != _SCRATCH_WORDS:
+        found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
+    if agent._port.unloaded_alive:
+        found.append(("unloaded-alive", f"has unloaded {agent._port.unloaded_alive[0]}, which lives: sockets leak"))
     return found

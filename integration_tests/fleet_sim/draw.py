@@ -16,6 +16,7 @@ __all__ = ["draw_plan"]
 _CALM_PART = 0.15
 _FEW_SLOTS_PART = 0.06
 _BAD_NEIGHBOUR_PART = 0.05
+_NO_FENCE_PART = 0.02
 _AIMED_PART = 0.6
 _LONGEST_TOKENS = 80
 """No conversation grows beyond this, so that every request fits into an engine that has nothing else to do."""
@@ -31,7 +32,7 @@ def _plain(seed: int) -> EpisodePlan:
     """Return a plan with attention groups and nothing else."""
     draw = random.Random(seed)
     if draw.random() < _CALM_PART:
-        return _calm(draw, seed)
+        return _tried(_calm(draw, seed))
     if random.Random(f"{seed}/slots").random() < _FEW_SLOTS_PART:
         return _few_slots(draw, seed)
     if random.Random(f"{seed}/neighbour").random() < _BAD_NEIGHBOUR_PART:
@@ -40,6 +41,8 @@ def _plain(seed: int) -> EpisodePlan:
     requests = tuple(_request(draw, fleet, number) for number in range(draw.randint(2, 10)))
     count = 0 if draw.random() < 0.15 else draw.randint(1, 6)
     faults = tuple(sorted((_fault(draw, fleet, requests) for _ in range(count)), key=lambda fault: fault.at_s))
+    if random.Random(f"{seed}/no-fence").random() < _NO_FENCE_PART:
+        requests = (replace(requests[0], damage="no-fence"), *requests[1:])
     return EpisodePlan(seed, fleet, requests, faults)
 
 
@@ -68,6 +71,27 @@ def _calm(draw: random.Random, seed: int) -> EpisodePlan:
         tuple(replace(one, abort="", damage="", readers=1, router_s=0.01, turns=1) for one in requests),
         tuple(strangers) if draw.random() < 0.5 else (),
     )
+
+
+def _tried(plan: EpisodePlan) -> EpisodePlan:
+    """Return a calm plan, perhaps with a trial that no read may fail by.
+
+    A prefill engine stands still for longer than a lease, a connection ends once, two requests of an engine share a ticket.
+    """
+    draw = random.Random(f"{plan.seed}/trial")
+    trial = draw.choice(("", "", "pause", "blip", "siblings"))
+    aim = draw.choice(plan.requests)
+    at_s = aim.at_s + draw.uniform(0.05, 1.0)
+    if trial == "pause":
+        pause = FaultPlan("pause", at_s, draw.uniform(0.3, 3.0), aim.prefill)
+        return replace(plan, faults=(*plan.faults, pause))
+    if trial == "blip":
+        fleet = replace(plan.fleet, read_retries=1, lease_s=4.0)
+        return replace(plan, fleet=fleet, faults=(*plan.faults, FaultPlan("blip", at_s, 0.0, aim.decode, aim.prefill)))
+    if trial == "siblings":
+        requests = tuple(replace(one, readers=2) if one is aim else one for one in plan.requests)
+        return replace(plan, requests=requests)
+    return plan
 
 
 def _few_slots(draw: random.Random, seed: int) -> EpisodePlan:

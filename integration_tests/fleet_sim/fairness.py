@@ -25,6 +25,9 @@ _HARMLESS_KINDS = frozenset(("pressure", "forged"))
 """Faults of an engine that stop neither its process nor its clock."""
 WAIT_S = 0.5
 """Longest waiting of a read of an untouched pair; 0.12 s is the most that 1000 seeds have shown."""
+_REFUSED_S = 1.0
+"""Longest time until a read from a dead engine has failed, beside the time in which NIXL notices the death, twice: before it is
+made once more, and after."""
 _HEAD_START_S = 0.3
 """In a calm fleet a read that is ordered so much earlier than another of the same peer, and is no longer, ends first."""
 
@@ -49,6 +52,7 @@ class _Read:
     slot: int
     tokens: int
     spent_s: float
+    dead_peer: Engine | None
 
 
 @final
@@ -70,7 +74,9 @@ class Fairness:
                 # Reads of the same peer that are under way may come first: their bytes are its own, too.
                 before = [read.spent_s for read in self._begun.values() if read.slot == slot]
                 spent_s = min([self._spent_s(lane), *before])
-                self._begun[order.request_id] = _Read(self._world.time_s, slot, order.tokens, spent_s)
+                peer = self._fleet.engine(slot)
+                dead = peer if peer is not None and peer.process.is_dead else None
+                self._begun[order.request_id] = _Read(self._world.time_s, slot, order.tokens, spent_s, dead)
 
     def _spent_s(self, lane: str) -> float:
         spent = self._fleet.network.spent_s
@@ -83,6 +89,7 @@ class Fairness:
             return
         if is_untouched(self._fleet.plan, self._engine.slot, read.slot):
             self._check_time(request_id, read)
+        self._check_refusal(request_id, read)
         if self._fleet.plan.fleet.is_calm:
             self._check_order(request_id, read)
 
@@ -95,6 +102,29 @@ class Fairness:
                 f"{self._engine.name}: the read of {request_id} from {lane} took {elapsed_s:.2f} s, {own_s:.2f} s of it for "
                 "their messages and bytes; neither of the two was in trouble",
             )
+
+    def _check_refusal(self, request_id: str, read: _Read) -> None:
+        """A read from an engine that was dead all the time ends soon: a refused connection is an answer."""
+        peer, plan = self._fleet.engine(read.slot), self._fleet.plan
+        if peer is None or peer is not read.dead_peer or self._world.is_healed or self._is_hampered(read.slot):
+            return
+        elapsed_s = self._world.time_s - read.begun_s
+        if elapsed_s > 2 * plan.fleet.notice_s + _REFUSED_S:
+            self._world.violated(
+                "refused-late",
+                f"{self._engine.name}: the read of {request_id} from {peer.lane}, which was dead all the time, took "
+                f"{elapsed_s:.2f} s to fail",
+            )
+
+    def _is_hampered(self, slot: int) -> bool:
+        """Tell whether a fault names the reader itself or the links between it and a slot."""
+        mine = self._engine.slot
+        return any(
+            {fault.engine, fault.second} == {mine, slot}
+            if fault.kind in _LINK_KINDS
+            else fault.engine == mine and fault.kind not in _HARMLESS_KINDS
+            for fault in self._fleet.plan.faults
+        )
 
     def _check_order(self, request_id: str, read: _Read) -> None:
         for name, other in self._begun.items():

@@ -73,6 +73,12 @@ class Faults:
             self._world.stop(engine.process)
             self._later(fault, lambda: self._world.resume(engine.process))
 
+    def blip(self, fault: FaultPlan) -> None:
+        """The connection that an engine's reads from another one use ends; nothing else is wrong."""
+        reader, owner = self._fleet.engine(fault.engine), self._fleet.engine(fault.second)
+        if reader is not None and owner is not None:
+            self._fleet.fabric.disconnect(reader.process, owner.process)
+
     def jump(self, fault: FaultPlan) -> None:
         engine = self._fleet.engine(fault.engine)
         if engine is not None:
@@ -191,6 +197,7 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "sleep": Faults.sleep,
     "upgrade": Faults.upgrade,
     "mirror": Faults.mirror,
+    "blip": Faults.blip,
 }
 KINDS = tuple(_ACTIONS)[:11]
 """Kinds that any fleet meets; the others are drawn where they mean something."""

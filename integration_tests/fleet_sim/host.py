@@ -133,7 +133,7 @@ class Host:
             late()
         for worker in self.engine.workers:
             worker.apply(orders)
-        self.engine.checks.fairness.ordered(orders)
+        self.engine.checks.reads_ordered(orders)
         self._watch(orders)
         duration_s = self.plan.step_s if work or orders.plan.reads else _IDLE_STEP_S
         self.world.after(duration_s, lambda: self._end_step(orders, work), self.engine.process)

@@ -190,8 +190,8 @@ class Router:
     # ------------------------------------------------------------------------------------------------------ tickets
 
     def _carried(self, ticket: Mapping[str, object], plan: RequestPlan) -> dict[str, Any]:
-        """Return a ticket as it comes out of the router: through JSON, and changed if the client is hostile."""
-        carried: dict[str, Any] = json.loads(json.dumps(ticket))
+        """Return a ticket as it comes out of the router: through JSON read into doubles, and changed if the client is hostile."""
+        carried: dict[str, Any] = json.loads(json.dumps(ticket), parse_int=lambda text: int(float(text)))
         self._tickets.append(carried)
         if plan.damage and (self.fleet.is_sealed or plan.damage not in _BLIND):
             self.fleet.fault(f"ticket-{plan.damage}")
@@ -209,6 +209,8 @@ def _damage(ticket: dict[str, Any], how: str, draw: random.Random, others: list[
         ticket["kv_first_tokens"] = [first + draw.choice((-8, 8, 16)) for first in ticket["kv_first_tokens"]]
     elif how == "fence":
         ticket["kv_fence"] = [draw.randrange(8), draw.getrandbits(52)]
+    elif how == "no-fence":
+        ticket.pop("kv_fence", None)
     elif how == "nonce":
         ticket["kv_nonce"] = f"{draw.getrandbits(64):016x}"
     elif how == "engine":
