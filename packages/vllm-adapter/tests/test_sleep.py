@@ -175,13 +175,25 @@ def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
 
 
 def test_a_read_that_a_reset_has_made_void_ends_badly_whatever_it_brought() -> None:
-    worker, _ = _worker()
+    worker, _ = _worker("hangs")
+    worker.apply(_orders(StepPlan(reads=(order(),))))
     worker._finished.append(_finished())
     worker._registration = None
     worker.apply(_orders(StepPlan(voids=("r1",))))
     assert worker.take_report().failed == {"r1"}
     worker._finished.append(_finished())
     assert worker.take_report().failed == set(), "a later request of that id is another one"
+
+
+def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() -> None:
+    """The scheduler orders it before it has heard of the end; the next read of that id is another one."""
+    worker, _ = _worker("hangs")
+    worker.apply(_orders(StepPlan(reads=(order(),))))
+    worker._finished.append(_finished())
+    assert worker.take_report().received == {"r1"}
+    worker.apply(_orders(StepPlan(voids=("r1",))))
+    assert not worker._void_reads
+    assert not worker._due_reads
 
 
 # ------------------------------------------------------------------------------------------------ what tickets may name

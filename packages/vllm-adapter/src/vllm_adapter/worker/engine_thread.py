@@ -82,6 +82,8 @@ class WorkerSide:
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
         self._announced = parts.make_announced_fences()
+        # Reads whose end is still to be taken, and those of them whose end must be a bad one.
+        self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
         self._generation = facts.generation
         self._is_asleep = False
@@ -189,8 +191,9 @@ class WorkerSide:
             self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
-        self._void_reads.difference_update(order.request_id for order in plan.reads)
-        self._void_reads.update(plan.voids)
+        self._due_reads.update(order.request_id for order in plan.reads if order.is_reported)
+        if plan.voids:  # the scheduler may not have heard yet that one of them has ended
+            self._void_reads.update(self._due_reads.intersection(plan.voids))
         if plan.is_empty:
             return
         words, void_grants = self._announced.apply(plan)
@@ -298,6 +301,7 @@ class WorkerSide:
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
         """Return the read as a failed one if the cache was reset since it was ordered."""
         request_id = finished.end.order.request_id
+        self._due_reads.discard(request_id)
         if request_id not in self._void_reads:
             return finished
         self._void_reads.discard(request_id)
