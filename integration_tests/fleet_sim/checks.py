@@ -48,11 +48,25 @@ class EngineChecks:
         if request.request_id in self._unfenced:
             self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
+        for name, is_so in self._features(request):
+            self._world.counts[f"accepted-{name}"] += is_so
+
+    def _features(self, request: Request) -> tuple[tuple[str, bool], ...]:
+        """Return what an accepted read has shown to work."""
+        plan, fleet = self._engine.plan, self._engine.fleet
+        theirs = fleet.releases.get(_producer_of(request))
+        kinds = {group.kind for group in fleet.plan.fleet.groups}
+        return (
+            ("latent", "latent" in kinds),
+            ("state", "state" in kinds),
+            ("mirror", plan.has_mirror),
+            ("after-hit", request.hit > 0),
+            ("other-release", theirs is not None and theirs != self._engine.release),
+        )
 
     def _may_read(self, request: Request) -> bool:
         fleet = self._engine.fleet
-        ticket = request.params if isinstance(request.params, dict) else {}
-        theirs = fleet.releases.get(str(ticket.get("remote_engine_id")))
+        theirs = fleet.releases.get(_producer_of(request))
         return theirs is None or may_read(self._engine.release, theirs, fleet.plan.fleet.compatibility)
 
     def ordered(self, request: Request, blocks: list[list[int]]) -> None:
@@ -194,6 +208,12 @@ class EngineChecks:
                 )
 
 
+def _producer_of(request: Request) -> str:
+    """Return the engine id in a request's ticket."""
+    ticket: Any = request.params if isinstance(request.params, dict) else {}
+    return str(ticket.get("remote_engine_id"))
+
+
 def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
     """Return what is left although every request has had its time: (kind, sentence)."""
     found: list[tuple[str, str]] = [("request-never-ended", f"{name}: no answer") for name in fleet.router.open_names()]
@@ -223,6 +243,8 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     for worker in engine.workers:
         registration: Any = worker._registration
         rank = f"rank {worker.rank[1]}"
+        if worker._void_reads:
+            found.append(("void-reads-left", f"{rank} keeps {len(worker._void_reads)} reads that a reset has voided"))
         reads = registration.reads.snapshot()
         if reads["transfers"]:
             found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from plan import EnginePlan, EpisodePlan, FaultPlan, GroupPlan, RequestPlan
 from releases import CHANGES
@@ -22,19 +23,14 @@ def enriched(plan: EpisodePlan) -> EpisodePlan:
     for part, share in _PARTS:
         if draw.random() < share:
             plan = part(draw, plan)
-    if plan.fleet.has_state:
-        plan = _without_caches(plan)
+    if plan.fleet.has_state:  # a state cannot be set back, so that every request must end with its sample
+        plan = replace(plan, fleet=replace(plan.fleet, ends_at_sample=True))
     return plan
 
 
-def _with_engines(plan: EpisodePlan, change: Callable[[EnginePlan], EnginePlan], **fleet: object) -> EpisodePlan:
+def _with_engines(plan: EpisodePlan, change: Callable[[EnginePlan], EnginePlan], **fleet: Any) -> EpisodePlan:
     engines = tuple(change(engine) for engine in plan.fleet.engines)
-    return replace(plan, fleet=replace(plan.fleet, engines=engines, **fleet))  # type: ignore[arg-type]
-
-
-def _without_caches(plan: EpisodePlan) -> EpisodePlan:
-    """A recurrent state is kept by no prefix cache here, and every request must end with its sample."""
-    return _with_engines(plan, lambda engine: replace(engine, has_prefix_cache=False), ends_at_sample=True)
+    return replace(plan, fleet=replace(plan.fleet, engines=engines, **fleet))
 
 
 def _kinds(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:

@@ -243,6 +243,8 @@ class Host:
             if offered is None:
                 return True
             external = offered
+            if not external and self.holdings.prefix.needs_read:
+                hits, local = [], 0
         first = min(len(request.ids), local + self.plan.chunk_tokens)
         if not self.holdings.take(request, max(local + external, request.computed, first), hits):
             if side.has_pending_block_frees():
@@ -262,7 +264,7 @@ class Host:
 
     def _adopt(self, request: Request, local: int, external: int) -> None:
         if local:
-            self.engine.fleet.fault("prefix-hit" if not external else "prefix-hit-of-read")
+            self.world.counts["hits before a read" if external else "hits alone"] += 1
             request.hit = local
             if not external:
                 request.computed = request.scheduled = request.valid = local

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
+from releases import RELEASES
 from world import ProcessDied
 
 if TYPE_CHECKING:
@@ -147,8 +148,9 @@ class Outages:
 
     def _wake_up(self) -> None:
         self.is_asleep = self._engine.process.is_asleep = False
-        for worker in self._engine.workers:
-            worker.restore()
+        with RELEASES[self._engine.release].running():
+            for worker in self._engine.workers:
+                worker.restore()
         self.is_paused = self._is_frozen = False
         self._engine.note("is awake")
 

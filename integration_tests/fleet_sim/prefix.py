@@ -2,6 +2,8 @@
 
 Example: blocks of 4 tokens, a window of 6, and 12 tokens of a prompt are kept. A group that keeps everything shares all three
 blocks. The next token sees tokens 7 to 11, so the window group shares the blocks of tokens 4 to 11 and has none in front of them.
+
+States are not kept. A hit beside a state is of use only if the state is read from a peer, whose tokens go on after the hit.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class PrefixCache:
     """Prefix look-ups of one engine.
 
     Attributes:
+        needs_read: Whether a hit is of use only before a read.
         pending: Blocks whose content the running step is about to compute.
     """
 
@@ -28,7 +31,8 @@ class PrefixCache:
         self._engine = engine
         self._pool = pool
         self._size = engine.plan.block_tokens
-        self._windows = [group.window_tokens for group in engine.fleet.plan.fleet.groups]
+        self._groups = engine.fleet.plan.fleet.groups
+        self.needs_read = engine.fleet.plan.fleet.has_state
         self.is_on = engine.plan.has_prefix_cache
         self.pending: set[int] = set()
 
@@ -36,13 +40,16 @@ class PrefixCache:
         """Return the blocks by group, 0 where there is none, and the tokens of the longest hit; at least a token stays open."""
         if self.is_on and not request.computed:
             for count in range((len(request.ids) - 1) // self._size, 0, -1):
-                found = [self._blocks(request, number, count) for number in range(len(self._windows))]
-                if all(found):
+                found = [self._blocks(request, number, count) for number in range(len(self._groups))]
+                kinds = zip(found, self._groups, strict=True)
+                if any(found) and all(blocks or group.kind == "state" for blocks, group in kinds):
                     return found, count * self._size
         return [], 0
 
     def _blocks(self, request: Request, number: int, count: int) -> list[int]:
-        window = self._windows[number]
+        if self._groups[number].kind == "state":
+            return []
+        window = self._groups[number].window_tokens
         first = max(0, count * self._size - window + 1) // self._size if window else 0
         blocks = [0] * first
         for place in range(first, count):
@@ -61,6 +68,8 @@ class PrefixCache:
             return
         pool = self._pool
         for number, blocks in enumerate(request.blocks):
+            if self._groups[number].kind == "state":
+                continue
             for place in range(min(tokens // self._size, len(blocks))):
                 block = blocks[place]
                 if block and block not in pool.kept:

@@ -27,6 +27,9 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
     assert found.counts["accepted"] > 3 * SEEDS
     assert found.counts["failed-reads"] > SEEDS / 10
     assert found.counts["outcome done"] > 4 * SEEDS
+    for name in ("latent", "state", "mirror", "after-hit", "other-release"):
+        assert found.counts[f"accepted-{name}"] > SEEDS / 100, name
+    assert found.counts["refused-releases"] > SEEDS / 100
 
 
 def test_a_seed_is_a_run_byte_for_byte() -> None:
