@@ -128,15 +128,19 @@ class Host:
         preempted, self._preempted = self._preempted + self.reset_preempted, []
         self.reset_preempted = []
         orders = self.engine.side.build_step(preempted, [item.chunk for item in work])
-        late, self._late = self._late, None
-        if late is not None:
-            late()
+        self.settle()
         for worker in self.engine.workers:
             worker.apply(orders)
         self.engine.checks.reads_ordered(orders)
         self._watch(orders)
         duration_s = self.plan.step_s if work or orders.plan.reads else _IDLE_STEP_S
         self.world.after(duration_s, lambda: self._end_step(orders, work), self.engine.process)
+
+    def settle(self) -> None:
+        """Take in the results of the last step, if they have not been yet."""
+        late, self._late = self._late, None
+        if late is not None:
+            late()
 
     def _watch(self, orders: Any) -> None:
         for order in orders.plan.fences:

@@ -281,3 +281,5 @@ class SimNixl:
         self.is_closed = True
         self.inner.is_dead = True
         self.unloaded_alive.clear()  # everything is unloaded before the end
+        for transfer in [one for one in self.fabric.transfers if one.owner is self]:
+            self.fabric.transfers.pop(transfer)

@@ -120,6 +120,7 @@ class Outages:
         host = self._host
         if self.is_paused:
             return
+        host.settle()  # a pause is complete when no step is under way
         if aborts:
             for request_id in list(host.requests):
                 host.abort(request_id)
