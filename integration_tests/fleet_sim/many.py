@@ -51,8 +51,7 @@ class Figures:
             f"{self.episodes} episodes, {self.events} events, {self.simulated_s:.0f} s, {len(self.shapes)} configurations",
             f"reads accepted {self.counts['accepted']}, failed {self.counts['failed-reads']}; answers: {outcomes}",
             f"reads accepted with, or of: {special}; refused between releases {self.counts['refused-releases']}",
-            f"prefix hits: {self.counts['hits alone']} alone, {self.counts['hits before a read']} before a read, of "
-            + f"{self.counts['shared-blocks']} blocks",
+            f"prefix hits: {self.counts['hits alone']} alone, {self.counts['hits before a read']} before a read",
             f"faults: {sum(faults.values())} of {len(faults)} kinds: {faults}",
             self._covered(),
         ]
