@@ -11,17 +11,23 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import kv_scheduler_state._leases
+import vllm_adapter.worker.transfer.reads
 from kv_handshake import Client
+from kv_handshake._task import Task
 from kv_nixl_agent import TransferAgent, TransferThread
 from kv_nixl_agent._account import Account
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._handles import Handles
-from kv_nixl_agent._mailbox import Mailbox
+from kv_nixl_agent._mailbox import Arrivals, Mailbox
+from kv_nixl_agent._peers import PeerTable
 from kv_nixl_agent._schedule import Schedule
+from kv_nixl_agent._settling import Settling
 from kv_nixl_agent._word_check import WordCheck
 from kv_scheduler_state import AnnouncedFences, LeaseTable
 from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules
+from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._fences import ENDED_BIT, FencePool
 from kv_scheduler_state._handovers import HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats
@@ -351,7 +357,74 @@ def _last_first(old: Any) -> Any:
     return take_part
 
 
+def _waits_for_refused(old: Any) -> Any:
+    """A refused connection is tried again until the request's time is over."""
+
+    def plan_retry(self: Task[Any], now_s: float, chance: float) -> bool:
+        error = self.session.error
+        if error is None or error.code != "connection-refused":
+            return bool(old(self, now_s, chance))
+        self.next_attempt_s = now_s + 0.1
+        return self.next_attempt_s < self.deadline_s
+
+    return plan_retry
+
+
+def _unloads_all(old: Any) -> Any:
+    """The agent of a removed peer is unloaded although its process lives."""
+
+    def retire(self: PeerTable, peer: Any) -> None:
+        peer.is_connected = False
+        old(self, peer)
+
+    return retire
+
+
+def _overtaking(old: Any) -> Any:
+    """Notifications are delivered before the calls that were handed over earlier."""
+    return lambda self, arrived, given_count: old(self, arrived, 0)  # noqa: ARG005
+
+
+def _cancelled_counts(old: Any) -> Any:
+    """A cancelled transfer goes on counting as queued."""
+
+    def forget(self: Schedule[Any], transfer: Any) -> None:
+        count = self.count
+        old(self, transfer)
+        self.count = count
+
+    return forget
+
+
+def _seed_beyond_doubles(old: Any) -> Any:
+    def draw(self: FencePool) -> int:
+        return (1 << 53) + 2 * int(old(self)) + 1
+
+    return draw
+
+
+def _always_alone(old: Any) -> Any:  # noqa: ARG001
+    """Requests with the same ticket know nothing of each other."""
+    return lambda *_a, **_n: None
+
+
 BUGS: dict[str, Bug] = {
+    "handshake-waits-for-refused": _swap(Task, "plan_retry", _waits_for_refused),
+    "ticket-without-fence-read": _swap(vllm_adapter.worker.transfer.reads, "refusal", lambda _: lambda *_a: None),
+    "ticket-numbers-beyond-doubles": _swap(FencePool, "_draw", _seed_beyond_doubles),
+    "read-never-retried": _swap(vllm_adapter.worker.transfer.reads, "may_retry", lambda _: lambda *_a: False),
+    "siblings-know-nothing": _swap(HandOvers, "join", _always_alone),
+    "peer-unloaded-alive": _swap(PeerTable, "retire", _unloads_all),
+    "notification-overtakes-order": _swap(Arrivals, "add", _overtaking),
+    "notification-nonce-ignored": _swap(kv_scheduler_state._leases, "_is_stale", lambda _: lambda *_a: False),
+    "pause-ends-leases": _both(
+        _swap(ObservedClock, "max_step_s", lambda _: property(lambda _s: 1e9, lambda _s, _v: None)),
+        _swap(ObservedClock, "__init__", lambda old: lambda self, *_a: old(self, 1e9)),
+        _nothing(Settling, "begin"),
+    ),
+    "scratch-word-lost": _nothing(FenceArray, "give_back"),
+    "queue-count-leaks": _swap(Schedule, "forget", _cancelled_counts),
+    "warm-up-handle-leaks": _nothing(Handles, "_end_watched"),
     "fence-stale-generation": _swap(WordCheck, "judge", _stale_generation),
     "fence-generations-repeat": _nothing(FencePool, "_draw", value=7),
     "revocation-not-ordered": _plan_without(LeaseTable, "revokes"),

@@ -16,6 +16,7 @@ __all__ = ["draw_plan"]
 _CALM_PART = 0.15
 _FEW_SLOTS_PART = 0.06
 _BAD_NEIGHBOUR_PART = 0.05
+_SHORT_TTL_PART = 0.15
 _NO_FENCE_PART = 0.02
 _AIMED_PART = 0.6
 _LONGEST_TOKENS = 80
@@ -41,6 +42,8 @@ def _plain(seed: int) -> EpisodePlan:
     requests = tuple(_request(draw, fleet, number) for number in range(draw.randint(2, 10)))
     count = 0 if draw.random() < 0.15 else draw.randint(1, 6)
     faults = tuple(sorted((_fault(draw, fleet, requests) for _ in range(count)), key=lambda fault: fault.at_s))
+    if random.Random(f"{seed}/ttl").random() < _SHORT_TTL_PART:
+        fleet = replace(fleet, engine_ttl_s=0.5)
     if random.Random(f"{seed}/no-fence").random() < _NO_FENCE_PART:
         requests = (replace(requests[0], damage="no-fence"), *requests[1:])
     return EpisodePlan(seed, fleet, requests, faults)
@@ -76,14 +79,16 @@ def _calm(draw: random.Random, seed: int) -> EpisodePlan:
 def _tried(plan: EpisodePlan) -> EpisodePlan:
     """Return a calm plan, perhaps with a trial that no read may fail by.
 
-    A prefill engine stands still for longer than a lease, a connection ends once, two requests of an engine share a ticket.
+    A prefill engine, or its transfer threads alone, stand still for longer than a lease, a connection ends once, two requests of
+    an engine share a ticket.
     """
     draw = random.Random(f"{plan.seed}/trial")
-    trial = draw.choice(("", "", "pause", "blip", "siblings"))
+    trial = draw.choice(("", "pause", "starve", "blip", "siblings"))
     aim = draw.choice(plan.requests)
     at_s = aim.at_s + draw.uniform(0.05, 1.0)
-    if trial == "pause":
-        pause = FaultPlan("pause", at_s, draw.uniform(0.3, 3.0), aim.prefill)
+    if trial in {"pause", "starve"}:
+        longest_s = 3.0 if trial == "pause" else 1.5
+        pause = FaultPlan(trial, at_s, draw.uniform(0.2, longest_s), aim.prefill)
         return replace(plan, faults=(*plan.faults, pause))
     if trial == "blip":
         fleet = replace(plan.fleet, read_retries=1, lease_s=4.0)

@@ -74,6 +74,9 @@ class TransferDriver:
     def _turn(self, token: int) -> None:
         if token != self._token or not self.is_running:
             return
+        if self._world.now_s < self._process.starved_until_s:
+            self._schedule(self._process.starved_until_s - self._world.now_s)
+            return
         loop, pacer = self.loop, self.loop.pacer
         pacer._is_idle = False
         self.wait_s = self.slept_s = None

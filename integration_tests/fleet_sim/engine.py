@@ -173,6 +173,7 @@ def _settings(fleet: Fleet) -> Settings:
         handshake_attempts=2,
         read_retries=plan.read_retries,
         fence_slots=plan.fence_slots,
+        engine_ttl=plan.engine_ttl_s,
         max_leases=plan.max_leases,
         max_leased_blocks=plan.max_leased_blocks,
         max_inflight_bytes=plan.max_inflight_bytes,

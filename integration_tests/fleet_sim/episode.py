@@ -33,6 +33,8 @@ __all__ = ["Outcome", "play", "settle", "start"]
 _LOOK_S = 0.25
 _WALKED = 4
 """Every so many seeds all objects of the engines are walked at the end, which takes longer than most episodes."""
+_KEEPS_LEASES = frozenset(("pause", "starve", "blip"))
+"""Faults of calm fleets by which no lease may end unread."""
 _UNREAD = re.compile(r"-p\d+: its lease ended before it was read \(last heartbeat")
 """A prefill's lease that a reader had asked for. One of decode's is for a next turn, which need not come."""
 _OPTIONS = ThreadOptions(
@@ -68,7 +70,7 @@ class _LogLines(logging.Handler):
         super().__init__(logging.WARNING)
         self._sends_ids_again = any(request.again for request in plan.requests)
         self._world = world
-        self._is_calm = plan.fleet.is_calm and not plan.faults
+        self._is_calm = plan.fleet.is_calm and {fault.kind for fault in plan.faults} <= _KEEPS_LEASES
 
     def emit(self, record: logging.LogRecord) -> None:
         lane = self._world.current.name if self._world.current is not None else "log"

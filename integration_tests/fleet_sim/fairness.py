@@ -64,12 +64,14 @@ class Fairness:
         self._fleet = engine.fleet
         self._world = engine.fleet.world
         self._begun: dict[str, _Read] = {}
+        self._changed = {request.name for request in engine.fleet.plan.requests if request.damage}
 
     def ordered(self, orders: Any) -> None:
-        """Note the reads that a step orders."""
+        """Note the reads that a step orders, but for those of changed tickets, which may name an engine that never was."""
         for order in orders.plan.reads:
             lane = self._fleet.slot_at(order.peer.host, order.peer.port)
-            if lane and order.is_reported and not order.is_notify_only:
+            is_changed = order.request_id.split("-")[0].rstrip("x") in self._changed
+            if lane and order.is_reported and not order.is_notify_only and not is_changed:
                 slot = int(lane[1:])
                 # Reads of the same peer that are under way may come first: their bytes are its own, too.
                 before = [read.spent_s for read in self._begun.values() if read.slot == slot]

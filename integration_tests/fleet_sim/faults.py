@@ -73,6 +73,12 @@ class Faults:
             self._world.stop(engine.process)
             self._later(fault, lambda: self._world.resume(engine.process))
 
+    def starve(self, fault: FaultPlan) -> None:
+        """The transfer threads of an engine get no core, while its steps go on."""
+        engine = self._fleet.engine(fault.engine)
+        if engine is not None:
+            engine.process.starved_until_s = self._world.time_s + fault.duration_s
+
     def blip(self, fault: FaultPlan) -> None:
         """The connection that an engine's reads from another one use ends; nothing else is wrong."""
         reader, owner = self._fleet.engine(fault.engine), self._fleet.engine(fault.second)
@@ -198,6 +204,7 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "upgrade": Faults.upgrade,
     "mirror": Faults.mirror,
     "blip": Faults.blip,
+    "starve": Faults.starve,
 }
 KINDS = tuple(_ACTIONS)[:11]
 """Kinds that any fleet meets; the others are drawn where they mean something."""

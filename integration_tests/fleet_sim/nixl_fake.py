@@ -21,6 +21,8 @@ from kv_nixl_agent.testing._fake_nixl import FakeNixl, FakeTransfer
 __all__ = ["Fabric", "SimNixl", "SimTransfer"]
 
 _RETRY_S = 0.05
+_CATCH_UP_S = 0.1
+"""Longest time from the end of a stop until the notifications that came meanwhile are there."""
 
 
 class _Fleet(Protocol):
@@ -273,9 +275,15 @@ class SimNixl:
             fabric.world.after(delay_s, lambda: peer.deliver(self.name, payload))
 
     def deliver(self, sender: str, payload: bytes) -> None:
-        """Take a notification in; also while the process is stopped."""
-        if self.is_alive:
+        """Take a notification in; in a stopped process it waits in the transport until NIXL's thread runs again."""
+        if not self.is_alive:
+            return
+        if not self.process.is_stopped:
             self.inbox.append((sender, payload))
+            return
+        world = self.fabric.world
+        wait_s = _CATCH_UP_S * world.random(f"catch up {self.name}").random()
+        world.after(0.0, lambda: world.after(wait_s, lambda: self.deliver(sender, payload)), self.process)
 
     def close(self) -> None:
         self.is_closed = True

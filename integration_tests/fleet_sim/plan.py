@@ -97,6 +97,7 @@ class FleetPlan:
     next_release: str = ""
     state_groups: int = 2
     ends_at_sample: bool = False
+    engine_ttl_s: float = 0.0
 
     @property
     def has_state(self) -> bool:

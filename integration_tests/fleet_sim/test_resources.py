@@ -16,6 +16,7 @@ from resources import walk
 
 from kv_nixl_agent._peers import PeerTable
 from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.transfer.probes import Probes
 
 ROUNDS = 36
 
@@ -63,12 +64,18 @@ def _never_retired(stack: ExitStack) -> None:
     stack.enter_context(patch.object(PeerTable, "retire", lambda *_: None))
 
 
+def _never_probed(stack: ExitStack) -> None:
+    """Engines that nobody reads from are never asked whether they live."""
+    stack.enter_context(patch.object(Probes, "look_after", lambda *_: None))
+
+
 @pytest.mark.parametrize(
     ("bug", "restarted", "name"),
     [
         (_hoard, "decode", "WorkerSide.hoard grows"),
         (_never_retired, "prefill", "NIXL: prepared lists grows"),
         (_never_retired, "prefill", "PeerTable._retiring grows"),
+        (_never_probed, "prefill", "PeerDirectory._engines grows"),
     ],
 )
 def test_a_new_container_without_a_bound_is_noticed(

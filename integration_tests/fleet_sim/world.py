@@ -67,6 +67,7 @@ class Process:
         self.is_stopped = False
         self.busy_until_s = 0.0
         self.resumed_s = 0.0
+        self.starved_until_s = 0.0
         self.backlog: list[Callable[[], None]] = []
 
     def clock(self, at_s: float) -> float:
