@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import final
 
-from coverage_of_states import all_pairs
+from coverage_of_states import OUT_OF_REACH, all_pairs
 from draw import draw_plan
 from episode import play
 
@@ -57,10 +57,42 @@ class Figures:
         ]
 
     def _covered(self) -> str:
-        """Return which pairs of state and event the machines met, as text."""
+        """Return which states, and pairs of state and event, the machines met, as text."""
         wanted = all_pairs()
-        missed = sorted(f"{state}: {event}" for state, event in wanted - self.pairs.keys())
-        return f"pairs of state and event: {len(wanted) - len(missed)} of {len(wanted)}; not met: {missed}"
+        met, states = wanted & self.pairs.keys(), {state for state, _ in wanted}
+        open_pairs = sorted(f"{state}: {event}" for state, event in wanted - met - OUT_OF_REACH.keys())
+        reasons = [
+            f"  out of reach: {state}: {event} ({why})"
+            for (state, event), why in OUT_OF_REACH.items()
+            if (state, event) not in met
+        ]
+        count = len({state for state, _ in met})
+        head = f"states {count} of {len(states)}, pairs of state and event {len(met)} of {len(wanted)}"
+        tail = f"{len(wanted) - len(reasons)} within reach; not met: {open_pairs or 'none'}"
+        return "\n".join([f"{head}, {tail}", *reasons])
+
+    def as_values(self) -> dict[str, object]:
+        """Return the figures as plain values."""
+        wanted = all_pairs()
+        met = wanted & self.pairs.keys()
+        return {
+            "episodes": self.episodes,
+            "events": self.events,
+            "simulated_s": round(self.simulated_s, 3),
+            "configurations": len(self.shapes),
+            "counts": dict(sorted(self.counts.items())),
+            "states": {"met": len({state for state, _ in met}), "all": len({state for state, _ in wanted})},
+            "pairs": {
+                "met": {f"{state}: {event}": self.pairs[state, event] for state, event in sorted(met)},
+                "not_met": [f"{state}: {event}" for state, event in sorted(wanted - met - OUT_OF_REACH.keys())],
+                "out_of_reach": {
+                    f"{state}: {event}": why
+                    for (state, event), why in OUT_OF_REACH.items()
+                    if (state, event) not in met
+                },
+            },
+            "failures": [{"seed": seed, "kind": kind, "text": text} for seed, kind, text in self.failures],
+        }
 
 
 def _share(seeds: list[int]) -> Figures:

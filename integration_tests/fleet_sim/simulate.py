@@ -9,6 +9,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", nargs="?", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="play so many seeds and print the figures")
+    parser.add_argument("--json", action="store_true", help="print the figures of many seeds as JSON")
     parser.add_argument("--plan", type=Path, help="play a saved plan instead of a seed")
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug")
     parser.add_argument("--whole", action="store_true", help="do not shrink")
@@ -36,6 +38,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.count > 1:
         figures = play_many(range(given.seed, given.seed + given.count))
+        if given.json:
+            print(json.dumps(figures.as_values(), indent=1))
+            return int(bool(figures.failures))
         for seed, kind, text in figures.failures:
             print(f"seed {seed}: {kind}: {text}")
         print("\n".join(figures.lines()))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from coverage_of_states import OUT_OF_REACH, all_pairs
 from many import play_many
 from plan import from_json, to_json
 
@@ -27,6 +28,9 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
     assert found.counts["accepted"] > 3 * SEEDS
     assert found.counts["failed-reads"] > SEEDS / 10
     assert found.counts["outcome done"] > 4 * SEEDS
+    assert not found.pairs.keys() & OUT_OF_REACH.keys(), "a pair that no seed can meet was met: its reason is wrong"
+    if SEEDS >= 1000:
+        assert len(all_pairs() - found.pairs.keys() - OUT_OF_REACH.keys()) <= 3, found.lines()[-1]
     for name in ("latent", "state", "mirror", "after-hit", "other-release"):
         assert found.counts[f"accepted-{name}"] > SEEDS / 100, name
     assert found.counts["refused-releases"] > SEEDS / 100
