@@ -126,7 +126,7 @@ def test_only_admitted_readers_count_if_so_configured():
 def test_readers_that_are_faster_than_the_grant_count():
     table = LeaseTable()
     table.expect("p1", now_s=0.0)
-    assert table.renew("p1", now_s=0.0)
+    assert not table.renew("p1", now_s=0.0)
     assert table.read_complete("p1", reader="a", reader_count=1, now_s=0.0) == "complete"
     assert table.read_complete("p1", reader="b", reader_count=1, now_s=0.0) == "bad-count"
     assert table.take_ended(now_s=1.0) == ()

@@ -213,6 +213,17 @@ def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
     assert bench.sent == ["r"]
 
 
+def test_a_heartbeat_before_the_grant_renews_nothing_and_counts_as_no_sign_of_a_reader(bench: Bench) -> None:
+    bench.expect()
+    bench.beat(1.0, reader="stranger")
+    assert bench.counts["num_lease_renewals"] == 0
+    bench.grant(nonce="mine")
+    bench.now_s += 31
+    bench.leases.tick()
+    assert "no heartbeat ever came" in bench.recorder.warnings[0]
+    assert bench.lags == []
+
+
 @pytest.mark.never_wrong("B12")
 def test_an_expiry_is_a_warning(bench: Bench) -> None:
     bench.expect()

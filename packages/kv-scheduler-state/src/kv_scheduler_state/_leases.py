@@ -189,7 +189,10 @@ class LeaseTable:
         self._step(request_id, lease, row, at_s)
 
     def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool:
-        """Prolong a lease after a heartbeat, never shorten it; False if there is none, or the nonce is of another grant.
+        """Prolong a lease after a heartbeat, never shorten it; return whether a lease runs that this heartbeat may prolong.
+
+        False without a lease, with the nonce of another grant, and before the grant: nothing runs yet that could be prolonged,
+        and its nonce is not known here, so a stranger's heartbeat looks like a holder's.
 
         Raises:
             InvalidEvent: `invalid-event`, for a time that is none.
@@ -198,8 +201,9 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None or _is_stale(lease, nonce, self._requires_nonces):
             return False
-        self._step(request_id, lease, self._table.find(request_id, lease.state, "renew"), at_s)
-        return True
+        row = self._table.find(request_id, lease.state, "renew")
+        self._step(request_id, lease, row, at_s)
+        return "extend" in row.effects
 
     def read_complete(
         self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float

@@ -118,7 +118,7 @@ LEASE_TABLE: Final = Table(
         _T(NEW, "release", GONE, (), "A withdrawal whose announcement was not used, or that crossed with the end."),
         _T("expected", "grant", "granted", ("start",), "The lease runs from here, on this worker's clock."),
         _T("expected", "grant-complete", GONE, ("end-read",), "All readers were faster than the grant."),
-        _T("expected", "renew", "expected", (), "There is nothing to prolong yet."),
+        _T("expected", "renew", "expected", (), "There is nothing to prolong yet; it counts as no renewal."),
         _T("expected", "reader", "expected", ("count",), "A reader was faster than the grant; it counts."),
         _T("expected", "release", GONE, ("end-released",), "No hand-over after all; nobody holds a ticket."),
         _T("granted", "renew", "granted", ("extend",), "A heartbeat: the later of both deadlines holds."),

@@ -292,8 +292,11 @@ class PrefillSide:
         """Deliver a heartbeat to one worker, or to every one."""
         prompt = self.prompts[request_id]
         for worker, table in self._workers(only):
-            table.renew(request_id, now_s=now_s)
+            is_renewed = table.renew(request_id, now_s=now_s)
             deadline_s = prompt.deadlines[worker]
+            demand(
+                not is_renewed or deadline_s is not None, f"{request_id}: a heartbeat renews a lease that does not run"
+            )
             if deadline_s is not None:
                 # A lease that is due but not yet looked at is still a lease: its renewal was waiting in the queue.
                 prompt.deadlines[worker] = max(deadline_s, now_s + RENEWAL_S)
