@@ -246,10 +246,10 @@ class FakeRecorder:
     def observe(self, key: str, value: Any) -> None:
         self.observed.append((key, value))
 
-    def info(self, line: str) -> None:
+    def info(self, _cause: str, line: str) -> None:
         self.lines.append(line)
 
-    def warn(self, line: str) -> None:
+    def warn(self, _cause: str, line: str) -> None:
         self.lines.append(line)
         self.warnings.append(line)
 

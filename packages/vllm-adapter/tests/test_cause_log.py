@@ -14,6 +14,7 @@ from scheduler_engine import TEXT, Engine
 from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import engine_thread
@@ -120,3 +121,35 @@ def test_failed_notifications_log_few_lines_per_code_and_the_number_of_the_other
     stats = first.take_stats()
     assert stats is not None
     assert len(stats["num_failed_notifications"]) == 302, "each is counted"
+
+
+def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    for number in range(300):
+        engine.allocate(f"never-seen-{number}", [1])
+    refused = lines(caplog, "allocation was refused")
+    assert len(refused) == 10
+    assert all(record.exc_info for record in caplog.records)
+    engine.now_s += 11
+    engine.allocate("later", [1])
+    assert "request later" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; 290 more like this were not logged")
+
+
+def test_prompts_that_cannot_be_shortened_log_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    tickets = Engine().side._tickets
+    for number in range(300):
+        tickets.not_shortened(f"r{number}")
+    assert len(lines(caplog, "could not be left out here")) == 10
+
+
+def test_lines_of_a_rank_are_limited_by_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """300 hand-overs that expire at once, or tickets that name 300 dead engines, fill no disk."""
+    recorder = Recorder(is_lead=False)
+    with caplog.at_level(logging.INFO):
+        for number in range(300):
+            recorder.warn("lease-ended", f"request {number}: its lease ended")
+            recorder.info("engine-let-go", f"engine {number} is let go")
+            recorder.error("mirror-copy", f"request {number}: its blocks could not be copied")
+    assert [len(lines(caplog, words)) for words in ("lease ended", "let go", "not be copied")] == [10, 10, 10]
+    assert [record.levelname for record in caplog.records[:3]] == ["INFO", "INFO", "ERROR"], "one rank warns for all"

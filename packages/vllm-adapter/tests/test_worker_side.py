@@ -158,7 +158,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
 def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
-            WorkerParts(facts(tp=2, rank=rank), Settings()).make_recorder().warn("a lease ended")
+            WorkerParts(facts(tp=2, rank=rank), Settings()).make_recorder().warn("lease-ended", "a lease ended")
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 

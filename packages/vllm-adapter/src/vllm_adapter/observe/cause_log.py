@@ -1,8 +1,9 @@
-"""Log lines that clients can cause by the thousand, limited per cause."""
+"""Log lines that clients and peers can cause by the thousand, limited per cause."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -32,7 +33,7 @@ class CauseLog:
     """Logs at most ten lines per cause and ten seconds; the next line of the cause says how many were held back.
 
     Example: 300 forged tickets in 2 s, all refused as ``ticket-seal``, make 10 lines. The 301st, 11 s after the first, is logged
-    with "290 more like this were not logged".
+    with "290 more like this were not logged". Any thread.
 
     Args:
         now_s: The monotonic clock.
@@ -43,16 +44,33 @@ class CauseLog:
         self._now_s = now_s
         self._warning_level = logging.WARNING if is_lead else logging.INFO
         self._periods: dict[str, _Period] = {}
+        self._lock = threading.Lock()
+
+    def info(self, cause: str, text: str, *values: object) -> None:
+        """Log an event of normal life under the same limit."""
+        self._log(logging.INFO, cause, text, values)
 
     def warning(self, cause: str, text: str, *values: object) -> None:
         """Log a warning, unless its cause has had its lines. A cause is a code, never a request, a peer or a peer's text."""
         self._log(self._warning_level, cause, text, values)
 
-    def error(self, cause: str, text: str, *values: object) -> None:
-        """Log a failure under the same limit; lines of a cause count together, whatever their level."""
-        self._log(logging.ERROR, cause, text, values)
+    def error(self, cause: str, text: str, *values: object, trace: BaseException | None = None) -> None:
+        """Log a failure under the same limit, with its traceback if given; lines of a cause count together at any level."""
+        self._log(logging.ERROR, cause, text, values, trace)
 
-    def _log(self, level: int, cause: str, text: str, values: tuple[object, ...]) -> None:
+    def _log(
+        self, level: int, cause: str, text: str, values: tuple[object, ...], trace: BaseException | None = None
+    ) -> None:
+        with self._lock:
+            held_back = self._admit(cause)
+        if held_back is None:
+            return
+        if held_back:
+            text, values = f"{text}; %d more like this were not logged", (*values, held_back)
+        _logger.log(level, text, *values, exc_info=trace)
+
+    def _admit(self, cause: str) -> int | None:
+        """Return how many lines were held back before this one, None if this one is held back, too."""
         now_s = self._now_s()
         if cause not in self._periods and len(self._periods) >= _MOST_CAUSES:
             cause = ""
@@ -63,8 +81,6 @@ class CauseLog:
             period = self._periods[cause] = _Period(now_s)
         if period.lines >= _LINES:
             period.held_back += 1
-            return
+            return None
         period.lines += 1
-        if held_back:
-            text, values = f"{text}; %d more like this were not logged", (*values, held_back)
-        _logger.log(level, text, *values)
+        return held_back

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.hand_overs import HandOverLog
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Recorder:
     def __init__(self, *, ucx_tls: str = "", is_lead: bool = True) -> None:
         self.hand_overs = HandOverLog()
         self._ucx_tls = ucx_tls
-        self._warning_level = logging.WARNING if is_lead else logging.INFO
+        self._log = CauseLog(time.monotonic, is_lead=is_lead)
         # A child of the host's logger, so that its format and level apply.
         self._logger = logging.getLogger("vllm.vllm_adapter")
         self._lock = threading.Lock()
@@ -141,17 +143,17 @@ class Recorder:
 
     # ---------------------------------------------------------------------------------------------- log lines
 
-    def info(self, message: str) -> None:
-        """Log an event of normal life."""
-        self._logger.info("%s", message)
+    def info(self, cause: str, message: str) -> None:
+        """Log an event of normal life; lines of one cause are limited, see `CauseLog`."""
+        self._log.info(cause, "%s", message)
 
-    def warn(self, message: str) -> None:
-        """Log an event that an operator should look at; once per engine, see `is_lead`."""
-        self._logger.log(self._warning_level, "%s", message)
+    def warn(self, cause: str, message: str) -> None:
+        """Log an event that an operator should look at, under the same limit; once per engine, see `is_lead`."""
+        self._log.warning(cause, "%s", message)
 
-    def error(self, message: str) -> None:
-        """Log a failure."""
-        self._logger.error("%s", message)
+    def error(self, cause: str, message: str) -> None:
+        """Log a failure under the same limit."""
+        self._log.error(cause, "%s", message)
 
     @contextmanager
     def guarded(self, action: str) -> Generator[None]:

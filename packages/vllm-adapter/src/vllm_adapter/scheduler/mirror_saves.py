@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.scheduler.refusals import Refusals
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_adapter.ports import SchedulerState
     from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+    from vllm_adapter.scheduler.refusals import Refusals
 
 __all__ = ["MirrorSaves"]
 
@@ -22,11 +21,13 @@ class MirrorSaves:
     Args:
         chunks: Follows the prompts' blocks; None without a mirror, when every method does nothing.
         state: The request machines.
+        refusals: Turns a refusal of the machines into a log line.
     """
 
-    def __init__(self, chunks: PrefillChunks | None, state: SchedulerState) -> None:
+    def __init__(self, chunks: PrefillChunks | None, state: SchedulerState, refusals: Refusals) -> None:
         self._chunks = chunks
         self._state = state
+        self._refusals = refusals
         self._unsaved: set[str] = set()
 
     def watch(self, request_id: str, prompt_tokens: int) -> None:
@@ -47,7 +48,7 @@ class MirrorSaves:
         # Until the machine has accepted the copy, the prompt must not be handed over.
         is_new = step.request_id not in self._unsaved
         self._unsaved.add(step.request_id)
-        with Refusals("copy to the mirror", step.request_id):
+        with self._refusals("copy to the mirror", step.request_id):
             self._state.scheduled(
                 chunk.request_id, new_block_ids=chunk.block_ids, is_prompt_complete=chunk.is_prompt_complete
             )

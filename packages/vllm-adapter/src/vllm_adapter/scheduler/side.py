@@ -68,7 +68,8 @@ class SchedulerSide:
         self._channel = SideChannel(facts.engine_id, parts.make_listener)
         self._now_s = now_s
         chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
-        self._saves = MirrorSaves(chunks, self._state)
+        self._refusals = Refusals(CauseLog(now_s))
+        self._saves = MirrorSaves(chunks, self._state, self._refusals)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports(CauseLog(now_s))
@@ -92,7 +93,7 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
         self._refused.add(request_id)
-        with Refusals("arrival", request_id):
+        with self._refusals("arrival", request_id):
             now_s = self._now_s()
             self._seals.look(now_s)
             admission = self._state.arrive(
@@ -129,7 +130,7 @@ class SchedulerSide:
         """
         tokens: int | None = 0
         if request_id in self._followed:
-            with Refusals("prefix lookup", request_id):
+            with self._refusals("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         return tokens, bool(tokens)
 
@@ -152,7 +153,7 @@ class SchedulerSide:
             preemptions: How often the host has preempted the request so far.
         """
         self._trail.allocated(request_id, external_tokens=external_tokens)
-        with Refusals("allocation", request_id):
+        with self._refusals("allocation", request_id):
             self._state.allocate(
                 request_id,
                 block_ids=self._transferable(block_ids),
@@ -170,7 +171,7 @@ class SchedulerSide:
             self._refused.discard(request_id)
             return False, None
         self._draining.look()
-        with Refusals("end", request_id):
+        with self._refusals("end", request_id):
             decision = self._state.finish(
                 request_id,
                 reason=ending.reason,
@@ -188,7 +189,7 @@ class SchedulerSide:
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             # The host frees the blocks, so the request ends here, too.
-            with Refusals("end without a hand-over", request_id):
+            with self._refusals("end without a hand-over", request_id):
                 self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
             return False, None
         if decision.keep_blocks:
@@ -219,7 +220,7 @@ class SchedulerSide:
         self._draining.look()
         for request_id in preempted:
             if request_id in self._followed:
-                with Refusals("preemption", request_id):
+                with self._refusals("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._saves.order(scheduled)
         plan = self._state.take_step_plan(now_s=now_s)
@@ -232,7 +233,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with Refusals("request for blocks", "(none)"):
+        with self._refusals("request for blocks", "(none)"):
             return self._state.relieve(now_s=self._now_s())
         return False
 
@@ -255,14 +256,14 @@ class SchedulerSide:
             reasons: Why reads failed, by request and rank.
         """
         if registrations:
-            with Refusals("registration", "(none)"):
+            with self._refusals("registration", "(none)"):
                 self._registered(registrations)
         if reasons:
             self._awaited.explained(reasons)
         sent_ids = self._awaited.sent(sent)
         ended, broken = self._awaited.received(received, failed)
         if sent_ids or ended:
-            with Refusals("report of the workers", "(several)"):
+            with self._refusals("report of the workers", "(several)"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
             self._trail.reported(sent_ids, "freed")
             self._trail.reported(ended, "reported")
@@ -285,7 +286,7 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with Refusals("reset", "(all)"):
+        with self._refusals("reset", "(all)"):
             self._state.reset(now_s=self._now_s())
             return True
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TicketLog"]
 
-# A child of the host's logger, so that its format and level apply.
-_logger = logging.getLogger("vllm.vllm_adapter")
 _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
 """Reasons to give no ticket that concern all requests for a time: no line for each."""
 
@@ -44,7 +41,8 @@ class TicketLog:
 
     def not_shortened(self, request_id: str) -> None:
         """Note a prompt whose last tokens the consumer was to compute, and which could not be shortened."""
-        _logger.warning(
+        self._log.warning(
+            "tail-not-shortened",
             "request %s: its last prompt tokens are the decode engine's to compute, and could not be left out here",
             request_id,
         )

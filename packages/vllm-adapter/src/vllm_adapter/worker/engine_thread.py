@@ -238,7 +238,8 @@ class WorkerSide:
         else:
             registration.agent.write_fence(slot, _VOID_GENERATION)
         self._recorder.error(
-            f"request {request_id}: its blocks could not be copied to host memory ({reason}){consequence}"
+            "mirror-copy",
+            f"request {request_id}: its blocks could not be copied to host memory ({reason}){consequence}",
         )
 
     def take_report(self) -> StepReport:

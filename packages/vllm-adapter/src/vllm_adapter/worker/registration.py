@@ -208,8 +208,9 @@ def open_registration(
         agent.close()
         raise
     recorder.info(
+        "registered",
         f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
-        f"fence of {agent.fence[2]} words"
+        f"fence of {agent.fence[2]} words",
     )
     return Registration(agent, handshakes, reads, leases, recorder, envelope)
 

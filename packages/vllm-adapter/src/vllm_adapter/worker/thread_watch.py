@@ -46,8 +46,9 @@ class ThreadWatch:
         if errors > known:
             self._recorder.count("num_callback_errors", errors - known)
             self._recorder.error(
+                "thread-errors",
                 f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors and goes on; "
-                f"the latest: {health.last_error}\n{health.last_traceback}"
+                f"the latest: {health.last_error}\n{health.last_traceback}",
             )
 
     def _check_state(self, state: str) -> None:
@@ -55,10 +56,13 @@ class ThreadWatch:
         self._recorder.level("stuck_threads", int(state in {"stuck", "dead"}))
         if is_stuck and not self._is_stuck:
             self._recorder.error(
+                "thread-stuck",
                 f"the transfer thread of engine {self._engine_id} is stuck in one turn: no read and no lease of this rank "
-                "makes progress"
+                "makes progress",
             )
         self._is_stuck = is_stuck
         if state == "dead" and not self._is_death_reported:
             self._is_death_reported = True
-            self._recorder.error(f"the transfer thread of engine {self._engine_id} has died; restart this engine")
+            self._recorder.error(
+                "thread-dead", f"the transfer thread of engine {self._engine_id} has died; restart this engine"
+            )

@@ -69,8 +69,9 @@ class LeaseKeeper:
         for refusal in self._leases.apply(plan, void=void, now_s=now_s):
             self._parts.recorder.count("num_refused_notifications")
             self._parts.recorder.warn(
+                "refused-order",
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
-                f"({refusal.code})"
+                f"({refusal.code})",
             )
         self._set_pace()
 
@@ -95,8 +96,9 @@ class LeaseKeeper:
         if not self._has_told_surplus:
             self._has_told_surplus = True
             self._parts.recorder.warn(
+                "long-heartbeat",
                 f"a heartbeat of {agent_name[:200]!r} names {view.surplus} requests more than are read: their leases are not "
-                "renewed. Further ones are counted only (num_refused_notifications)"
+                "renewed. Further ones are counted only (num_refused_notifications)",
             )
 
     def _renew(self, view: NotificationView) -> None:
@@ -159,7 +161,8 @@ class LeaseKeeper:
             last = "no heartbeat ever came" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
             self._parts.recorder.count("num_kv_expired_reqs")
             self._parts.recorder.warn(
-                f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back"
+                "lease-ended",
+                f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back",
             )
         self._parts.recorder.hand_overs.mark(end.request_id, "freed", self._parts.now_s())
         self._sent(end.request_id)

@@ -124,7 +124,7 @@ class PeerDirectory:
         try:
             is_sent = self._parts.agent.send_notification(engine.key(rank), payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
-            self._parts.recorder.info(f"engine {engine.engine_id} could not be notified: {error}")
+            self._parts.recorder.info("not-notified", f"engine {engine.engine_id} could not be notified: {error}")
             is_sent = False
         if not is_sent:
             self._parts.recorder.count("num_failed_notifications")
@@ -242,8 +242,9 @@ class PeerDirectory:
         fences = "fenced" if engine.is_fenced else _NO_FENCE
         binding = "" if "prompt-digest" in engine.capabilities else f"; {_NOT_BOUND}"
         self._parts.recorder.info(
+            "engine-ready",
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
-            f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}"
+            f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
 
     def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
@@ -270,12 +271,14 @@ class PeerDirectory:
         """Stop using an engine that is in trouble; it is met anew once its reads in flight have ended."""
         if engine.phase != "draining":
             self._parts.recorder.count("num_dropped_engines")
-            self._parts.recorder.warn(f"engine {engine.engine_id} is dropped and will be met anew: {reason}")
+            self._parts.recorder.warn(
+                "engine-dropped", f"engine {engine.engine_id} is dropped and will be met anew: {reason}"
+            )
         self._drain(engine, "")
 
     def _drain(self, engine: PeerEngine, reason: str) -> None:
         if reason:
-            self._parts.recorder.info(f"engine {engine.engine_id} is let go: {reason}")
+            self._parts.recorder.info("engine-let-go", f"engine {engine.engine_id} is let go: {reason}")
         engine.phase = "draining"
         self._forget_when_idle(engine)
 

@@ -224,8 +224,9 @@ class ReadCoordinator:
         self._parts.recorder.count("num_quarantined_reads")
         if is_first:
             self._parts.recorder.warn(
+                "quarantine",
                 f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
-                f"{read.order.peer.engine_id} are known to be over ({result.code})"
+                f"{read.order.peer.engine_id} are known to be over ({result.code})",
             )
 
     def memory_quiet(self, transfer_id: str) -> None:
@@ -300,8 +301,9 @@ class ReadCoordinator:
     def _retry(self, read: Read, engine: PeerEngine) -> None:
         self._parts.recorder.count("num_retried_reads")
         self._parts.recorder.info(
+            "second-attempt",
             f"request {read.order.request_id}: its read failed ({read.code}: {read.message}); engine {engine.engine_id} is "
-            "met anew and read once more"
+            "met anew and read once more",
         )
         read.begin_again()
         self._peers.submit(read)

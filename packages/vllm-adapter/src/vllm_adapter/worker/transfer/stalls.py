@@ -49,7 +49,8 @@ class StallWatch:
         bytes_left = sum(entry.bytes_left for entry in entries)
         names = ", ".join(sorted(requests)[:_NAMED]) + (" and others" if len(requests) > _NAMED else "")
         self._parts.recorder.warn(
+            "stalled",
             f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
             f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
-            f"{self._read_timeout_s:g} s"
+            f"{self._read_timeout_s:g} s",
         )

@@ -1,0 +1,117 @@
+"""Every log call of the packages is limited per cause, or stands here with the reason why nobody can repeat it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from kvdev.paths import PACKAGES, ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LEVELS = frozenset(
+    ("debug", "info", "info_once", "warning", "warning_once", "warn", "error", "exception", "critical", "log")
+)
+_LOGGER = re.compile(r"(^|[._])logger$|^logging$")
+_LIMITED = re.compile(r"(^|[._])(log|recorder)$")
+_FACTORIES = frozenset({"logging.getLogger", "init_logger"})
+
+LIMITERS = {
+    "kv_handshake/_log.py GatedLog.warning": "one line per topic and ten seconds",
+    "vllm_adapter/observe/cause_log.py CauseLog._log": "ten lines per cause and ten seconds",
+}
+ONCE = {
+    "vllm_adapter/fleet_secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
+    "vllm_adapter/host/connector.py KVTransferConnector.__init__": "once per start",
+    "vllm_adapter/host/metrics.py PromMetrics._guarded": "once per metric",
+    "vllm_adapter/host/refusals.py check_start": "once per start",
+    "vllm_adapter/host/shutdown.py warn_of_short_drain": "once per start",
+    "vllm_adapter/host/sides.py make_scheduler_side": "once per start",
+    "vllm_adapter/host/vllm.py check_host": "once per start",
+    "vllm_adapter/host/vllm.py has_content_ids": "once per start",
+    "vllm_adapter/observe/recorder.py Recorder.trouble": "once per action and kind of error, 100 in all",
+    "vllm_adapter/observe/status_socket.py StatusSocket.open": "once per start",
+    "vllm_adapter/scheduler/draining.py Draining.end": "once per end of an engine",
+    "vllm_adapter/scheduler/draining.py Draining.look": "once per end of an engine",
+    "vllm_adapter/scheduler/side_channel.py SideChannel.renew": "once per wake-up from sleep, which the host orders",
+    "vllm_adapter/scheduler/side_channel.py SideChannel.serve": "once per start",
+    "vllm_adapter/scheduler/ticket_seals.py TicketSeals.accepted": "once per peer, 256 in all",
+    "vllm_adapter/scheduler/trail.py _harmless": "once per engine",
+    "vllm_adapter/worker/engine_thread.py WorkerSide.unregister": "once per sleep, which the host orders",
+    "vllm_adapter/worker/registration.py Registration._wait_for_quiet": "once per sleep or end of an engine",
+}
+CAUSES = {
+    "cause",
+    "code",
+    "self._event",
+    "end.code",
+    "' '.join(sorted({failure.code for failure in failures.values()}))",
+}
+"""Causes that are no constants: names that are codes, or constants of the caller."""
+
+
+def calls(node: ast.AST, place: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """Yield (class and method or function, call), in order."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield place, child
+        is_scope = isinstance(child, (ast.ClassDef, ast.FunctionDef))
+        name = f"{place}.{child.name}".lstrip(".") if is_scope and place.count(".") < 1 else place
+        yield from calls(child, name)
+
+
+def of_packages() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        source = ROOT / "packages" / package / "src"
+        for file in sorted(source.rglob("*.py")):
+            yield str(file.relative_to(source)), ast.parse(file.read_text())
+
+
+def direct_calls(tree: ast.Module) -> set[str]:
+    """Return where a logger is called without a limiter."""
+    return {
+        place.removesuffix(".call")
+        for place, call in calls(tree)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in _LEVELS
+        and _LOGGER.search(ast.unparse(call.func.value))
+    }
+
+
+def causes_of(tree: ast.Module) -> set[str]:
+    """Return the causes of limited lines that are no constants."""
+    return {
+        ast.unparse(call.args[0])
+        for _, call in calls(tree)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in _LEVELS
+        and _LIMITED.search(ast.unparse(call.func.value))
+        and not isinstance(call.args[0], ast.Constant)
+    }
+
+
+def test_a_log_call_is_limited_or_can_be_repeated_by_nobody() -> None:
+    found = {f"{file} {place}" for file, tree in of_packages() for place in direct_calls(tree)}
+    assert found == LIMITERS.keys() | ONCE.keys()
+
+
+def test_a_cause_is_a_constant_or_a_code() -> None:
+    assert {cause for _, tree in of_packages() for cause in causes_of(tree)} <= CAUSES
+
+
+def test_loggers_are_called_so_that_the_other_tests_find_them() -> None:
+    for file, tree in of_packages():
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            if is_call and ast.unparse(node.value.func) in _FACTORIES:
+                assert all(_LOGGER.search(ast.unparse(target)) for target in node.targets), (file, node.lineno)
+
+
+def test_an_unlimited_line_and_a_cause_from_outside_are_found() -> None:
+    tree = ast.parse(
+        "class Side:\n    def hear(self, peer):\n        _logger.info('%s', peer)\n        self._log.warning(peer, 'hm')\n"
+    )
+    assert direct_calls(tree) == {"Side.hear"}
+    assert causes_of(tree) == {"peer"}
