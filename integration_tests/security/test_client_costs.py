@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from awake import AwakeClock
 from victims import PeakMeter, Victim
 from zmtp import HostileServer, answering, frame, read_frame
 
@@ -113,10 +114,10 @@ def test_h8_h15_a_ticket_names_no_million_ranks(figure: Figure) -> None:
     """H8, H15: pp 1024 x tp 1024 paused the transfer thread for 2 s and left 32 MB per ticket without any server."""
     client = Client(LocalOffer(policy="off"), timing=TIMING)
     ranks = [(pp, tp) for pp in range(1024) for tp in range(1024)]
-    began_s = time.monotonic()
+    began_s = time.thread_time()
     with pytest.raises(ConfigurationError) as caught:
         client.request(host="127.0.0.1", port=1, ranks=ranks, engine_id="e", dialect=14, on_done=lambda _: None)
-    seconds = time.monotonic() - began_s
+    seconds = time.thread_time() - began_s
     assert caught.value.code == "invalid-argument"
     assert len(str(caught.value)) < 500
     assert client.statistics()["remembered_failures"] == 0
@@ -214,11 +215,13 @@ def test_h13_a_silent_place_delays_no_other(figure: Figure) -> None:
                 host=host, port=port, ranks=[(0, 0)], engine_id=f"e{number}", dialect=14, on_done=lambda _: None
             )
         seconds = []
-        for number in range(10):
-            outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14 - number % 2)
-            assert outcome.is_ok, outcome
-            seconds.append(outcome.elapsed_s)
-            time.sleep(0.05)
+        with AwakeClock() as awake_s:
+            for number in range(10):
+                began_s = awake_s()
+                outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14 - number % 2)
+                seconds.append(awake_s() - began_s)
+                assert outcome.is_ok, outcome
+                time.sleep(0.05)
     client.close()
     listener.close()
     figure(f"worst honest handshake {max(seconds):.2f} s")
@@ -249,13 +252,15 @@ def test_h13_slow_names_delay_no_other(figure: Figure, monkeypatch: pytest.Monke
             dialect=14,
             on_done=lambda _: None,
         )
-    outcome = client.fetch(host="honest.test", port=listener.port, ranks=[(0, 0)], dialect=14)
+    with AwakeClock() as awake_s:
+        outcome = client.fetch(host="honest.test", port=listener.port, ranks=[(0, 0)], dialect=14)
+        seconds = awake_s()
     is_over.set()
     client.close()
     listener.close()
-    figure(f"{outcome.elapsed_s:.2f} s")
+    figure(f"{seconds:.2f} s")
     assert outcome.is_ok
-    assert outcome.elapsed_s < 1.0
+    assert seconds < 1.0
 
 
 def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["run_checks"]
 
 _BIN = Path(sys.executable).parent
-_NEIGHBOURS = {"fleet_sim": "sim", "gpu/device": "sim", "gpu/engines": "host/engines"}
+_NEIGHBOURS = {"fleet_sim": "sim", "security": "sim", "gpu/device": "sim", "gpu/engines": "host/engines"}
 """Folders of `integration_tests` whose tests are bodies of another folder, on another device."""
 
 
@@ -103,7 +103,7 @@ def _variables_of(folder: Path) -> dict[str, str] | None:
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    plain = ("never_wrong", "sim", "real_io", "security", "wire_in_go", "fleet")
+    plain = ("never_wrong", "sim", "real_io", "wire_in_go", "fleet")
     names = (*plain, "gpu", *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [
