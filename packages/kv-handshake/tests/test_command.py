@@ -15,7 +15,7 @@ from kv_handshake._factors import compatibility_hash
 from kv_handshake._reading import decode_envelope, decode_metadata
 from kv_handshake.inspect import Recording, Snapshot, compare
 from kv_handshake.security import ServerSecurity
-from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.testing import load_vectors, sample_envelopes, sample_metadata
 
 FACTORS = dict.fromkeys(dialect_of(14).hash_factors, "x") | {"vllm_version": "0.32.0", "dtype": "torch.bfloat16"}
 ADVERTISEMENT = Advertisement(engine_id="engine-a", host="127.0.0.1", port=5600, dialect=14, compatibility_id="00ff")
@@ -228,7 +228,10 @@ def test_serve_ends_after_its_time(capsys, tmp_path):
 
 def test_vectors_are_printed(capsys):
     assert main(["vectors"]) == 0
-    assert "envelope-vllm-v14" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "envelope-vllm-v14" in printed
+    assert len(printed.splitlines()) == 1 + len(load_vectors()), "a heading, and a line a vector"
+    assert all(each.data.hex() in printed for each in load_vectors()), "nothing is cut off or broken"
     assert main(["vectors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 1
 

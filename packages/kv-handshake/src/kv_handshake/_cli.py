@@ -1,6 +1,6 @@
 """The command `kv-handshake`: probe a listener, serve a recording, write keys, print the conformance vectors.
 
-The only module that imports typer.
+The only module that imports typer and rich.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, final
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from kv_handshake import __version__
@@ -22,17 +25,19 @@ from kv_handshake._listener import Listener
 from kv_handshake._probing import DEFAULT_DIALECT, ProbeOptions, run_probe
 from kv_handshake._recording import Recording
 from kv_handshake._text import printable
-from kv_handshake._vectors import vectors_text
+from kv_handshake._vectors import load_vectors, vectors_text
 from kv_handshake._zmq import write_keypair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
 __all__ = ["main"]
 
 _NAME = "kv-handshake"
 _OK = 0
 _USAGE = 2
+_PIPE_COLUMNS = 100_000
+"""Wider than any row."""
 _EXIT_BY_FAULT = {"local": _USAGE, "environment": 3, "peer": 4}
 
 _EXIT_CODES = """\b
@@ -267,7 +272,8 @@ def _keygen(
     if as_json:
         print(json.dumps({"public": str(public), "secret": str(secret)}))
     else:
-        print(f"{secret}: both keys, mode 0600, for this engine alone\n{public}: the public key, for its peers")
+        print(f"{secret}: both keys, mode 0600, for this engine alone")
+        print(f"{public}: the public key, for its peers")
     return _OK
 
 
@@ -276,5 +282,26 @@ def _vectors(
     *, as_json: Annotated[bool, typer.Option("--json", help="Print the data file instead of a table.")] = False
 ) -> int:
     """Print the conformance vectors."""
-    print(vectors_text(as_json=as_json))
+    if as_json:
+        print(vectors_text())
+    else:
+        _print_table(("kind", "name", "meaning", "bytes"), _rows())
     return _OK
+
+
+def _rows() -> Iterable[tuple[str, ...]]:
+    return ((each.kind, each.name, each.meaning, each.data.hex()) for each in load_vectors())
+
+
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table in the columns of a terminal; elsewhere a line a row."""
+    table = Table(*headings, box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
+    with console.capture() as drawn:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))

@@ -42,11 +42,9 @@ def load_vectors() -> tuple[Vector, ...]:
     )
 
 
-def vectors_text(*, as_json: bool) -> str:
-    """Return the data file itself, or one line per vector."""
-    if as_json:
-        return _text().rstrip("\n")
-    return "\n".join(f"{each.kind:17} {each.name:44} {each.data.hex()}  {each.meaning}" for each in load_vectors())
+def vectors_text() -> str:
+    """Return the data file itself."""
+    return _text().rstrip("\n")
 
 
 def _text() -> str:
