@@ -1,6 +1,7 @@
 """Say what a person does about a message: by its code, else by words of its text. Every message but "ok" and "info" has a step.
 
-Rules are tried in order; the first whose pattern is found in the code decides, then the first whose pattern is in the text.
+Rules are tried in order: those of texts whose code means something else in another package, then the first whose pattern is
+found in the code, then the first whose pattern is in the text.
 """
 
 from __future__ import annotations
@@ -20,12 +21,29 @@ _AGAIN = "nothing: it is tried again, or `kv_load_failure_policy` decides"
 _USAGE = "`--help` shows the usage; the words after the colon say what is wrong"
 _DETAIL = "part of another message, after its colon; alone it is a defect: report it"
 
+_FIRST = (
+    (
+        (
+            r"^(kv_connector_extra_config: )?'\{\w+\}' (must|is missing)|^there is no key|connectors is missing|"
+            r"has no connector|configuration is a JSON"
+        ),
+        _CONFIG,
+    ),
+    (
+        r"^not seen to end within|met anew only after",
+        "look whether the peer's process is stopped or its network is slow",
+    ),
+    (r"no kv_transfer_config with an engine id", "start the engine with `--kv-transfer-config`"),
+    (r"but the ticket names none|but the ticket has no digest|but this one has none", _TICKET),
+    (r"belongs to the owner thread", _CALLER),
+    (r"^peer \{key\} is known|is already the peer", _CALLER),
+)
 _BY_CODE = (
     (r"^ticket-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
     (r"^ticket-", _TICKET),
-    (r"^(hash-mismatch|factors-differ|protocol-range|capability-missing)$", _CHECK),
+    (r"^(hash-mismatch|factors-differ|protocol-range|capability-missing|first-rank-refused|field-missing)$", _CHECK),
     (
         r"^(engine-mismatch|generation-mismatch)$",
         "nothing: the peer was restarted, and its old tickets end as failures",
@@ -39,7 +57,7 @@ _BY_CODE = (
     (r"^bind-failed$", "choose another `VLLM_NIXL_SIDE_CHANNEL_PORT`, or end the process that has this one"),
     (r"^(refused|rate-limited|not-ready|unknown-rank|no-advertisement)$", "wait for the peer to be ready; " + _PROBE),
     (
-        r"^(malformed|wrong|oversized|unexpected|unknown-command|rank-mismatch|checksum-mismatch)",
+        r"^(malformed|wrong-(arity|type|frames)|oversized|unexpected|unknown-command|rank-mismatch|checksum-mismatch)",
         "another program or version speaks there; " + _PROBE,
     ),
     (r"^(invalid-endpoint)$", "give HOST:PORT of a side channel"),
@@ -55,7 +73,7 @@ _BY_CODE = (
     (r"^(side-channel-)", "set `VLLM_NIXL_SIDE_CHANNEL_HOST` or `_PORT` as the text says"),
     (r"^(unsupported-vllm)$", "install a vLLM of the [support matrix](support.md)"),
     (
-        r"^(unknown-cache-shape|no-engine-id)$",
+        r"^unknown-cache-shape$",
         "choose another attention back end, and report the shape",
     ),
     (r"^(no-cache-layers)$", "leave `--kv-transfer-config` out for this model"),
@@ -113,9 +131,16 @@ _BY_TEXT = (
     ),
     (r"hand-off ticket is refused", _TICKET),
     (
-        r"was not taken over|could not be copied|ends with %d requests",
+        r"was not taken over|could not be copied",
         "[Troubleshoot](troubleshoot.md#hand-overs-fail) by the code in the text",
     ),
+    (r"ends with %d requests", "give the engine time to drain: [Drain](operate/drain.md)"),
+    (
+        r"names \{surplus\} requests",
+        "a decode engine waits with more requests than a heartbeat names: add decode engines, or prolong `kv_lease_duration`",
+    ),
+    (r"no connection because of", "raise the limits of threads and open files (`ulimit -u`, `ulimit -n`)"),
+    (r"more like this were not logged", "nothing: so many lines of the same cause were left out"),
     (r"shutdown-timeout", "give vLLM the `--shutdown-timeout` that the text names: [Drain](operate/drain.md)"),
     (r"hands over without seals", "seal that engine's tickets, or keep its network closed: [Security](security.md)"),
     (
@@ -125,7 +150,7 @@ _BY_TEXT = (
     (r"vLLM'?s? (version|%d)|was made for vLLM", "install a vLLM of the [support matrix](support.md)"),
     (r"mm_processor_cache_gb", "set it above 0, or enable prefix caching, on all engines"),
     (
-        r"asks too often|sent a message|connection of|too many frames",
+        r"asks more often|sent a message|connection of|too many frames",
         "look who asks: a scanner, or an engine that restarts in a loop",
     ),
     (
@@ -140,13 +165,16 @@ _BY_TEXT = (
     ),
 )
 
-_NONE_NEEDED = frozenset({"ok", "info"})
+_NONE_NEEDED = frozenset({"ok", "info", "text", "help"})
 
 
 def next_step(level: str, code: str, text: str) -> str:
     """Return the next step for a message; empty only for those that need none."""
     if level in _NONE_NEEDED:
         return ""
+    for pattern, step in _FIRST:
+        if re.search(pattern, text):
+            return step
     for pattern, step in _BY_CODE if code else ():
         if re.search(pattern, code):
             return step

@@ -151,7 +151,7 @@ class FirstRankSession:
         try:
             self._request.check(first)
         except Exception as error:  # noqa: BLE001 - the caller's, whatever a peer's metadata provokes
-            code, text = "first-rank-refused", f"the metadata of rank {_FIRST} were refused: {shortened(str(error))}"
+            code, text = "first-rank-refused", f"the metadata of rank {_FIRST} was refused: {shortened(str(error))}"
             self._refusal = without_frames(WireError(code, text))
             return
         whole = self._request.whole

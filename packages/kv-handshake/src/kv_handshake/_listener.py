@@ -51,6 +51,16 @@ class QueryLimits:
 _DEFAULT_LIMITS = QueryLimits()
 _SHARES = 8
 _TOO_LONG = frozenset({"message-too-long", "messages-too-long"})
+_CLOSED: Mapping[str, str] = MappingProxyType(
+    {
+        "message-too-long": "it sends a message without an end, longer than any query",
+        "messages-too-long": "all connections together send messages without an end, and it sends the most",
+        "idle": "it has asked for nothing for too long",
+        "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
+        "too-many-connections": "there are too many, and its address holds the most",
+    }
+)
+"""Why a connection was closed."""
 
 
 @final
@@ -240,7 +250,10 @@ class Listener:
         now_s = self._clock()
         wait_s = self._wait_s(incoming, now_s)
         if wait_s:
-            self._log.warning("rate-limited", f"{incoming.sender.address} asks too often")
+            rate = f"{self._limits.queries_per_s:g} times a second"
+            self._log.warning(
+                "rate-limited", f"{incoming.sender.address} asks more often than {rate}; it is told to wait"
+            )
             return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
         if incoming.query is None:
             self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is no query")
@@ -263,7 +276,7 @@ class Listener:
             self._closed[cause] += 1
             if cause in _TOO_LONG:
                 self._counts["refused.wrong-frames"] += 1
-        self._log.warning(cause, f"a connection of {address} was closed: {cause}")
+        self._log.warning(cause, f"a connection of {address} was closed: {_CLOSED.get(cause, cause)}")
 
     def _drop_socket(self) -> None:
         sock, self._socket = self._socket, None

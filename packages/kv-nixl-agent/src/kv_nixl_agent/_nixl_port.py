@@ -77,7 +77,7 @@ def attempt(what: str, call: Callable[[], _Result]) -> _Result:
     except Exception as error:
         code = _CODES.get(type(error).__name__, "nixl-unknown")
         error.__traceback__ = None
-        raise AgentError(code, f"{what}: {type(error).__name__}: {error}", call=what) from error
+        raise AgentError(code, f"NIXL failed in {what}: {type(error).__name__}: {error}", call=what) from error
 
 
 def _progress(what: str, state: str) -> Progress:
@@ -85,7 +85,7 @@ def _progress(what: str, state: str) -> Progress:
         return "done"
     if state == "PROC":
         return "in-progress"
-    raise AgentError("nixl-backend", f"{what}: state {state}", call=what)
+    raise AgentError("nixl-backend", f"NIXL answered {what} with the state {state}", call=what)
 
 
 @final

@@ -184,7 +184,7 @@ class ConnectionWatch:
             try:
                 self._upkeep()
             except Exception as error:  # noqa: BLE001 - revocations must outlive any failure
-                self._report("watch", repr(error))
+                self._report("watch", f"the watch over connections goes on after {error!r}")
 
     def _run(self) -> None:
         means = self._means
@@ -209,7 +209,7 @@ class ConnectionWatch:
                     next_round_s = now_s + _ROUND_S
                     self._make_round(means.grip, now_s)
             except Exception as error:  # noqa: BLE001 - the limits and the monitor's reader must outlive any failure
-                self._report("watch", repr(error))
+                self._report("watch", f"the watch over connections goes on after {error!r}")
 
     def _take_events(self, means: WatchDescriptors, now_s: float) -> bool:
         """Take all news of connections in; return whether there were any. Most handshakes begin and end between two looks."""

@@ -86,7 +86,11 @@ def _judge_paths(paths: Sequence[ReadPath]) -> Finding:
     shown = "; ".join(f"{path.into} from {path.source} {path.sizes}: {path.method} {path.config}" for path in paths)
     over_tcp = [path for path in paths if is_tcp(path)]
     if over_tcp:
-        return Finding("transports", "warning", f"READS GO OVER TCP, even within this host: {shown}")
+        return Finding(
+            "transports",
+            "warning",
+            f"READS GO OVER TCP, even within this host: {shown}; below is why each faster transport was not used",
+        )
     return Finding("transports", "ok", shown)
 
 

@@ -234,7 +234,9 @@ def _prove(
 
     chosen = families or list(FAMILIES)
     if step < 1 or not set(chosen) <= set(FAMILIES):
-        return _refuse(_RefusalError(f"kv-topology: families are {', '.join(FAMILIES)}; --step is at least 1", _USAGE))
+        given = f"{' '.join(chosen)} --step {step}"
+        text = f"kv-topology: prove takes the families {', '.join(FAMILIES)}, and a --step of 1 or more, not {given}"
+        return _refuse(_RefusalError(text, _USAGE))
     counts: dict[str, dict[str, int]] = {}
     for name in chosen:
         try:

@@ -153,7 +153,12 @@ def _others(
     if len(ranks) == 1:
         return first, True
     if len(ranks) > _MOST_RANKS:
-        findings.refuse("ranks", "size-out-of-range", f"{place}: says that it has {len(ranks)} ranks")
+        findings.refuse(
+            "ranks",
+            "size-out-of-range",
+            f"{place}: it says that it has {len(ranks)} ranks, more than the {_MOST_RANKS} that are asked",
+            "another program answers there, or the engine's --tensor-parallel-size is wrong",
+        )
         return first, False
     try:
         probed = _probe(place, way, ranks)

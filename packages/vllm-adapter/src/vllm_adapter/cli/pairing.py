@@ -115,7 +115,7 @@ def check_plan(prefill: Seen, decode: Seen, gigabytes_per_s: float | None, findi
         findings.note("plan", "plan-not-known", "the decode engine sends no geometry: it plans by its own rules")
         return
     if not (prefill.has_all_ranks and decode.has_all_ranks):
-        findings.note("plan", "plan-not-known", "a plan needs all ranks")
+        findings.note("plan", "plan-not-known", "no plan was made: it needs all ranks, and some do not answer")
         return
     costs: list[PlanEstimate] = []
     for rank in sorted(decode.probed.peers):
