@@ -80,7 +80,7 @@ _BY_CODE = (
     (r"^(memory-in-use|thread-dead)$", _RESTART),
     (
         (
-            r"^(ucx-|nixl-|rdma-|shared-memory|plugin-dir|backend-unavailable|"
+            r"^(ucx-|nixl-|rdma-|shared-memory|plugin-dir|peer-deaths|backend-unavailable|"
             r"registration-failed|memlock|file-descriptors|cma)"
         ),
         _DOCTOR,

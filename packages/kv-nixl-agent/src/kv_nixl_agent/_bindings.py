@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from ._errors import AgentError
 from ._nixl_port import NixlAgent, NixlBinding, attempt
 from ._progress import sleeping_progress_thread
+from ._request_pool import POOL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,11 +76,13 @@ def _version_of(module: Any) -> str:  # noqa: ANN401
 def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]]:
     """Return (memory kinds, default parameters) of every NIXL plugin that can be loaded here."""
     module = find_nixl()
+    POOL.watch()
     agent = attempt("create agent", lambda: module.nixl_agent("plugin-query", module.nixl_agent_config(backends=[])))
     result: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {}
     for name in agent.get_plugin_list():
         kinds = tuple(str(kind).removesuffix("_SEG") for kind in agent.get_plugin_mem_types(name))
         result[str(name)] = (kinds, dict(agent.get_plugin_params(name)))
+    POOL.zero()
     return result
 
 
@@ -96,6 +99,7 @@ def open_nixl(
         AgentError: `nixl-missing`, `backend-unavailable`.
     """
     module = find_nixl()
+    POOL.watch()
 
     def create() -> NixlAgent:
         arguments: dict[str, object] = {
@@ -124,6 +128,7 @@ def open_nixl(
                 f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
                 backend=name,
             )
+        POOL.zero()
         create_backend: Callable[[], None] = functools.partial(agent.create_backend, name, dict(parameters))
         try:
             attempt("create_backend", create_backend)

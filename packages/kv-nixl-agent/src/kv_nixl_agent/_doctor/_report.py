@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final, final
 from kv_nixl_agent._bindings import loaded_build
 from kv_nixl_agent._doctor._builds import check_builds
 from kv_nixl_agent._doctor._environment import Finding, Severity, check_environment, check_nixl
+from kv_nixl_agent._doctor._peer_deaths import judge_peer_deaths
 from kv_nixl_agent._doctor._quiet import captured_output
 from kv_nixl_agent._doctor._remote_test import measure_peer
 from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest, run_selftest
 from kv_nixl_agent._doctor._transports import ReadPath, is_tcp
 from kv_nixl_agent._doctor._trials import Transport, try_transports
 from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent._request_pool import POOL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +73,8 @@ def _examine(peer: tuple[str, int] | None) -> Report:
     findings.append(Finding("two-process-read", "ok" if test.is_ok else "error", test.message))
     if test.is_ok:
         findings.append(_judge_paths(test.paths))
+        if test.paths:
+            findings.append(judge_peer_deaths(test.paths, POOL.state))
         findings.append(_judge_speed(test.bandwidth))
         transports += try_transports(test.paths)
     peer_bandwidth = None

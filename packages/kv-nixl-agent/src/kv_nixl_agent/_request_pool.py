@@ -1,0 +1,104 @@
+"""UCX's pool of requests, made to hand out zeroed memory.
+
+A read over TCP (or any transport without one-sided reads) is answered by UCX in the producer's process: a request of its own
+sends the page in pieces. If the reader dies while such requests wait for the socket, UCX releases memory registrations of
+them, and takes the kind of their buffers from a field that these requests never set (`send.datatype`). The pool gets its
+memory from `malloc`: where that memory was in use before, the field holds anything, and the process ends with SIGSEGV. A
+pool whose memory comes from `mmap` holds zero there, which is the right kind. docs/upstream/consumer-death.md has the report
+and the figures.
+
+UCX offers both allocators; its pool names its choice in a table of function pointers. Here the table of the loaded library is
+changed before the first pool is made. Only the pair of pointers that is known is replaced, and nothing where UCX was already
+in use in this process, since a pool must be released by the allocator that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Final, Literal, final
+
+__all__ = ["POOL", "SWITCH", "RequestPool", "State"]
+
+SWITCH: Final = "KV_NIXL_ZEROED_REQUESTS"
+"""Environment variable; `n` leaves UCX as it is."""
+
+State = Literal["zeroed", "off", "already-in-use", "unknown-build", "not-loaded"]
+"""Outcome: only `zeroed` changed something. `already-in-use`: another part of this process loaded UCX first."""
+
+_LIBRARY: Final = re.compile(r"(/\S*/(libuc[ps])[-.]\S*)$")
+_TABLE: Final = "ucp_request_mpool_ops"
+_MALLOC: Final = ("ucs_mpool_hugetlb_malloc", "ucs_mpool_hugetlb_free")
+_MMAP: Final = ("ucs_mpool_chunk_mmap", "ucs_mpool_chunk_munmap")
+
+
+@final
+class RequestPool:
+    """Change of the pool, in two steps: `watch` before NIXL loads UCX, `zero` before UCX makes its first worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_first: bool | None = None
+        self._state: State = "not-loaded"
+
+    @property
+    def state(self) -> State:
+        """What has become of the pool so far."""
+        return self._state
+
+    def watch(self) -> None:
+        """Note whether UCX is in this process already; only the first call looks."""
+        with self._lock:
+            if self._is_first is None:
+                self._is_first = not _loaded()
+
+    def zero(self) -> None:
+        """Let the pools that UCX makes from now on take zeroed memory; changes nothing the second time."""
+        with self._lock:
+            if self._state == "not-loaded":
+                self._state = _change(is_first=self._is_first is True)
+
+
+POOL: Final = RequestPool()
+"""The pool of this process: UCX is loaded once."""
+
+
+def _change(*, is_first: bool) -> State:
+    if os.environ.get(SWITCH, "y").lower() in {"n", "no", "0", "off"}:
+        return "off"
+    loaded = _loaded()
+    if not loaded:
+        return "not-loaded"
+    if not is_first:
+        return "already-in-use"
+    try:
+        ucp, ucs = (_open(loaded[name]) for name in ("libucp", "libucs"))
+        table = (ctypes.c_void_p * 2).in_dll(ucp, _TABLE)
+        old, new = ([_address(ucs, name) for name in names] for names in (_MALLOC, _MMAP))
+    except (KeyError, OSError, ValueError, AttributeError):
+        return "unknown-build"
+    if list(table) == old:
+        table[0], table[1] = new
+    return "zeroed" if list(table) == new else "unknown-build"
+
+
+def _open(paths: set[str]) -> ctypes.CDLL:
+    (path,) = paths  # ValueError for copies of two builds
+    return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+
+
+def _address(library: ctypes.CDLL, function: str) -> int | None:
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+
+
+def _loaded() -> dict[str, set[str]]:
+    """Return the paths of UCX's libraries in this process by name, `libucp` and `libucs`."""
+    found: dict[str, set[str]] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        match = _LIBRARY.search(line)
+        if match:
+            found.setdefault(match[2], set()).add(match[1])
+    return found

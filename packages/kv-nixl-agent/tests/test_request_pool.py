@@ -1,0 +1,95 @@
+"""UCX's request pool: when it is changed, and when it is left alone. The real library is in `integration_tests/real_io`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kv_nixl_agent import _request_pool
+from kv_nixl_agent._doctor._peer_deaths import judge_peer_deaths
+from kv_nixl_agent._doctor._transports import ReadPath
+from kv_nixl_agent._request_pool import SWITCH, RequestPool, State
+
+LIBRARIES = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})
+ONE_SIDED = ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")
+EMULATED = ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")
+Loaded = dict[str, set[str]]
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded) -> State:
+    """Return the state of a pool with these libraries loaded before it was watched, and before it is zeroed."""
+    pool = RequestPool()
+    monkeypatch.setattr(_request_pool, "_loaded", lambda: before)
+    pool.watch()
+    monkeypatch.setattr(_request_pool, "_loaded", lambda: after)
+    pool.watch()
+    pool.zero()
+    return pool.state
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "state"),
+    [
+        ({}, {}, "not-loaded"),
+        ({"libucs": {"a"}}, {"libucs": {"a"}, "libucp": {"b"}}, "already-in-use"),
+        ({}, {"libucs": {"/nowhere/libucs.so"}, "libucp": {"/nowhere/libucp.so"}}, "unknown-build"),
+        ({}, {"libucs": {"/a/libucs.so", "/b/libucs.so"}, "libucp": {"/a/libucp.so"}}, "unknown-build"),
+        ({}, {"libucs": {LIBRARIES[0]}}, "unknown-build"),
+        ({}, {"libucs": {LIBRARIES[0]}, "libucp": {LIBRARIES[0]}}, "unknown-build"),
+    ],
+)
+def test_only_a_library_that_is_known_and_new_to_the_process_is_changed(
+    monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded, state: State
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert outcome(monkeypatch, before, after) == state
+
+
+@pytest.mark.parametrize("word", ["n", "no", "off", "0", "N"])
+def test_the_switch_leaves_ucx_as_it_is(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv(SWITCH, word)
+    assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "off"
+
+
+def test_a_pool_that_nobody_watched_before_ucx_was_loaded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    pool = RequestPool()
+    pool.zero()
+    assert pool.state == "already-in-use"
+
+
+def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [
+        "7f00-7f01 r-xp 0 00:1 1    /v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0",
+        "7f01-7f02 rw-p 0 00:1 1    /v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0",
+        "7f03-7f04 r-xp 0 00:1 2    /usr/lib/libucs.so.0",
+        "7f05-7f06 r-xp 0 00:1 3    /v/nixl_cu12.libs/ucx/libuct_cma.so.0.0.0",
+        "7f07-7f08 rw-p 0 00:0 0    [heap]",
+    ]
+    monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(lines))
+    assert _request_pool._loaded() == {
+        "libucp": {"/v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0"},
+        "libucs": {"/usr/lib/libucs.so.0"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("paths", "state", "severity"),
+    [
+        ([ONE_SIDED], "unknown-build", "ok"),
+        ([ONE_SIDED, EMULATED], "zeroed", "ok"),
+        ([ONE_SIDED, EMULATED], "unknown-build", "warning"),
+        ([EMULATED], "already-in-use", "warning"),
+        ([EMULATED], "off", "warning"),
+    ],
+)
+def test_the_doctor_warns_where_a_consumer_can_end_its_producer(
+    paths: list[ReadPath], state: State, severity: str
+) -> None:
+    finding = judge_peer_deaths(paths, state)
+    assert (finding.name, finding.severity) == ("peer-deaths", severity)
+    assert ("SIGSEGV" in finding.message) == (EMULATED in paths)
