@@ -15,6 +15,7 @@ import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
+from kv_scheduler_state._errors import InvalidConfig
 from kv_scheduler_state._seal import TicketSeal, _without_doubles, canonical_ticket
 from kv_scheduler_state._ticket import KNOWN_KEYS
 from kv_scheduler_state.testing import forged_tickets, tampered_tickets
@@ -253,6 +254,11 @@ def test_a_short_secret_is_refused_and_changes_nothing(secrets):
     with pytest.raises(SchedulerStateError):
         state.set_secrets(())
     assert admitted(state, ticket_of(prefill(), [[7, 8, 9]])).rejected_code == ""
+
+
+def test_a_wrong_network_without_seals_is_told_by_the_name_of_its_setting():
+    with pytest.raises(InvalidConfig, match=r"\Aunsealed_networks: 'nowhere' is no network"):
+        TicketSeal([OTHER], ("nowhere",))
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class SchedulerConfig:
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
         # So that a bad network is refused here and not at a request.
-        HostPolicy(self.unsealed_networks)
+        HostPolicy(self.unsealed_networks, setting="unsealed_networks")
         HostPolicy(self.peer_networks, self.peer_hosts, self.peer_ports)
 
     def _problems(self) -> Iterator[str]:

@@ -51,24 +51,31 @@ class HostPolicy:
         networks: CIDR networks that addresses must lie in; empty allows every address.
         hosts: Names that are allowed besides; with no networks and no names, every well-formed name is.
         ports: First and last port that are allowed.
+        setting: Name of the setting that holds the networks, for messages.
 
     Raises:
         InvalidConfig: `invalid-config`, for a network or a range of ports that is none.
     """
 
-    __slots__ = ("_good", "_hosts", "_is_open", "_networks", "_ports")
+    __slots__ = ("_good", "_hosts", "_is_open", "_networks", "_ports", "_setting")
 
     def __init__(
-        self, networks: tuple[str, ...] = (), hosts: tuple[str, ...] = (), ports: tuple[int, int] = (1, 65535)
+        self,
+        networks: tuple[str, ...] = (),
+        hosts: tuple[str, ...] = (),
+        ports: tuple[int, int] = (1, 65535),
+        *,
+        setting: str = "peer_networks",
     ) -> None:
         try:
             self._networks = tuple(map(parse_network, networks))
         except ValueError as error:
-            raise InvalidConfig(f"peer_networks: {error}") from None
+            raise InvalidConfig(f"{setting}: {error}") from None
         least, most = ports
         if not 1 <= least <= most <= 65535:
             raise InvalidConfig(f"peer_ports: {least} to {most} is no range within 1 to 65535")
         self._ports = ports
+        self._setting = setting
         self._hosts = frozenset(hosts)
         self._is_open = not networks and not hosts
         self._good: set[str] = set()
@@ -125,7 +132,7 @@ class HostPolicy:
             return "is link-local or serves a cloud's metadata, and no network within that range allows it"
         if self._is_open or any(address in network for network in self._networks):
             return ""
-        return "lies in none of the configured peer_networks"
+        return f"lies in none of the configured {self._setting}"
 
     def _may_be_special(self, address: _Address) -> bool:
         """Return False for a special address, unless a network that holds nothing but such addresses allows it."""

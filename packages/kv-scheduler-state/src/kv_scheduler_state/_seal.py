@@ -100,7 +100,7 @@ class TicketSeal:
                 f"needed, each of {MIN_SECRET_BYTES} bytes or more"
             )
         self._keys = tuple([_Key(secret) for secret in secrets])
-        self._unsealed = HostPolicy(unsealed_networks) if unsealed_networks else None
+        self._unsealed = HostPolicy(unsealed_networks, setting="unsealed_networks") if unsealed_networks else None
 
     def __repr__(self) -> str:
         return f"TicketSeal({len(self._keys)} secrets)"
