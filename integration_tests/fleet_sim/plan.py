@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 __all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "RequestPlan", "from_json", "to_json"]
 
@@ -85,7 +85,7 @@ class FleetPlan:
     policy: str
     is_bidirectional: bool
     is_sealed: bool
-    conversion: str
+    conversion: Literal["auto", "never"]
     base_latency_s: float
     bytes_per_s: float
     blocks_reads_of_stopped: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 from engines import Engine
@@ -34,7 +35,12 @@ def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: in
     ],
 )
 def test_pages_arrive_in_this_engines_order(
-    make: Make, choice: str, there: str, here: str, producer_tokens: int, consumer_tokens: int
+    make: Make,
+    choice: Literal["auto", "always", "never"],
+    there: str,
+    here: str,
+    producer_tokens: int,
+    consumer_tokens: int,
 ) -> None:
     producer = make("P", order=there, tokens=producer_tokens)
     consumer = make("D", order=here, tokens=consumer_tokens, settings=Settings(receive_conversion=choice))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 from engines import TOKENS, Engine
@@ -21,7 +22,7 @@ Make = Callable[..., Engine]
 @pytest.mark.parametrize("make", ["nixl"], indirect=True)
 @pytest.mark.parametrize("progress_thread", ["off", "on"])
 def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(
-    make: Make, progress_thread: str, capsys: pytest.CaptureFixture[str]
+    make: Make, progress_thread: Literal["off", "on"], capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(progress_thread=progress_thread)
     producer, consumer = make("P", settings=settings), make("D", settings=settings)

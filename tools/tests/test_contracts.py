@@ -31,6 +31,8 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("agent-third-party", "kv_nixl_agent._errors", "import zmq"),
     ("state-third-party", "kv_scheduler_state._errors", "import numpy"),
     ("adapter-third-party", "vllm_adapter.worker.planted", "import zmq"),
+    ("adapter-third-party", "vllm_adapter.wiring", "import msgspec"),
+    ("adapter-third-party", "vllm_adapter.fleet_secrets", "from msgspec import Struct"),
     ("pure-packages", "kv_scheduler_state._errors", "import time"),
     ("pure-packages", "kv_topology._errors", "import logging"),
     ("one-module-imports-zmq", "kv_handshake._errors", "import zmq"),

@@ -58,7 +58,7 @@ def test_named_codes_exist(page: object) -> None:
 
 
 def test_times_on_the_page_are_the_defaults() -> None:
-    defaults = {str(key["key"]): key["default"] for key in describe_keys()}
+    defaults = {key.name: key.default for key in describe_keys()}
     page = FAILURES.read_text()
     for words, key in (
         ("`read_timeout_s` (60 s)", "read_timeout_s"),

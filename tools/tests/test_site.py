@@ -138,7 +138,7 @@ def test_terminal_pictures_load_nothing_and_show_two_engines() -> None:
 
 def test_every_key_and_metric_is_in_the_reference() -> None:
     page = configuration_page()
-    assert {str(key["key"]) for key in describe_keys()} == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    assert {key.name for key in describe_keys()} == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
     assert len(re.findall(r"^\| `vllm:\w+`", metric_names_page(), re.MULTILINE)) > 30
 
 

@@ -10,11 +10,13 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["Case", "Group", "Model", "Request", "Side", "draw", "simpler"]
 
 STATE_KINDS = ("MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
+_Conversion = Literal["auto", "never", "always"]
+_CONVERSIONS: tuple[_Conversion, ...] = ("auto", "never", "always")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Side:
     is_shared: bool = True
     conv_order: str = "DS"
     base: int = 1 << 40
-    conversion: str = "auto"
+    conversion: _Conversion = "auto"
 
     @property
     def turn_tokens(self) -> int:
@@ -253,7 +255,7 @@ def _side(rng: random.Random, model: Model, tp: int, dcp: int) -> Side:
         is_shared=split == 1 and rng.random() < 0.7,
         conv_order=rng.choice(["DS", "SD"]),
         base=rng.choice([1, 2]) << 40,
-        conversion=rng.choices(["auto", "never", "always"], [6, 2, 1])[0],
+        conversion=rng.choices(_CONVERSIONS, [6, 2, 1])[0],
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from factories import facts
 from hypothesis import example, given
@@ -17,7 +17,7 @@ from scheduler_engine import BLOCK, TEXT, Engine
 
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerStateError
 from vllm_adapter.cli import main
-from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_settings
+from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
@@ -31,7 +31,7 @@ def test_nothing_given_means_the_defaults() -> None:
 
 
 def test_every_default_passes_its_own_check() -> None:
-    given_again = {f.name: f.default for f in dataclasses.fields(Settings)}
+    given_again = {key.name: key.default for key in describe_keys()}
     assert load_settings(given_again)[0] == Settings()
 
 
@@ -44,12 +44,17 @@ def test_every_default_passes_its_own_check() -> None:
         ({"kv_lease_duration": True}, "wrong-type", "must be float, got True"),
         ({"kv_lease_duration": 0}, "out-of-range", "between 1 and 86400, got 0"),
         ({"kv_lease_duration": float("nan")}, "out-of-range", "between 1 and 86400"),
+        ({"kv_lease_duration": 10**400}, "out-of-range", "between 1 and 86400, got 1000"),
         ({"num_threads": 65}, "out-of-range", "between 0 and 64, got 65"),
         ({"num_threads": 1.5}, "wrong-type", "must be int"),
         ({"backends": "UCX"}, "wrong-type", "must be tuple"),
         ({"backends": ["UCX", 3]}, "wrong-type", "must be tuple"),
+        ({"backends": {"UCX"}}, "wrong-type", "must be tuple"),
         ({"enforce_handshake_compat": "maybe"}, "wrong-type", "must be bool"),
+        ({"enforce_handshake_compat": 1}, "wrong-type", "must be bool, got 1"),
         ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
+        ({"compatibility_policy": "\ud800"}, "out-of-range", "must be one of exact, negotiated, got '\\ud800'"),
+        ({"compatibility_policy": 3}, "wrong-type", "must be str, got 3"),
         ({"remote_hosts": ["10.0.0.0/99"]}, "out-of-range", "10.0.0.0/99"),
         ({"unsigned_hosts": ["10.0.0.0/99"]}, "out-of-range", "'unsigned_hosts' holds '10.0.0.0/99'"),
         ({"remote_hosts": ["10.0.0.1/8"]}, "out-of-range", "write 10.0.0.0/8 or 10.0.0.1/32"),
@@ -117,9 +122,33 @@ def test_any_configuration_is_settings_or_a_coded_refusal(extra: dict[str, objec
         assert isinstance(settings, Settings)
 
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=8)
+    | st.sampled_from(["true", "False", "auto", "never", "exact", "require", "80", "10.0.0.0/8", 10**400, -(10**400)]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(Settings.__struct_fields__), JSON, min_size=1, max_size=3))
+def test_any_value_is_taken_for_good_or_refused_by_the_name_of_its_key(extra: dict[str, object]) -> None:
+    try:
+        settings, _ = load_keys(extra)
+    except ConfigurationError as error:
+        assert error.code in {"wrong-type", "out-of-range"}
+        assert error.context["key"] in extra
+        assert f"'{error.context['key']}'" in str(error)
+    else:
+        assert load_keys(msgspec.structs.asdict(settings))[0] == settings
+
+
 def test_every_key_says_what_it_means() -> None:
     for key in describe_keys():
-        assert str(key["doc"]).endswith("."), key["key"]
+        assert key.doc.endswith("."), key.name
 
 
 def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +156,11 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     assert "kv_lease_duration (float, default 30.0, 1 to 86400)" in capsys.readouterr().out
     assert main(["config", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {f.name for f in dataclasses.fields(Settings)}
+    assert set(schema["properties"]) == set(Settings.__struct_fields__)
+    assert schema["additionalProperties"] is False
+    expected = {"type": "integer", "minimum": 0, "maximum": 64, "default": 4}
+    assert schema["properties"]["num_threads"] == {**expected, "description": "Worker threads of the UCX back end."}
+    assert set(schema["properties"]["ticket_policy"]["enum"]) == {"", "require", "accept-unsigned"}
     good = tmp_path / "good.json"
     good.write_text(
         '{"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both", '

@@ -218,6 +218,6 @@ def test_bad_usage_has_an_exit_code_of_its_own() -> None:
 
 
 def test_defaults_are_good() -> None:
-    fields = {name: getattr(Settings(), name) for name in Settings.__slots__}
+    fields = {name: getattr(Settings(), name) for name in Settings.__struct_fields__}
     keys = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     assert check_transfer_config(extra(**keys)).problems == ()

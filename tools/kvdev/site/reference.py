@@ -9,8 +9,9 @@ from kvdev.paths import PACKAGES, ROOT
 from kvdev.site.gathering import link_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
+
+    from vllm_adapter.config_values import Key
 
 __all__ = ["API_MODULES", "configuration_page", "errors_page", "metric_names_page", "write_reference"]
 
@@ -48,7 +49,7 @@ def configuration_page() -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{key['key']}` | {key['type']} | `{_plain(key['default'])}` | {_range(key)} | {_cell(str(key['doc']))} |"
+        f"| `{key.name}` | {key.type} | `{_plain(key.default)}` | {_range(key)} | {_cell(key.doc)} |"
         for key in describe_keys()
     ]
     return "\n".join(lines) + "\n"
@@ -95,11 +96,10 @@ def _plain(value: object) -> str:
     return "[]" if value == () else ", ".join(str(one) for one in value) if isinstance(value, tuple) else str(value)
 
 
-def _range(key: Mapping[str, object]) -> str:
-    choices = key["choices"]
-    if isinstance(choices, tuple) and choices:
-        return ", ".join(f"`{one}`" for one in choices)
-    return "" if key["least"] is None else f"{key['least']:g} to {key['most']:g}"
+def _range(key: Key) -> str:
+    if key.limits:
+        return "{:g} to {:g}".format(*key.limits)
+    return ", ".join(f"`{one}`" for one in key.choices)
 
 
 def _cell(text: str) -> str:

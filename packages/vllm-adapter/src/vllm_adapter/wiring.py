@@ -145,7 +145,7 @@ class WorkerParts:
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
         """Return what plans from geometry documents; without a converter only plans that need none."""
         cost = CostModel(permute_gb_s=_PERMUTE_GB_S[memory_kind])
-        return Planner(staging=self.settings.staging if can_convert else "never", cost=cost)
+        return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
 
     @property
     def codec(self) -> ports.WireCodec:

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
-from vllm_adapter.config import describe_keys
+from vllm_adapter.config import describe_keys, describe_schema
 from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
 
 __all__ = ["add_config", "read_source"]
@@ -26,8 +26,6 @@ exit codes:
   1  --check: it is wrong, or cannot be read
   2  wrong usage
 """
-
-_JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "tuple[str, ...]": "array"}
 
 
 def add_config(app: typer.Typer) -> None:
@@ -53,43 +51,20 @@ def _config(
         raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:
         return _check(check, as_json=as_json)
-    print(_explanation() if explain else json.dumps(_schema(), indent=2))
+    print(_explanation() if explain else json.dumps(describe_schema(), indent=2))
     return 0
 
 
 def _explanation() -> str:
     lines: list[str] = []
     for key in describe_keys():
-        limits = f"one of {', '.join(cast('tuple[str, ...]', key['choices']))}" if key["choices"] else ""
-        if key["least"] is not None:
-            limits = f"{key['least']:g} to {key['most']:g}"
-        lines.append(f"{key['key']} ({key['type']}, default {_plain(key['default'])}{', ' + limits if limits else ''})")
-        lines.append(f"    {key['doc']}")
+        limits = f", one of {', '.join(key.choices)}" if key.choices else ""
+        if key.limits:
+            limits = ", {:g} to {:g}".format(*key.limits)
+        default = list(key.default) if isinstance(key.default, tuple) else key.default
+        lines.append(f"{key.name} ({key.type}, default {default}{limits})")
+        lines.append(f"    {key.doc}")
     return "\n".join(lines)
-
-
-def _schema() -> dict[str, Any]:
-    properties: dict[str, Any] = {}
-    for key in describe_keys():
-        entry: dict[str, Any] = {
-            "type": _JSON_TYPES[str(key["type"])],
-            "default": _plain(key["default"]),
-            "description": key["doc"],
-        }
-        if entry["type"] == "array":
-            entry["items"] = {"type": "string"}
-        if key["least"] is not None:
-            entry |= {"minimum": key["least"], "maximum": key["most"]}
-        if key["choices"]:
-            entry["enum"] = list(cast("tuple[str, ...]", key["choices"]))
-        properties[str(key["key"])] = entry
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "kv_connector_extra_config",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-    }
 
 
 def _check(source: str, *, as_json: bool) -> int:
@@ -125,7 +100,3 @@ def read_source(source: str) -> str:
     if source.lstrip()[:1] in {"{", "["}:
         return source
     return sys.stdin.read() if source == "-" else Path(source).read_text()
-
-
-def _plain(value: object) -> object:
-    return list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value

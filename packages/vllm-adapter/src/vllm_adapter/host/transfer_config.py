@@ -208,7 +208,7 @@ def _is_others(child: Mapping[str, object]) -> bool:
 
 
 def _unknown_hint(key: str) -> str:
-    own = [str(one["key"]) for one in describe_keys()]
+    own = [key.name for key in describe_keys()]
     if key in own:
         return "; it belongs into 'kv_connector_extra_config'"
     near = _near(key, HOST_KEYS)
