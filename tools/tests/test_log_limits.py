@@ -57,9 +57,10 @@ def calls(node: ast.AST, place: str = "") -> Iterator[tuple[str, ast.Call]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
             yield place, child
-        is_scope = isinstance(child, (ast.ClassDef, ast.FunctionDef))
-        name = f"{place}.{child.name}".lstrip(".") if is_scope and place.count(".") < 1 else place
-        yield from calls(child, name)
+        inner = place
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and place.count(".") < 1:
+            inner = f"{place}.{child.name}".lstrip(".")
+        yield from calls(child, inner)
 
 
 def of_packages() -> Iterator[tuple[str, ast.Module]]:
@@ -104,8 +105,9 @@ def test_a_cause_is_a_constant_or_a_code() -> None:
 def test_loggers_are_called_so_that_the_other_tests_find_them() -> None:
     for file, tree in of_packages():
         for node in ast.walk(tree):
-            is_call = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-            if is_call and ast.unparse(node.value.func) in _FACTORIES:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            if ast.unparse(node.value.func) in _FACTORIES:
                 assert all(_LOGGER.search(ast.unparse(target)) for target in node.targets), (file, node.lineno)
 
 

@@ -45,10 +45,8 @@ _VALUE = re.compile(r"\{[^{}]*\}|%(?:\.\d+)?[a-z]")
 _WORD = re.compile(r"(?<![\w/.'-])[a-z]{2,}(?![\w/=-])")
 _SENTENCE = re.compile(r"(^|\s)[a-z]{2,} [a-z]+ [a-z]{2,} [a-z]+")
 _COLUMNS = re.compile(r"\S {3,}\S")
-_ENDING = re.compile(
-    r"; \d+ more like this were not logged$| \(\d+ more like this were not logged\)$| \([a-z]+(-[a-z]+)+\)$"
-)
-"""Number of lines that were held back, or a message's code."""
+_ENDING = re.compile(r"; \d+ more like this were not logged$| \([^()]*\)$")
+"""Number of lines that were held back, a message's code, or whose it is, as in `(engine 'P')`."""
 _MOST_OF_A_PLACE = 8
 _MOST_CHARS = 4000
 _MOST_WORDS_OF_A_NAME = 2
@@ -69,8 +67,9 @@ class Templates:
 
     def know(self, text: str) -> bool:
         """Return whether a text is made of templates."""
-        plain = " ".join(_ENDING.sub("", text).split())
-        if any(_fits(plain, parts) for parts in self._all):
+        plain = " ".join(text.split())
+        endless = _ENDING.sub("", plain)
+        if any(_fits(plain, parts) or _fits(endless, parts) for parts in self._all):
             return True
         name, colon, rest = plain.partition(": ")
         if colon and len(_WORD.findall(name)) <= _MOST_WORDS_OF_A_NAME and self.know(rest):
@@ -162,7 +161,8 @@ def _watch_records() -> None:
             _SEEN.note(record.getMessage(), place)
         handle(logger, record)
 
-    logging.Logger.handle = watched  # type: ignore[method-assign]
+    kind: Any = logging.Logger
+    kind.handle = watched
 
 
 def _watch_output(capture: Any) -> None:
@@ -188,7 +188,8 @@ def _watch_processes() -> None:
                 _SEEN.note_output(output, " ".join(words)[-200:])
         return ended
 
-    subprocess.run = run
+    module: Any = subprocess
+    module.run = run
 
 
 def pytest_collection_finish() -> None:

@@ -133,7 +133,10 @@ class _Module:
         self.literals = [
             node
             for node in nodes
-            if _is_literal(node) and not self._is_inner(node) and not _is_no_text(node, self._parents)
+            if isinstance(node, ast.expr)
+            and _is_literal(node)
+            and not self._is_inner(node)
+            and not _is_no_text(node, self._parents)
         ]
         self.command_help = [
             ast.get_docstring(each) or "" for each in self._functions.values() if self._is_command(each)
