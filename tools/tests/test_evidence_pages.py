@@ -42,6 +42,21 @@ def test_every_fault_has_handling_and_a_test() -> None:
         assert re.findall(r"`(test_\w+)`", tests), f"{fault}: no test"
 
 
+def kinds_of(file: str, table: str) -> set[str]:
+    """Return the keys of a table of faults, e.g. `"crash": Faults.crash` of `_ACTIONS`."""
+    text = (ROOT / "integration_tests" / file).read_text()
+    return set(re.findall(r'^ +"([a-z-]+)":', text.partition(f"\n{table}")[2].partition("\n}")[0], re.MULTILINE))
+
+
+DRAWN = kinds_of("fleet_sim/faults.py", "_ACTIONS")
+
+
+def test_every_kind_of_fault_that_is_drawn_has_a_row() -> None:
+    assert len(DRAWN) > 10
+    shown = {word for row in rows_of(FAILURES.read_text(), 6) for word in re.findall(r"`([a-z-]+)`", row[0])}
+    assert DRAWN - shown == set()
+
+
 @pytest.mark.parametrize("page", [FAILURES, PERFORMANCE], ids=lambda page: page.name)
 def test_named_tests_exist(page: object) -> None:
     named = set(re.findall(r"`(test_\w+)`", (FAILURES if page is FAILURES else PERFORMANCE).read_text()))
@@ -52,7 +67,7 @@ def test_named_tests_exist(page: object) -> None:
 @pytest.mark.parametrize("page", [FAILURES, TUNE], ids=lambda page: page.name)
 def test_named_codes_exist(page: object) -> None:
     text = (FAILURES if page is FAILURES else TUNE).read_text()
-    codes = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", text)) - {"mlx5-0", "kv-nixl"}
+    codes = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", text)) - {"mlx5-0", "kv-nixl"} - DRAWN
     assert len(codes) > 1
     assert {code for code in codes if f'"{code}"' not in SOURCE} == set()
 
