@@ -157,4 +157,19 @@ def _router(verbs: Verbs) -> None:
 
 
 def _dashboard(verbs: Verbs) -> None:
-    verbs.add_parser("dashboard", help="write the Grafana dashboard, deploy/grafana/kv-transfer.json")
+    verb = verbs.add_parser(
+        "dashboard", help="write the Grafana dashboard, deploy/grafana/kv-transfer.json, or draw its panels"
+    )
+    instead = verb.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--picture",
+        nargs="?",
+        type=Path,
+        const=ROOT / "docs" / "operate" / "dashboard",
+        metavar="FOLDER",
+        help="draw every panel from the recorded answers of a Prometheus (into FOLDER, default docs/operate/dashboard)",
+    )
+    instead.add_argument(
+        "--record", action="store_true", help="run two engines and a Prometheus, and record its answers"
+    )
+    verb.add_argument("--vllm", default=DEFAULT_VLLM, help="with --record: vLLM version to run (default %(default)s)")

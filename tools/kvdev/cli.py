@@ -134,9 +134,17 @@ def _newest(uv: Path, options: Namespace) -> int:
     return run_newest(uv, version=options.vllm, source=options.source, record=options.record)
 
 
-def _dashboard(_uv: Path, _options: Namespace) -> int:
+def _dashboard(uv: Path, options: Namespace) -> int:
     from kvdev.dashboard import write_dashboard
 
+    if options.picture:
+        from kvdev.dashboard_picture import write_pictures
+
+        return write_pictures(options.picture)
+    if options.record:
+        from kvdev.dashboard_story import record_story
+
+        return record_story(uv, options.vllm)
     return write_dashboard()
 
 

@@ -27,6 +27,7 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
+    DataTransformerConfig,
     Threshold,
     ThresholdsMode,
     VariableRefresh,
@@ -46,6 +47,9 @@ DASHBOARD: Final = ROOT / "deploy" / "grafana" / "kv-transfer.json"
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="$datasource")
 _WIDTH: Final = 24
 """Columns of Grafana's grid."""
+_NO_COLUMNS: Final = ("Time", "Value", "__name__", "job", "engine")
+"""Columns of every sample that say nothing about an engine."""
+_FIRST_COLUMNS: Final = ("instance", "kv_role", "adapter_version", "vllm_version", "model_name")
 
 
 def dashboard_text() -> str:
@@ -144,14 +148,20 @@ def _stat(panel: Panel) -> Stat:
 
 
 def _table(panel: Panel) -> Table:
+    """Return a table over the whole width: a sample has a dozen labels."""
     target = _target(panel.queries[0], 0).instant().format(PromQueryFormat.TABLE)
+    columns = {
+        "excludeByName": dict.fromkeys(_NO_COLUMNS, True),
+        "indexByName": {name: place for place, name in enumerate(_FIRST_COLUMNS)},
+    }
     return (
         Table()
         .title(panel.title)
         .description(panel.about)
         .datasource(_SOURCE)
-        .height(8)
-        .span(_WIDTH // 3)
+        .height(6)
+        .span(_WIDTH)
+        .with_transformation(DataTransformerConfig("organize", options=columns))
         .with_target(target)
     )
 

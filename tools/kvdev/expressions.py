@@ -36,7 +36,7 @@ HOSTS_OWN: Final[Mapping[str, frozenset[str]]] = {
 """Samples of vLLM's own that the dashboard draws beside ours; a test on real engines finds them there."""
 _EVERYWHERE: Final = frozenset({"instance", "job", "model_name", "engine"})
 _BY_CODE: Final = frozenset({"code"})
-_GRAFANAS: Final = {"$__rate_interval": "1m", "$__range": "1h", "$model": ".+", "$instance": ".+"}
+_ALL_CHOSEN: Final = {"$model": ".+", "$instance": ".+"}
 INFO_LABELS: Final = frozenset({
     "adapter_version", "vllm_version", "kv_role", "memory", "backends", "compatibility_policy", "load_failure_policy",
     "lease_s", "engine_ttl_s", "peer_dialect",
@@ -81,9 +81,15 @@ def samples_read(expression: str) -> dict[str, frozenset[str]]:
     return found
 
 
-def plain(expression: str) -> str:
-    """Return an expression of the dashboard as Prometheus takes it: Grafana's variables replaced, all engines chosen."""
-    for variable, value in _GRAFANAS.items():
+def plain(expression: str, *, rate: str = "1m", span: str = "1h") -> str:
+    """Return an expression of the dashboard as Prometheus takes it: Grafana's variables replaced, all engines chosen.
+
+    Args:
+        expression: As the dashboard has it.
+        rate: Span over which growth is measured.
+        span: Span that the dashboard shows.
+    """
+    for variable, value in {"$__rate_interval": rate, "$__range": span, **_ALL_CHOSEN}.items():
         expression = expression.replace(variable, value)
     return expression
 

@@ -132,7 +132,7 @@ _HAND_OVERS: Final = (
     ),
     Panel("Failed reads, by code", "The code says why.", "cps", (_grown(OWN + "num_failed_reads_total", "code"),)),
     Panel(
-        "Transfers that failed, as vLLM's own connector counts them",
+        "Failed transfers, as vLLM's own connector counts",
         "Reads, handshakes and notifications together.",
         "cps",
         (
@@ -238,6 +238,9 @@ _PEERS: Final = (
             _named(_grown(OWN + "num_failed_mirror_copies_total"), "mirror"),
         ),
     ),
+)
+
+_ENGINES: Final = (
     Panel(
         "Which connector runs where",
         "Engines of one fleet that run another connector or other choices than their siblings.",
@@ -251,6 +254,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
     ("At a glance", _GLANCE),
     ("Hand-overs", _HAND_OVERS),
     ("Leases and tickets", _LEASES),
-    ("Peers and engines", _PEERS),
+    ("Peers", _PEERS),
+    ("Engines", _ENGINES),
 )
 """Rows of the dashboard, from top to bottom."""
