@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +20,11 @@ from judging import (
     ask_all,
     assert_no_lease_left,
     assert_nothing_failed,
+    fleet_python,
     handed_over,
     prompt,
 )
-from ray_cluster import RayCluster, started_app
+from ray_cluster import PAGE, RayCluster, started_app
 
 from kvdev.engines import metric_sum, samples_of
 
@@ -89,6 +92,14 @@ def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayC
     # A metric that Ray's wrappers refuse is left out and logged, and ends no engine.
     assert "the connector's metric" not in app.logs()
     settles(app, prefill_replicas=1)
+
+
+def test_words_for_further_nodes_are_rays() -> None:
+    """`ray start --address HEAD:6379 --block` needs a second machine; its options are those that Ray's own help has."""
+    (line,) = re.findall(r"`(ray start --address [^`]+)`", PAGE.read_text())
+    ray = fleet_python().parent / "ray"
+    done = subprocess.run([ray, "start", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert [word for word in line.split() if word.startswith("--") and word not in done.stdout] == []
 
 
 @pytest.mark.skipif(not IS_LONG, reason="long: two prefill replicas, a kill, a replacement (dev.py test --long fleet)")

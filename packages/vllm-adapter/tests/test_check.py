@@ -202,7 +202,7 @@ def test_a_silent_peers_ranks_are_asked_for_only_if_the_operator_names_them(
     check(*addresses)
     assert asked == [[(0, 0)], [(0, 0)]]
     asked.clear()
-    found = check(*addresses, "--prefill-tp", "2")
+    found = check(*addresses, "--vllm", "0.32.0", "--prefill-tp", "2")
     assert asked == [[(0, 0)], [(0, 0)], [(0, 0), (0, 1)]]
     assert found.code == 0
 

@@ -18,8 +18,8 @@ from vllm_adapter.host.transfer_config import check_transfer_config
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 TEXT = PAGE.read_text() if PAGE.exists() else ""
 BLOCKS: dict[str, list[str]] = {}
-for _language, _code in re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL):
-    BLOCKS.setdefault(_language or "shell", []).append(_code)
+for _language, _code in re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL):
+    BLOCKS.setdefault(_language, []).append(_code)
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in the repository: there are no pages")
 
@@ -41,7 +41,7 @@ def test_every_key_that_is_named_exists() -> None:
 
 
 def test_the_commands_run_and_make_what_engines_accept(tmp_path: Path) -> None:
-    for command in BLOCKS["shell"]:
+    for command in BLOCKS["sh"]:
         words = command.replace("kv-handshake", str(Path(sys.executable).with_name("kv-handshake")))
         words = words.replace("python3", sys.executable)
         subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
