@@ -8,7 +8,7 @@ into its extension module. Agents that other threads of the process make at the 
 An event wakes the thread at once, and the thread that posted a read polls UCX for it by itself, so no read waits for the
 delay: with 60 s of it on both sides, reads of 16 KB to 32 MB and their notifications end as ever
 (`integration_tests/real_io/test_progress_thread.py`). An event that UCX does not report, of which NIXL's
-source warns, is found after 50 ms. The figures are in docs/transfers.md, section Threads.
+source warns, is found after 50 ms. The figures are in docs/transfer-evidence.md.
 """
 
 from __future__ import annotations
