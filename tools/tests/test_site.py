@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import shutil
 import subprocess
-from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -25,7 +23,7 @@ from kvdev.site.reference import configuration_page, metric_names_page
 from kvdev.uvtool import find_or_install_uv
 from vllm_adapter.config import describe_keys
 
-# Words of an operator, the page that must be among the first three, and a text that its section must hold.
+# Words of an operator, the page that must be among the first three that the site's search lists, and a text that it must hold.
 SYMPTOMS = [
     ("engine does not start port already in use", "troubleshoot/", "side-channel-port"),
     ("slow transfer TCP fallback instead of RDMA", "troubleshoot/", "kv-nixl doctor"),
@@ -38,6 +36,17 @@ SYMPTOMS = [
     ("rolling restart without losing requests", "operate/drain/", "SIGTERM"),
     ("go back to vllm's own connector", "operate/migrate/", "Take the key out"),
 ]
+# Words of readers who are not in trouble, and the page that must come first or second.
+SUBJECTS = [
+    ("install on rocm", "operate/install/"),
+    ("seal tickets with a fleet secret", "security/"),
+    ("layout algebra", "layout-algebra/"),
+    ("kubernetes grace period", "operate/kubernetes/"),
+    ("grafana dashboard", "operate/dashboards/"),
+    ("probe pages", "adr/0014-probe-pages/"),
+    ("geometry document", "wire/geometry/"),
+]
+NOBODY_ASKS = "zzyzx"
 
 
 class _Page(HTMLParser):
@@ -90,38 +99,6 @@ def test_links_pictures_scripts_and_styles_lead_somewhere(site: Path) -> None:
     assert sum(len(page.pictures) for page in pages.values()) >= 8
 
 
-def words_of(text: str) -> list[str]:
-    return [word.removesuffix("s") for word in re.findall(r"[a-z0-9]+", re.sub(r"<[^>]+>", " ", text).lower())]
-
-
-def ranked(index: list[dict[str, str]], query: str) -> list[dict[str, str]]:
-    """Return the sections of the index by BM25, titles counted three times: the measure that lunr uses."""
-    bags = [Counter(words_of(one["title"]) * 3 + words_of(one["text"])) for one in index]
-    mean = sum(bag.total() for bag in bags) / len(bags)
-    scores = [0.0] * len(bags)
-    for word in set(words_of(query)):
-        holders = sum(word in bag for bag in bags)
-        rarity = math.log(1 + (len(bags) - holders + 0.5) / (holders + 0.5))
-        for number, bag in enumerate(bags):
-            length = 1.2 * (0.25 + 0.75 * bag.total() / mean)
-            scores[number] += rarity * bag[word] * 2.2 / (bag[word] + length)
-    order = sorted(range(len(bags)), key=lambda number: -scores[number])
-    return [index[number] for number in order]
-
-
-@pytest.mark.parametrize(("query", "page", "holds"), SYMPTOMS, ids=[row[0] for row in SYMPTOMS])
-def test_a_search_for_a_symptom_finds_its_page(site: Path, query: str, page: str, holds: str) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    first: list[str] = []
-    for section in ranked(index, query):  # as the search box does, sections are shown under their page
-        place = section["location"].partition("#")[0]
-        first += [place] if place not in first else []
-        if len(first) == 3:
-            break
-    assert page in first
-    assert any(holds in section["text"] for section in index if section["location"].startswith(page))
-
-
 @pytest.mark.parametrize("source", [drawings, terminals], ids=["drawings", "terminals"])
 def test_the_pictures_are_those_that_the_source_draws(source: ModuleType) -> None:
     drawn = {name: draw() for name, draw in source.PICTURES.items()}
@@ -161,29 +138,58 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
     assert link_inside("[d](docs/adr/)", "README.md", "project.md") == "[d](adr/README.md)"
 
 
+# ------------------------------------------------------------------------------------------------------- in a browser
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+in_a_browser = pytest.mark.skipif(
+    not BROWSER, reason="there is no chromium on this machine: pages and search were not tried"
+)
 
 
-@pytest.mark.skipif(not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long tools")
-@pytest.mark.skipif(not BROWSER, reason="there is no chromium on this machine")
-def test_every_page_opens_at_two_widths_without_a_fault(site: Path) -> None:
+def opened(site: Path, *queries: str) -> dict[str, Any]:
+    """Open all pages of a site in a browser, and ask its search."""
     python = browser_environment(find_or_install_uv())
-    command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(site), BROWSER]
+    command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(site), BROWSER, *queries]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["pages"] > 50
-    assert found["faults"] == []
+    return dict(json.loads(done.stdout))
 
 
-@pytest.mark.skipif(not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long tools")
-@pytest.mark.skipif(not BROWSER, reason="there is no chromium on this machine")
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Any]:
+    return opened(site, NOBODY_ASKS, *(row[0] for row in (*SYMPTOMS, *SUBJECTS)))
+
+
+@in_a_browser
+def test_every_page_opens_at_two_widths_without_a_fault(seen: dict[str, Any]) -> None:
+    assert seen["pages"] > 50
+    assert seen["faults"] == []
+
+
+@in_a_browser
+@pytest.mark.parametrize(("query", "page", "holds"), SYMPTOMS, ids=[row[0] for row in SYMPTOMS])
+def test_the_sites_search_finds_the_page_of_a_symptom(
+    site: Path, seen: dict[str, Any], query: str, page: str, holds: str
+) -> None:
+    assert page in list(dict.fromkeys(seen["found"][query]))[:3]
+    assert holds in (site / page / "index.html").read_text()
+
+
+@in_a_browser
+@pytest.mark.parametrize(("query", "page"), SUBJECTS, ids=[row[0] for row in SUBJECTS])
+def test_pages_for_operators_do_not_bury_the_others(seen: dict[str, Any], query: str, page: str) -> None:
+    assert page in list(dict.fromkeys(seen["found"][query]))[:2]
+
+
+@in_a_browser
+def test_a_search_for_words_of_no_page_finds_nothing(seen: dict[str, Any]) -> None:
+    assert seen["found"][NOBODY_ASKS] == []
+
+
+@in_a_browser
 def test_planted_faults_of_a_page_are_found(tmp_path: Path) -> None:
     body = '<div style="width: 5000px">x</div><img src="none.png"><script>nothing()</script>'
     (tmp_path / "index.html").write_text(f"<!doctype html><title>x</title>{body}")
-    python = browser_environment(find_or_install_uv())
-    command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(tmp_path), BROWSER]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    said = "\n".join(json.loads(done.stdout)["faults"])
+    said = "\n".join(opened(tmp_path)["faults"])
     for fault in ("pixels too wide", "not loaded: none.png", "nothing is not defined", "at 1280", "at 390"):
         assert fault in said
