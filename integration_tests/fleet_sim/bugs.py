@@ -19,7 +19,7 @@ from kv_nixl_agent import TransferAgent, TransferThread
 from kv_nixl_agent._account import Account
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._handles import Handles
-from kv_nixl_agent._mailbox import Arrivals, Mailbox
+from kv_nixl_agent._mailbox import Mailbox
 from kv_nixl_agent._peers import PeerTable
 from kv_nixl_agent._schedule import Schedule
 from kv_nixl_agent._settling import Settling
@@ -380,11 +380,6 @@ def _unloads_all(old: Any) -> Any:
     return retire
 
 
-def _overtaking(old: Any) -> Any:
-    """Notifications are delivered before the calls that were handed over earlier."""
-    return lambda self, arrived, given_count: old(self, arrived, 0)  # noqa: ARG005
-
-
 def _cancelled_counts(old: Any) -> Any:
     """A cancelled transfer goes on counting as queued."""
 
@@ -415,7 +410,6 @@ BUGS: dict[str, Bug] = {
     "read-never-retried": _swap(vllm_adapter.worker.transfer.reads, "may_retry", lambda _: lambda *_a: False),
     "siblings-know-nothing": _swap(HandOvers, "join", _always_alone),
     "peer-unloaded-alive": _swap(PeerTable, "retire", _unloads_all),
-    "notification-overtakes-order": _swap(Arrivals, "add", _overtaking),
     "notification-nonce-ignored": _swap(kv_scheduler_state._leases, "_is_stale", lambda _: lambda *_a: False),
     "pause-ends-leases": _both(
         _swap(ObservedClock, "max_step_s", lambda _: property(lambda _s: 1e9, lambda _s, _v: None)),

@@ -165,6 +165,11 @@ def _bad_neighbour(draw: random.Random, seed: int) -> EpisodePlan:
     )
     kind = draw.choice(("cut", "cut", "slow", "stop", "crash"))
     trouble = FaultPlan(kind, draw.uniform(0.2, 2.0), draw.uniform(2.0, 5.0), 0, 2 if kind in _LINK_KINDS else 0, 50.0)
+    if kind == "crash":  # some tickets arrive when their engine is dead
+        late = draw.randint(1, 3)
+        at_s = max(0.0, trouble.at_s - draw.uniform(0.2, 0.4))
+        caught = (replace(one, at_s=at_s, prefill=0, router_s=0.5, abort="", tokens=8) for one in requests[:late])
+        requests = (*caught, *requests[late:])
     return EpisodePlan(seed, fleet, requests, (trouble,))
 
 

@@ -25,9 +25,8 @@ _HARMLESS_KINDS = frozenset(("pressure", "forged"))
 """Faults of an engine that stop neither its process nor its clock."""
 WAIT_S = 0.5
 """Longest waiting of a read of an untouched pair; 0.12 s is the most that 1000 seeds have shown."""
-_REFUSED_S = 1.0
-"""Longest time until a read from a dead engine has failed, beside the time in which NIXL notices the death, twice: before it is
-made once more, and after."""
+_REFUSED_S = 0.5
+"""Longest time until a read from a dead engine has failed, beside the time in which NIXL notices the death."""
 _HEAD_START_S = 0.3
 """In a calm fleet a read that is ordered so much earlier than another of the same peer, and is no longer, ends first."""
 
@@ -111,7 +110,7 @@ class Fairness:
         if peer is None or peer is not read.dead_peer or self._world.is_healed or self._is_hampered(read.slot):
             return
         elapsed_s = self._world.time_s - read.begun_s
-        if elapsed_s > 2 * plan.fleet.notice_s + _REFUSED_S:
+        if elapsed_s > plan.fleet.notice_s + _REFUSED_S:
             self._world.violated(
                 "refused-late",
                 f"{self._engine.name}: the read of {request_id} from {peer.lane}, which was dead all the time, took "

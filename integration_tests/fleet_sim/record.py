@@ -85,12 +85,11 @@ HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
     "queue-last-first": lambda plan: (
         plan.fleet.is_calm and plan.fleet.bytes_per_s < 3e3 and plan.fleet.max_inflight_bytes > 0
     ),
-    "handshake-waits-for-refused": lambda plan: any(fault.kind == "crash" for fault in plan.faults),
+    "handshake-waits-for-refused": lambda plan: len(plan.faults) == 1 and plan.faults[0].kind == "crash",
     "ticket-without-fence-read": lambda plan: any(one.damage == "no-fence" for one in plan.requests),
     "read-never-retried": lambda plan: any(fault.kind == "blip" for fault in plan.faults),
     "siblings-know-nothing": lambda plan: plan.fleet.is_calm and _has_siblings(plan),
     "peer-unloaded-alive": lambda plan: plan.fleet.engine_ttl_s > 0,
-    "notification-overtakes-order": lambda plan: any(fault.kind == "starve" for fault in plan.faults),
     "notification-nonce-ignored": lambda plan: plan.fleet.is_calm and any(one.kind == "forged" for one in plan.faults),
     "pause-ends-leases": lambda plan: plan.fleet.is_calm and any(fault.kind == "pause" for fault in plan.faults),
     "queue-count-leaks": lambda plan: plan.fleet.max_inflight_bytes > 0 and bool(plan.faults),
