@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -86,7 +87,7 @@ def endure(fleet: Fleet, rounds: int, restarted: str) -> list[Counter[str]]:
         for request in _requests(fleet, number):
             fleet.router.start(request)
         for slot in range(len(fleet.plan.fleet.engines)):
-            fleet.world.after(0.05, lambda slot=slot: faults.forged(FaultPlan("forged", 0.0, 0.0, slot)))
+            fleet.world.after(0.05, partial(faults.forged, FaultPlan("forged", 0.0, 0.0, slot)))
         fleet.world.run(fleet.world.now_s + 60.0, lambda: not fleet.router.open_names())
         settle(fleet)
         if fleet.world.violations:
