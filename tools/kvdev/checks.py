@@ -103,7 +103,7 @@ def _variables_of(folder: Path) -> dict[str, str] | None:
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    plain = ("never_wrong", "sim", "real_io", "wire_in_go", "fleet", "chaos/agents")
+    plain = ("never_wrong", "sim", "real_io", "wire_in_go", "fleet", "chaos", "chaos/agents")
     names = (*plain, "gpu", *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [

@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,14 +27,16 @@ from kvdev.paths import ROOT, STATE
 from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
     from prometheus_client.samples import Sample
 
 __all__ = [
     "Engine",
+    "EngineProcess",
     "EngineSpec",
+    "Launch",
     "die_with_parent",
     "families_of",
     "free_port",
@@ -72,28 +74,55 @@ class EngineSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Engine:
-    """A vLLM API server in a process group of its own, on free ports or those of an engine that it replaces."""
+class EngineProcess(Protocol):
+    """The server's process, as `subprocess` gives it."""
 
-    def __init__(self, spec: EngineSpec, python: Path, *, instead_of: Engine | None = None) -> None:
+    @property
+    def pid(self) -> int:
+        """Number of the process, which leads a group of its own."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it lives."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to this process alone."""
+        ...
+
+
+Launch: TypeAlias = "Callable[[Sequence[str], Mapping[str, str], Path], EngineProcess]"
+
+
+class Engine:
+    """A vLLM API server in a process group of its own, on free ports or those of an engine that it replaces.
+
+    Args:
+        spec: Arguments that it is started with.
+        python: The host environment's.
+        instead_of: An engine that has ended, whose ports it takes and whose log it goes on with.
+        launch: Starts the process from (command, environment, log); None for a new Python.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, python: Path, *, instead_of: Engine | None = None, launch: Launch | None = None
+    ) -> None:
         self.spec = spec
         self._python = python
+        self._launch = launch or _new_python
         self.port: int = instead_of.port if instead_of else free_port()
         self.side_channel_port: int = instead_of.side_channel_port if instead_of else free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         folder = STATE / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"engine-{spec.name}.log"
-        with self.log.open("ab" if instead_of else "wb") as sink:
-            self._process = subprocess.Popen(
-                self._command(python),
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
-            )
+        if instead_of is None:
+            self.log.write_bytes(b"")
+        self._process = self._launch(self._command(python), self._environment(), self.log)
 
     def _command(self, python: Path) -> list[str]:
         command = [
@@ -169,7 +198,7 @@ class Engine:
 
     def again(self) -> Engine:
         """Start the same engine anew on the same ports, after its end; its log goes on."""
-        return Engine(self.spec, self._python, instead_of=self)
+        return Engine(self.spec, self._python, instead_of=self, launch=self._launch)
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the server's process alone, as a supervisor does: vLLM then drains."""
@@ -196,13 +225,28 @@ class Engine:
         self._process.wait(timeout=10)
 
 
+def _new_python(command: Sequence[str], environment: Mapping[str, str], log: Path) -> EngineProcess:
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
+        )
+
+
 @contextlib.contextmanager
-def start_all(specs: Sequence[EngineSpec], python: Path, *, quiet: bool = False) -> Iterator[list[Engine]]:
+def start_all(
+    specs: Sequence[EngineSpec], python: Path, *, quiet: bool = False, launch: Launch | None = None
+) -> Iterator[list[Engine]]:
     """Start engines together, wait until all are healthy, and end them whatever happens."""
     engines: list[Engine] = []
     try:
         for spec in specs:
-            engines.append(Engine(spec, python))  # noqa: PERF401  (those already started are stopped if one cannot be)
+            engines.append(Engine(spec, python, launch=launch))  # noqa: PERF401  (those already started are stopped if one cannot be)
         _wait_healthy(engines, quiet=quiet)
         yield engines
     finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
-SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "host", "fleet", "gpu")
+SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _GPU_PARTS = ("gpu-device", "gpu-engines")
 """Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
@@ -110,8 +110,8 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
             # Attacks on tickets and agents need the simulation's engines; the wire in Go refuses what ours does.
             for name, tests in (("tickets", "sim/test_attacks.py"), ("wire", "wire_in_go")):
                 _pytest(f"security-{name}", _here(), ROOT / "integration_tests" / tests, tally, *options.words)
-    elif scope in {"host", "fleet"}:
-        (_host if scope == "host" else _fleet)(uv, tally, options)
+    elif scope in {"host", "fleet", "chaos"}:
+        {"host": _host, "fleet": _fleet, "chaos": _chaos}[scope](uv, tally, options)
     else:
         _gpu(uv, tally, options, is_asked_for=is_asked_for)
 
@@ -250,6 +250,18 @@ def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
     # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
     words = ["--timeout=900", "--durations=15", "-rfEP", *options.words]
     _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
+
+
+def _chaos(uv: Path, tally: _Tally, options: RunOptions) -> None:
+    """Test the tools that do harm; in a long run do it to real engines and to bare agents, in an hour and a half."""
+    folder = ROOT / "integration_tests" / "chaos"
+    env = {**os.environ, "KVDEV_VLLM": options.vllm, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
+    limit_s = 9000 if options.is_long else 1200
+    words = ["--durations=5", "-rfEP"] if options.is_long else []
+    agents = folder / "agents"
+    _pytest("chaos", _here(), folder, tally, f"--ignore={agents}", *words, *options.words, env=env, timeout_s=limit_s)
+    if agents.exists():
+        _pytest("chaos-agents", _here(), agents, tally, *words, *options.words, env=env, timeout_s=limit_s)
 
 
 def _pytest(

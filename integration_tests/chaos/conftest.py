@@ -1,0 +1,20 @@
+"""Makes the modules beside the tests importable, and keeps the process that engines are forked from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from live import Warm, warm_starter, with_answers
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Import vLLM once, and let one engine alone answer all prompts."""
+    with warm_starter() as started:
+        yield with_answers(started)

@@ -1,0 +1,220 @@
+"""Two prefill and two decode engines that are killed, stopped and started anew while requests go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+from load import Load, Pair, Prompt, make_prompts
+from recorder import HELD_BY_ENGINE, Held, Recorder, running_recorder, usage_of
+from verdicts import Outages
+from warm import Starter, started_starter
+
+from kvdev.demo import connector_config
+from kvdev.engines import Engine, EngineSpec, Launch, local_model, start_all
+from kvdev.steps import note
+
+__all__ = ["FAILS", "LEASE_S", "NAMES", "Live", "Setting", "Warm", "started_live", "warm_starter", "with_answers"]
+
+LEASE_S = 8
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+FAILS = {"decode-1": True}
+"""Decode engines that fail a request whose KV is lost; the others compute its prompt."""
+STABLE_IDS = ("prefill-0", "decode-0")
+"""Engines that come back under the id that they had; the others choose a new one, as vLLM's default is."""
+PROMPTS = 64
+_HEALTHY_WITHIN_S = 180.0
+_FLUSH = {"model": "tiny", "prompt": "flush", "max_tokens": 2, "temperature": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Choices that make one fleet differ from another."""
+
+    label: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment of all engines."""
+    own_variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    own_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    keys: Mapping[str, object] = field(default_factory=dict)
+    """Extra-config keys of all connectors."""
+
+
+def _config(name: str, keys: Mapping[str, object]) -> dict[str, object]:
+    role = "kv_producer" if name.startswith("prefill") else "kv_consumer"
+    config = connector_config(role, **{"kv_lease_duration": LEASE_S, **keys})
+    config["kv_load_failure_policy"] = "fail" if FAILS.get(name) else "recompute"
+    if name in STABLE_IDS:
+        config["engine_id"] = f"chaos-{name}-{os.getpid()}"
+    return config
+
+
+def spec_of(name: str, setting: Setting, model: Path, runtime: Path) -> EngineSpec:
+    """Return how an engine of the fleet is started."""
+    cores = sorted(os.sched_getaffinity(0))
+    # Decode engines keep no prefixes: each request is read from its peer.
+    more = ["--no-enable-prefix-caching"] if name.startswith("decode") else []
+    more += ["--disable-uvicorn-access-log", "--kv-cache-memory-bytes", "67108864"]
+    return EngineSpec(
+        f"chaos-{setting.label}-{name}",
+        model,
+        str(cores[NAMES.index(name) % len(cores)]),
+        _config(name, setting.keys),
+        [*more, *setting.own_arguments.get(name, ())],
+        {"XDG_RUNTIME_DIR": str(runtime), **setting.variables, **setting.own_variables.get(name, {})},
+    )
+
+
+@final
+@dataclass
+class Live:
+    """The fleet and its book of outages."""
+
+    engines: dict[str, Engine]
+    prompts: Sequence[Prompt]
+    recorder: Recorder
+    outages: Outages = field(default_factory=Outages)
+    restarts_s: list[float] = field(default_factory=list)
+
+    def pairs(self, prefill: Sequence[str] = NAMES[:2], decode: Sequence[str] = NAMES[2:]) -> list[Pair]:
+        """Return all pairs of these engines."""
+        return [Pair(p, d, self.engines[p].url, self.engines[d].url) for p in prefill for d in decode]
+
+    def load(self, seed: int, **more: Any) -> Load:
+        """Return a load over all pairs."""
+        return Load(more.pop("pairs", None) or self.pairs(), self.prompts, seed, **more)
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def kill(self, name: str) -> None:
+        """Kill an engine with all its processes at once."""
+        self.outages.begin(name, time.monotonic())
+        self.engines[name].signal_all(signal.SIGKILL)
+        assert self.engines[name].has_ended(within_s=20)
+
+    def begin_again(self, name: str) -> None:
+        """Start an engine that has ended on its ports."""
+        self.engines[name] = self.engines[name].again()
+
+    def wait_serving(self, name: str) -> None:
+        """Wait until an engine that was started anew is healthy, and note the end of its outage."""
+        began_s = time.monotonic()
+        engine = self.engines[name]
+        while not engine.is_healthy():
+            assert engine.is_running, f"{name} ended while starting:\n{engine.last_words()}"
+            assert time.monotonic() - began_s < _HEALTHY_WITHIN_S, f"{name} is not healthy:\n{engine.last_words()}"
+            time.sleep(0.2)
+        self.outages.end(name, time.monotonic())
+        self.restarts_s.append(time.monotonic() - began_s)
+
+    def stop(self, name: str) -> None:
+        """Stop all processes of an engine."""
+        self.outages.begin(name, time.monotonic())
+        self.engines[name].signal_all(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Let a stopped engine go on."""
+        self.engines[name].signal_all(signal.SIGCONT)
+        self.outages.end(name, time.monotonic())
+
+    def dead(self) -> list[str]:
+        """Return engines that have ended though nobody ended them."""
+        now_s = time.monotonic()
+        return [
+            name
+            for name, engine in self.engines.items()
+            if not engine.is_running and not self.outages.is_out(name, now_s, now_s)
+        ]
+
+    # ------------------------------------------------------------------------------------------------------ at rest
+
+    def take_steps(self) -> None:
+        """Let each engine take a few steps: it reports with its steps."""
+        for engine in self.engines.values():
+            if engine.is_running:
+                engine.complete(_FLUSH)
+
+    def held(self) -> dict[str, tuple[Held, float]]:
+        """Return what each engine holds, and the share of its blocks that is in use."""
+        held = self.recorder.held()
+        return {name: (held[name], usage_of(engine.metrics())) for name, engine in self.engines.items()}
+
+    def stranded(self, within_s: float = 2.0 * LEASE_S + 2) -> dict[str, str]:
+        """Wait until nothing is held; return what still is after this time, by engine."""
+        until = time.monotonic() + within_s
+        while True:
+            self.take_steps()
+            left = {name: text for name, (held, usage) in self.held().items() if (text := _text(held, usage))}
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.5)
+
+
+def _text(held: Held, usage: float) -> str:
+    """Return what an engine holds in words; empty when it holds nothing."""
+    levels = {name: getattr(held, name) for name in HELD_BY_ENGINE if getattr(held, name)}
+    words = [f"{name} {level}" for name, level in levels.items()]
+    words += [f"{usage:.1%} of its blocks"] if usage else []
+    words += ["no answer to status"] if held.is_silent else []
+    return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The process that has imported vLLM, and the right answers."""
+
+    starter: Starter
+    python: Path
+    model: Path
+    prompts: Sequence[Prompt] = ()
+
+
+@contextlib.contextmanager
+def warm_starter() -> Iterator[Warm]:
+    """Import vLLM once."""
+    python, model = local_model(Path(os.environ["KVDEV_UV"]), "dense", os.environ["KVDEV_VLLM"])
+    began_s = time.monotonic()
+    with started_starter(python) as starter:
+        note(f"  ok  vLLM is imported ({time.monotonic() - began_s:.0f} s)")
+        yield Warm(starter, python, model)
+
+
+def with_answers(warm: Warm, count: int = PROMPTS) -> Warm:
+    """Let one plain engine, without a connector, answer all prompts, and end it."""
+    spec = EngineSpec("chaos-alone", warm.model, str(min(os.sched_getaffinity(0))))
+    answered: list[Prompt] = []
+    with start_all([spec], warm.python, quiet=True, launch=warm.starter.launch) as (engine,):
+        for prompt in make_prompts(count):
+            body = {"model": "tiny", "prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0}
+            answer: Any = engine.complete({**body, "ignore_eos": True})
+            answered.append(replace(prompt, answer=answer["choices"][0]["text"]))
+    texts = [prompt.answer for prompt in answered if prompt.tokens > 1]
+    assert len(set(texts)) > 0.9 * len(texts), "prompts share answers: a mix-up would not show"
+    return replace(warm, prompts=answered)
+
+
+@contextlib.contextmanager
+def started_live(warm: Warm, setting: Setting, launch: Launch | None = None) -> Iterator[Live]:
+    """Start the four engines, by forks unless something else launches them, and sample them all the time."""
+    runtime = warm.starter.folder / f"run-{setting.label}"
+    runtime.mkdir(mode=0o700)
+    specs = [spec_of(name, setting, warm.model, runtime) for name in NAMES]
+    with start_all(specs, warm.python, quiet=True, launch=launch or warm.starter.launch) as started:
+        live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, Recorder(dict, runtime / "vllm-adapter"))
+        live.recorder.pids = lambda: {
+            name: engine.pid for name, engine in list(live.engines.items()) if engine.is_running
+        }
+        try:
+            with running_recorder(live.recorder):
+                yield live
+        finally:
+            # What was started anew ends too.
+            started[:] = live.engines.values()
+            for engine in started:
+                engine.signal_all(signal.SIGCONT)

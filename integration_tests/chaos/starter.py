@@ -1,0 +1,165 @@
+"""Fork vLLM engines from one process that has imported vLLM: `python starter.py FOLDER` (host environment).
+
+Imports are most of an engine's start: some 25 CPU seconds for each of its two processes. Here they are paid once. An engine is
+then a fork, whose own scheduler process is a fork again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
+
+Each line on standard input is an order, `{"arguments": [...], "environment": {...}, "log": "...", "namespaces": [...]}`; the
+answer is a line with the number of the process. When it ends, `FOLDER/PID.exit` appears with its exit code, negative for a
+signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "uvloop",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.utils",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+)
+"""Modules that engines use. Those that a release of vLLM does not have are left out: each engine then imports them itself."""
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 0.1
+_ENDS_WITHIN_S = 15.0
+
+
+def preload() -> list[str]:
+    """Import what engines use; return the names that this release does not have."""
+    missing: list[str] = []
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def _fork_schedulers() -> None:
+    """Let an engine's scheduler process be a fork as well; vLLM on CPU always spawns a new Python."""
+    utils: Any = importlib.import_module("vllm.v1.engine.utils")
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _enter(namespaces: Sequence[str]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened = [os.open(path, os.O_RDONLY) for path in namespaces]
+    for descriptor, path in zip(opened, namespaces, strict=True):
+        if libc.setns(descriptor, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+        os.close(descriptor)
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """Turn this process, which was just forked, into an API server; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        sink = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        source = os.open(os.devnull, os.O_RDONLY)
+        for target, file in ((0, source), (1, sink), (2, sink)):
+            os.dup2(file, target)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _enter(order["namespaces"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        sys.argv = ["api_server", *order["arguments"]]
+        _fork_schedulers()
+        importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _Starter:
+    """The loop of orders. It has no thread: a fork must not copy a lock that somebody holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._alive: set[int] = set()
+
+    def run(self) -> None:
+        """Obey until standard input ends, then end all engines."""
+        held = b""
+        while True:
+            self._reap()
+            if not select.select([0], [], [], _LOOK_EVERY_S)[0]:
+                continue
+            data = os.read(0, 1 << 16)
+            if not data:
+                break
+            *lines, held = (held + data).split(b"\n")
+            for line in lines:
+                self._start(json.loads(line))
+        self._end_all()
+
+    def _start(self, order: Mapping[str, Any]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            _become(order)
+        self._alive.add(pid)
+        os.write(1, b"%d\n" % pid)
+
+    def _reap(self) -> None:
+        for pid in list(self._alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._alive.discard(pid)
+                new = self._folder / f"{pid}.new"
+                new.write_text(str(os.waitstatus_to_exitcode(status)))
+                new.rename(self._folder / f"{pid}.exit")
+
+    def _end_all(self) -> None:
+        for number, within_s in ((signal.SIGTERM, _ENDS_WITHIN_S), (signal.SIGKILL, 5.0)):
+            for pid in self._alive:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, number)
+            until = time.monotonic() + within_s
+            while self._alive and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY_S)
+                self._reap()
+
+
+def main() -> None:
+    """Import, say so, and obey."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Ctrl-C reaches the whole terminal group: whoever started this one ends it by closing its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    missing = preload()
+    os.write(1, json.dumps({"ready": True, "missing": missing}).encode() + b"\n")
+    _Starter(Path(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Engines that start in seconds: forks of one process that has imported vLLM (`starter.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from kvdev.engines import die_with_parent
+from kvdev.paths import ROOT
+
+__all__ = ["ForkedProcess", "Starter", "started_starter"]
+
+_PROGRAM = Path(__file__).with_name("starter.py")
+_SITE = ROOT / "tools" / "kvdev" / "engine_site"
+_READY_WITHIN_S = 300.0
+_ANSWERS_WITHIN_S = 30.0
+_CODE_WITHIN_S = 5.0
+
+
+@final
+class ForkedProcess:
+    """A process that the starter forked, watched by its number: `subprocess.Popen` as far as engines need it."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._code_file = folder / f"{pid}.exit"
+        self._descriptor: int | None = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it lives."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return the exit code."""
+        if self._descriptor is not None:
+            if not select.select([self._descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+            self.returncode = self._code()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _code(self) -> int:
+        until = time.monotonic() + _CODE_WITHIN_S
+        while not self._code_file.exists():
+            if time.monotonic() > until:  # the starter has gone first
+                return 1
+            time.sleep(0.02)
+        return int(self._code_file.read_text())
+
+    def terminate(self) -> None:
+        """Send SIGTERM to this process alone."""
+        if self._descriptor is not None:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+
+
+@final
+@dataclass
+class Starter:
+    """The process that has imported vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    namespaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of an engine's log file without its suffix -> files of the namespaces that it lives in."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
+        """Fork an engine: `command` is what would start it in a new Python, `-m MODULE` and then its arguments."""
+        order = {
+            "arguments": list(command[3:]),
+            "environment": {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            "log": str(log),
+            "namespaces": list(self.namespaces.get(log.stem, ())),
+        }
+        with self._lock:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+            return ForkedProcess(int(self._line(_ANSWERS_WITHIN_S)), self.folder)
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Wait for the imports; return what the starter says of them."""
+        answer: dict[str, Any] = json.loads(self._line(_READY_WITHIN_S))
+        return answer
+
+    def _line(self, within_s: float) -> bytes:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], within_s)[0]:
+            raise TimeoutError(f"the starter does not answer within {within_s:g} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the starter ended with {self.process.wait()}; its log is {self.folder}/starter.log")
+        return line
+
+
+def _preloaded_libraries(python: Path) -> str:
+    """Return LD_PRELOAD as vLLM on CPU sets it for the processes that it spawns: a fork cannot load them any more."""
+    site = next(python.parents[1].glob("lib/python3*/site-packages"))
+    patterns = ("torch.libs/libgomp*.so*", "torch/lib/libgomp*.so*", "vllm/libs/libtcmalloc*.so*")
+    return ":".join(str(found[0]) for pattern in patterns if (found := sorted(site.glob(pattern))))
+
+
+@contextlib.contextmanager
+def started_starter(python: Path) -> Iterator[Starter]:
+    """Start the importing process; at the end it ends all engines that it has forked."""
+    with tempfile.TemporaryDirectory(prefix="kv-chaos-") as name:
+        folder = Path(name)
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_", "NIXL_"))},
+            "PYTHONPATH": os.pathsep.join([str(_SITE), str(ROOT / "tools")]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "LD_PRELOAD": _preloaded_libraries(python),
+        }
+        with (folder / "starter.log").open("wb") as sink:
+            process = subprocess.Popen(
+                [python, _PROGRAM, str(folder)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
+            )
+        try:
+            starter = Starter(process, folder)
+            missing = starter.wait_ready()["missing"]
+            if missing:
+                print(f"not imported beforehand, this vLLM has none: {', '.join(missing)}", file=sys.stderr)
+            yield starter
+        finally:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            process.kill()
+            process.wait()
+            process.stdout.close()
