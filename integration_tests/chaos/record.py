@@ -1,4 +1,4 @@
-"""Turn the reports of a long run into what is committed: `python record.py` writes `docs/chaos/` and the tables of `docs/chaos.md`."""
+"""Turn the reports of a long run into what is committed: `docs/chaos/` and the tables of `docs/chaos.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ PICTURE = ROOT / "docs" / "chaos" / "soak.svg"
 REPORTS = ROOT / ".dev" / "reports" / "chaos"
 _SIDES = ("prefill", "decode")
 _TRANSPORTS = ("default", "tcp")
-_LEVELS = (("resident_mb", "memory, MB"), ("descriptors", "descriptors"), ("sockets", "sockets"), ("threads", "threads"))
+_LEVELS = (
+    ("resident_mb", "memory, MB"),
+    ("descriptors", "descriptors"),
+    ("sockets", "sockets"),
+    ("threads", "threads"),
+)
 
 __all__ = ["FIGURES", "PAGE", "PICTURE", "tables", "with_tables"]
 
@@ -36,8 +41,7 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
 
 def _kills(figures: dict[str, Any]) -> str:
     rows = [
-        "| killed | transports | kills | requests | right | clean errors | anything else | deaths of survivors "
-        "| requests of healthy pairs meanwhile | a start takes |",
+        "| killed | transports | kills | requests | right | clean errors | else | survivors died | healthy pairs | start |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for side in _SIDES:
