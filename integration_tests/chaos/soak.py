@@ -19,7 +19,7 @@ __all__ = ["SURVIVORS", "Soak", "SoakReport", "soak"]
 
 SURVIVORS = ("prefill-0", "decode-0")
 """Engines that no fault touches: their levels must be flat."""
-_FAULT_EVERY_S = 40.0
+_FAULT_EVERY_S = 45.0
 _STOPPED_S = (1.0, 6.0)
 
 
@@ -59,8 +59,8 @@ def soak(live: Live, plan: Soak) -> SoakReport:
     draw = random.Random(plan.seed)
     faults: dict[str, int] = {}
     began_s = time.monotonic()
-    # Six workers that pause: about four requests a second, whatever the machine is busy with.
-    with running_load(live.load(plan.seed, workers=6, pause_s=1.1, leave_share=plan.leave_share)) as load:
+    # Workers that pause: about four requests a second, also where the machine is busy with other things.
+    with running_load(live.load(plan.seed, workers=10, pause_s=1.5, leave_share=plan.leave_share)) as load:
         next_fault_s, next_note_s = began_s + _FAULT_EVERY_S, began_s + 60
         while (now_s := time.monotonic()) - began_s < plan.seconds or len(load.asked) < plan.requests:
             assert not live.dead(), f"{live.dead()} died:\n{live.engines[live.dead()[0]].last_words()}"

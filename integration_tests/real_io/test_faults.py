@@ -309,6 +309,27 @@ def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stag
     assert stage.consumer.statistics()["inflight"] == 0
 
 
+def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
+    """Reads of few descriptors never wake UCX's worker threads, which hold a socket or two each for every peer."""
+    stage = make_stage()
+    stage.connect()
+    held = []
+    for number in range(5):
+        again = PeerProcess(f"next-{number}", page_bytes=4096, page_count=64, engine_config=transport)
+        try:
+            stage.consumer.replace_peer(
+                PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
+            )
+            assert stage.read(f"read-{number}", [2, 3], [7, 8]).outcome == "done"
+        finally:
+            again.kill()
+            again.close()
+        assert stage.read(f"lost-{number}", [2, 3], [7, 8]).outcome != "done"
+        held.append(open_sockets())
+    # Two workers' sockets of slack: which of them take their turn at once is the system's choice.
+    assert held[-1] <= held[0] + 4, f"sockets after each lost peer: {held}"
+
+
 @pytest.mark.never_wrong("C5")
 def test_a_producer_killed_and_replaced_between_two_polls_is_found_disconnected(make_stage, transport):
     stage = make_stage(page_bytes=65536, page_count=64)

@@ -275,3 +275,50 @@ def test_handles_hold_nothing_of_the_agent_once_they_are_released_or_it_is_close
     assert code_of(lambda: binding.check(transfer)) == "nixl-invalid-param"
     binding.close()
     assert watched[2]() is None
+
+
+THREADS = {"num_workers": "1", "num_threads": "2", "split_batch_size": "8"}
+
+
+def open_with_threads(module, parameters):
+    binding = open_nixl("me", [("UCX", parameters)])
+    agent = binding._live()
+    agent.answers |= {"add_remote_agent": b"peer", "initialize_xfer": NixlHandle}
+    agent.calls.clear()
+    return binding, agent
+
+
+def methods_of(agent):
+    methods = [method for method, _ in agent.calls]
+    agent.calls.clear()
+    return methods
+
+
+def test_a_new_peer_lets_the_worker_threads_take_a_turn_unless_they_do(module, monkeypatch):
+    monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
+    binding, agent = open_with_threads(module, THREADS)
+    assert binding.add_peer(b"blob") == "peer"
+    pieces = [arguments[0] for method, arguments in agent.calls if method == "get_xfer_descs"]
+    assert [len(rows) for rows in pieces] == [16, 16]  # two threads, parts of eight
+    starts = np.concatenate(pieces)[:, 0]
+    assert set(np.diff(starts).tolist()) == {16}, "pieces of 8 bytes, 8 bytes apart"
+    first = ["add_remote_agent", "register_memory", "get_xfer_descs", "get_xfer_descs", "initialize_xfer", "transfer"]
+    assert methods_of(agent) == first
+    agent.answers["check_xfer_state"] = "PROC"
+    binding.add_peer(b"blob")
+    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state"]
+    agent.answers["check_xfer_state"] = "DONE"
+    binding.add_peer(b"blob")
+    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state", "transfer"]
+    agent.answers["transfer"] = RuntimeError("no")
+    binding.add_peer(b"blob")
+    agent.calls.clear()
+    assert binding.add_peer(b"blob") == "peer"
+    assert methods_of(agent) == ["add_remote_agent"], "after a failure it is left alone"
+    binding.close()
+
+
+def test_without_worker_threads_there_is_no_turn(module):
+    binding, agent = open_with_threads(module, {"num_workers": "1"})
+    binding.add_peer(b"blob")
+    assert methods_of(agent) == ["add_remote_agent"]

@@ -13,6 +13,7 @@ from ._errors import AgentError
 from ._nixl_port import NixlAgent, NixlBinding, attempt
 from ._progress import sleeping_progress_thread
 from ._request_pool import POOL
+from ._worker_turns import WorkerTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -136,4 +137,5 @@ def open_nixl(
             raise AgentError(
                 "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name
             ) from error
-    return NixlBinding(agent, _version_of(module))
+    turns = [WorkerTurns(agent, agent_name, parameters) for name, parameters in backends if name == "UCX"]
+    return NixlBinding(agent, _version_of(module), next(iter(turns), None))

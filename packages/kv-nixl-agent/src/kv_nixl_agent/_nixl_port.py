@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ._worker_turns import WorkerTurns
+
 __all__ = ["NixlAgent", "NixlBinding", "attempt"]
 
 _Result = TypeVar("_Result")
@@ -60,6 +62,10 @@ class NixlAgent(Protocol):
     def release_dlist_handle(self, handle: object) -> None: ...
     def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
     def query_xfer_backend(self, handle: object) -> object: ...
+    def get_xfer_descs(self, descs: object, mem_type: str) -> object: ...
+    def initialize_xfer(
+        self, operation: str, local: object, remote: object, remote_agent: str, notif_msg: bytes, backends: list[str]
+    ) -> object: ...
     def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
 
@@ -102,8 +108,9 @@ class _Held:
 class NixlBinding:
     """`NixlPort` over a real `nixl_agent`."""
 
-    def __init__(self, agent: NixlAgent, implementation: str) -> None:
+    def __init__(self, agent: NixlAgent, implementation: str, turns: WorkerTurns | None = None) -> None:
         self._agent: NixlAgent | None = agent
+        self._turns = turns
         self._implementation = implementation
         self._strided: bool | None = None
         self._held: set[_Held] = set()
@@ -141,6 +148,9 @@ class NixlBinding:
         text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if not text:
             raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
+        if self._turns is not None:
+            # So that sockets of peers that are gone do not add up: no more are held than those of the last ones lost.
+            self._turns.take()
         return text
 
     def remove_peer(self, agent_name: str) -> None:
@@ -233,6 +243,8 @@ class NixlBinding:
         for held in self._held:
             held.inner = None
         self._held.clear()
+        if self._turns is not None:
+            self._turns.end()
         self._agent = None
 
     def _hold(self, inner: object) -> _Held:
