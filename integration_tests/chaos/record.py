@@ -46,7 +46,9 @@ def _kills(figures: dict[str, Any]) -> str:
     ]
     for side in _SIDES:
         for transport in _TRANSPORTS:
-            report = figures[f"kills-{side}-{transport}"]
+            report = figures.get(f"kills-{side}-{transport}")
+            if report is None:
+                continue
             verdicts = dict(report["verdicts"])
             right, errors = verdicts.pop("right", 0), verdicts.pop("clean error", 0)
             healthy = report["healthy_pairs"]
@@ -65,7 +67,8 @@ def _survivors(figures: dict[str, Any]) -> str:
     ]
     for side in _SIDES:
         for transport in _TRANSPORTS:
-            for name, levels in figures[f"kills-{side}-{transport}"]["survivors"].items():
+            survivors = figures.get(f"kills-{side}-{transport}", {}).get("survivors", {})
+            for name, levels in survivors.items():
                 cells = [f"{levels[level][0]:g} → {levels[level][1]:g}" for level, _ in _LEVELS]
                 rows.append(f"| {side} | {transport} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

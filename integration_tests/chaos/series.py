@@ -76,7 +76,7 @@ def kill_under_load(live: Live, series: Series) -> SeriesReport:
     reads = _reads(live, survivors)
     deaths: list[str] = []
     began_s = time.monotonic()
-    with running_load(live.load(series.seed)) as load:
+    with running_load(live.load(series.seed, workers=3, pause_s=0.15)) as load:
         for number in range(series.kills):
             victim = series.victims[number % len(series.victims)]
             time.sleep(draw.uniform(1.0, 2.0))
