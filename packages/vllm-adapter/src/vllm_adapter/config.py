@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 import msgspec
 from msgspec import Meta
 
-from vllm_adapter.config_values import Key, check_networks, port_range, read_value
+from vllm_adapter.config_values import Key, check_networks, port_range, read_value, refusal
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ OBSOLETE_KEYS: Mapping[str, str] = {
     "push_registration_timeout": "this connector pulls",
 }
 """Keys of older connectors that are accepted with a note, and why they are not needed."""
-
 
 _CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_clients")
 
@@ -290,21 +289,20 @@ def check_whole(settings: Settings) -> None:
     channel = {name: getattr(settings, name) for name in _CHANNEL_KEYS}
     missing = [name for name, value in channel.items() if not value]
     if 0 < len(missing) < len(channel):
-        raise _incomplete(
-            f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}"
+        raise refusal(
+            "incomplete-keys",
+            f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}",
         )
     accepts = settings.ticket_policy == "accept-unsigned"
     if settings.ticket_policy and not settings.has_secrets:
-        raise _incomplete(
+        raise refusal(
+            "incomplete-keys",
             f"ticket_policy '{settings.ticket_policy}' needs ticket_secret_files or ticket_secret_variable: without a secret "
-            "nothing is verified"
+            "nothing is verified",
         )
     if accepts != bool(settings.unsigned_hosts):
-        raise _incomplete(
+        raise refusal(
+            "incomplete-keys",
             "ticket_policy 'accept-unsigned' and unsigned_hosts go together: the place of a peer decides whether it must seal, "
-            "never its ticket"
+            "never its ticket",
         )
-
-
-def _incomplete(reason: str) -> ConfigurationError:
-    return ConfigurationError(f"kv_connector_extra_config: {reason}", code="incomplete-keys")

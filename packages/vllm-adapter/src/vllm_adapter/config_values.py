@@ -9,16 +9,13 @@ import difflib
 import inspect
 import ipaddress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final, get_args, get_origin
+from typing import Any, Literal, final, get_args, get_origin
 
 import msgspec
 
 from vllm_adapter.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from msgspec.structs import FieldInfo
-
-__all__ = ["Key", "check_networks", "port_range", "read_value"]
+__all__ = ["Key", "check_networks", "port_range", "read_value", "refusal"]
 
 _WORDS = {"true": True, "false": False}
 """vLLM's own connector takes some booleans as words."""
@@ -48,7 +45,7 @@ class Key:
     doc: str
 
     @classmethod
-    def of(cls, field: FieldInfo) -> Key:
+    def of(cls, field: msgspec.structs.FieldInfo) -> Key:
         """Return the key that a field stands for."""
         plain, meta = get_args(field.type)
         choices = get_args(plain) if get_origin(plain) is Literal else ()
@@ -74,40 +71,43 @@ def read_value(key: Key, value: object) -> object:
 
 def _explain(key: Key, value: object) -> ConfigurationError:
     """Return the error for a value that msgspec does not take."""
+    name, shown = key.name, repr(value)
     if key.choices and isinstance(value, str):
+        choices = ", ".join(key.choices)
         near = difflib.get_close_matches(value, key.choices, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        reason = f"must be one of {', '.join(key.choices)}, got {value!r}{hint}"
-        return _refusal("out-of-range", key.name, reason, repr(value))
+        return refusal("out-of-range", f"'{name}' must be one of {choices}, got {shown}{hint}", name, shown)
     if key.limits and type(value).__name__ in {"int", key.type}:
         least, most = key.limits
-        return _refusal("out-of-range", key.name, f"must be between {least} and {most}, got {value}. {key.doc}", value)
-    return _refusal("wrong-type", key.name, f"must be {key.type}, got {value!r}. {key.doc}", repr(value))
+        return refusal(
+            "out-of-range", f"'{name}' must be between {least} and {most}, got {value}. {key.doc}", name, value
+        )
+    return refusal("wrong-type", f"'{name}' must be {key.type}, got {shown}. {key.doc}", name, shown)
 
 
-def _refusal(code: str, key: str, reason: str, value: object) -> ConfigurationError:
-    """Return a coded error that names the key and says why its value is refused."""
-    context = {"key": key, "value": value}
-    return ConfigurationError(f"kv_connector_extra_config: '{key}' {reason}", code=code, context=context)
+def refusal(code: str, reason: str, *about: object) -> ConfigurationError:
+    """Return a coded error; `about` is the key and the value, if a single one is wrong."""
+    context: dict[str, object] = dict(zip(("key", "value"), about, strict=False))
+    return ConfigurationError(f"kv_connector_extra_config: {reason}", code=code, context=context)
 
 
 def check_networks(key: str, networks: tuple[str, ...]) -> None:
-    """Raise `ConfigurationError` (`out-of-range`) unless each text is a network (CIDR), as the request machines take it."""
+    """Refuse what is no network (CIDR), as the request machines do. `10.0.0.1/8` could mean `10.0.0.0/8` or `10.0.0.1/32`.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
     for text in networks:
         try:
-            ipaddress.ip_network(text)
+            meant = ipaddress.ip_network(text, strict=False)
         except ValueError as error:
-            raise _refusal("out-of-range", key, f"holds {text!r}, which {_fault_of(text, error)}", text) from error
-
-
-def _fault_of(text: str, error: ValueError) -> str:
-    """Return the reason why a text is no network. Example: `10.0.0.1/8` could mean `10.0.0.0/8` as well as `10.0.0.1/32`."""
-    try:
-        meant = ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        return f"is no network: {error}"
-    alone = f"{text.split('/', maxsplit=1)[0]}/{meant.max_prefixlen}"
-    return f"names an address, not a network: write {meant} or {alone}"
+            raise refusal("out-of-range", f"'{key}' holds {text!r}, which is no network: {error}", key, text) from error
+        address = text.split("/", maxsplit=1)[0]
+        if int(ipaddress.ip_address(address)) != int(meant.network_address):
+            hint = f"write {meant} or {address}/{meant.max_prefixlen}"
+            raise refusal(
+                "out-of-range", f"'{key}' holds {text!r}, which names an address, not a network: {hint}", key, text
+            )
 
 
 def port_range(text: str) -> tuple[int, int]:
@@ -121,5 +121,7 @@ def port_range(text: str) -> tuple[int, int]:
         int(each) for each in (first, last if dash else first) if each.isascii() and each.isdigit() and len(each) <= 5
     ]
     if len(ports) != 2 or not 1 <= ports[0] <= ports[1] <= 65_535:
-        raise _refusal("out-of-range", "peer_ports", f"must be FIRST-LAST within 1 to 65535, got {text!r}", text)
+        raise refusal(
+            "out-of-range", f"'peer_ports' must be FIRST-LAST within 1 to 65535, got {text!r}", "peer_ports", text
+        )
     return ports[0], ports[1]
