@@ -21,6 +21,8 @@ from kv_nixl_agent.testing._fake_nixl import FakeNixl, FakeTransfer
 __all__ = ["Fabric", "SimNixl", "SimTransfer"]
 
 _RETRY_S = 0.05
+_WORD_BYTES = 8
+_PAYLOADS = {b"HB:": "heartbeat", b"KVH": "read complete"}
 _CATCH_UP_S = 0.1
 """Longest time from the end of a stop until the notifications that came meanwhile are there."""
 
@@ -106,6 +108,12 @@ class SimTransfer:
         self.waited_s = 0.0
 
     @property
+    def content(self) -> str:
+        """What it reads, in words: a word (a fence, a probe) or pages."""
+        size, source = sum(copy[2] for copy in self.copies), self.peer_name.split("/")[0]
+        return f"a word of {source}" if size == _WORD_BYTES else f"{size} bytes of {source}"
+
+    @property
     def is_on_the_wire(self) -> bool:
         """Whether it may still write."""
         return self.is_posted and not self.is_done and not self.failure
@@ -131,9 +139,11 @@ class SimTransfer:
             return
         if self.moved == 0 and len(self.copies) > 1:
             self._move(len(self.copies) // 2)
+            fabric.world.note(here, f"half is read: {self.content}")
             fabric.world.after(network.delay_s(there, here, "read"), self.step)
             return
         self._move(len(self.copies))
+        fabric.world.note(here, f"read ends: {self.content}")
         self.is_done = True
         fabric.transfers.pop(self, None)
 
@@ -220,6 +230,7 @@ class SimNixl:
         self.fabric.transfers[transfer] = None
         there = transfer.peer.process.name if transfer.peer is not None else ""
         size = sum(copy[2] for copy in transfer.copies)
+        self.fabric.world.note(self.process.name, f"read begins: {transfer.content}")
         delay_s = self.fabric.fleet.network.delay_s(there, self.process.name, "read", size)
         self.fabric.world.after(delay_s, transfer.step)
         return "in-progress"
@@ -271,7 +282,8 @@ class SimNixl:
             copies = 2
         for _ in range(copies):
             delay_s = network.delay_s(here, there, "notification")
-            fabric.world.note_message(here, there, f"notification {payload[:3]!r}", fabric.world.time_s + delay_s)
+            text = _PAYLOADS.get(payload[:3], "notification")
+            fabric.world.note_message(here, there, text, fabric.world.time_s + delay_s)
             fabric.world.after(delay_s, lambda: peer.deliver(self.name, payload))
 
     def deliver(self, sender: str, payload: bytes) -> None:

@@ -56,7 +56,10 @@ def main() -> int:
         given.save.write_text(to_json(outcome.plan))
     if outcome.violations:
         planted = f" --bug {given.bug}" if given.bug else ""
-        print(f"replay: python integration_tests/fleet_sim/simulate.py {given.seed}{planted}")
+        which = f"--plan {given.plan}" if given.plan else str(given.seed)
+        print(f"replay: python integration_tests/fleet_sim/simulate.py {which}{planted}")
+        if given.save:
+            print(f"replay this: python integration_tests/fleet_sim/simulate.py --plan {given.save} --whole{planted}")
     return int(bool(outcome.violations))
 
 
