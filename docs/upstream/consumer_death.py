@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import json
 import math
 import mmap
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-HARMS = ("kill", "stop", "close", "reset", "frozen")
-"""SIGKILL; SIGSTOP, then SIGKILL; agent destroyed; connections reset; agent destroyed while the served process is stopped."""
+HARMS = ("kill", "stop", "close", "reset", "frozen", "frozen-kill")
+"""Harm to a reader: SIGKILL; SIGSTOP, then SIGKILL; its agent destroyed; its connections reset. `frozen`: its agent destroyed,
+and `frozen-kill`: SIGKILL, while the served process is stopped."""
 READING, IDLE = b"\1", b"\0"
 
 
@@ -48,11 +50,18 @@ class Shape:
     backend: dict[str, str]
 
 
+def load_nixl() -> Any:  # noqa: ANN401 - a module that type checkers do not know
+    """Import NIXL under the name of whichever wheel is installed."""
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{name}._api")
+    raise SystemExit("no NIXL here: pip install nixl")
+
+
 def make_agent(name: str, shape: Shape) -> tuple[Any, Any]:
     """Return (agent, its registered memory)."""
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    agent = nixl_agent(name, nixl_agent_config(backends=[]))
+    nixl = load_nixl()
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
     agent.create_backend("UCX", shape.backend)
     memory = np.zeros(shape.pages * shape.page_bytes, dtype=np.uint8)
     agent.register_memory(agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], mem_type="DRAM"))
@@ -232,16 +241,18 @@ class Campaign:
         if self._harm == "stop":
             os.kill(reader.pid, signal.SIGSTOP)
             time.sleep(self._chance.uniform(0.0, 0.1))
-        elif self._harm != "kill":
-            if self._harm == "frozen":
-                os.kill(self._served.pid, signal.SIGSTOP)
+        if self._harm.startswith("frozen"):
+            os.kill(self._served.pid, signal.SIGSTOP)
+            time.sleep(0.02)  # the reader's next read is on its way
+        if self._harm in {"kill", "frozen-kill"}:
+            os.kill(reader.pid, signal.SIGKILL)
+            reader.link.poll(1.0)
+        elif self._harm != "stop":
             with contextlib.suppress(OSError):
                 reader.link.send(self._harm)
                 reader.link.poll(1.0 if self._harm == "reset" else 10.0)  # until it ends, unless it stays alive
-            if self._harm == "frozen":
-                os.kill(self._served.pid, signal.SIGCONT)
-        else:
-            os.kill(reader.pid, signal.SIGKILL)
+        if self._harm.startswith("frozen"):
+            os.kill(self._served.pid, signal.SIGCONT)
         self.harmed += 1
         self.mid_read += is_reading
 
@@ -283,8 +294,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace, work: Work = (serve, read)) -> dict[str, Any]:
     """Run a campaign and return its figures."""
-    import nixl._api  # noqa: F401  the children are to find it loaded
-
+    load_nixl()  # the children are to find it loaded
     backend = dict(pair.split("=", 1) for pair in options.backend.split(",") if pair)
     shape = Shape(options.pages, options.page_kib << 10, backend)
     began_s = time.monotonic()

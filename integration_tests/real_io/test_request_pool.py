@@ -10,8 +10,8 @@ import pytest
 
 OURS = "from kv_nixl_agent.port import open_nixl; port = open_nixl('ours', [('UCX', {})])"
 THEIRS = (
-    "import nixl._api as n; other = n.nixl_agent('theirs', n.nixl_agent_config(backends=[])); "
-    "other.create_backend('UCX', {})"
+    "from kv_nixl_agent._bindings import find_nixl; n = find_nixl(); "
+    "other = n.nixl_agent('theirs', n.nixl_agent_config(backends=[])); other.create_backend('UCX', {})"
 )
 TELL = "from kv_nixl_agent._request_pool import POOL; print(POOL.state)"
 

@@ -32,7 +32,7 @@ ROWS: list[tuple[Who, dict[str, str]]] = [
     ("own", {**TCP, **OFF}),
     ("own", TCP),
 ]
-HARMS = {"kill": KILLS, "stop": OTHERS, "reset": OTHERS, "close": OTHERS, "frozen": OTHERS}
+HARMS = {"kill": KILLS, "stop": OTHERS, "reset": OTHERS, "close": OTHERS, "frozen": OTHERS, "frozen-kill": OTHERS}
 
 
 def test_a_killed_reader_leaves_our_producer_alive(figure: Callable[[str], None]) -> None:

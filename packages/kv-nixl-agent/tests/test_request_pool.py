@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,35 @@ def test_only_a_library_that_is_known_and_new_to_the_process_is_changed(
 ) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     assert outcome(monkeypatch, before, after) == state
+
+
+class Functions:
+    """A library of which only its version is asked."""
+
+    def __init__(self, version: tuple[int, int, int]) -> None:
+        self._version, self.asked = version, 0
+
+    def ucp_get_version(self, *parts: Any) -> None:
+        self.asked += 1
+        for part, value in zip(parts, self._version, strict=True):
+            part._obj.value = value
+
+
+def test_a_version_that_was_not_measured_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    library = Functions((1, 24, 0))
+    monkeypatch.setattr(_request_pool, "_open", lambda _: library)
+    assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "unknown-build"
+    assert library.asked == 1
+
+
+def test_only_memory_that_may_be_written_is_written() -> None:
+    own = bytearray(16)
+    start = ctypes.addressof((ctypes.c_char * 16).from_buffer(own))
+    assert _request_pool._may_write(start, 16)
+    code = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value or 0
+    assert not _request_pool._may_write(code, 16)
+    assert not _request_pool._may_write(8, 16), "nothing is mapped there"
 
 
 @pytest.mark.parametrize("word", ["n", "no", "off", "0", "N"])

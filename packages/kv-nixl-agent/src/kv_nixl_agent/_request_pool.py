@@ -8,8 +8,12 @@ pool whose memory comes from `mmap` holds zero there, which is the right kind. d
 and the figures.
 
 UCX offers both allocators; its pool names its choice in a table of function pointers. Here the table of the loaded library is
-changed before the first pool is made. Only the pair of pointers that is known is replaced, and nothing where UCX was already
-in use in this process, since a pool must be released by the allocator that made it.
+changed before the first pool is made. Nothing is changed unless all of this holds: the library is of a version on which the
+change was measured, the table holds the two functions that are expected, its memory may be written, and UCX was not in use in
+this process before, since a pool must be released by the allocator that made it.
+
+A request that was used before keeps its zero: of what NIXL 1.5 calls (reads, writes, messages below UCX's rendezvous, flushing
+and closing of endpoints) nothing writes to the field, and the wire-up of a connection writes the right kind.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ SWITCH: Final = "KV_NIXL_ZEROED_REQUESTS"
 State = Literal["zeroed", "off", "already-in-use", "unknown-build", "not-loaded"]
 """Outcome: only `zeroed` changed something. `already-in-use`: another part of this process loaded UCX first."""
 
+_MEASURED: Final = frozenset({(1, 23, 0)})
+"""Versions of UCX with which `integration_tests/chaos/agents` was run; NIXL 1.5.1 comes with 1.23.0."""
 _LIBRARY: Final = re.compile(r"(/\S*/(libuc[ps])[-.]\S*)$")
 _TABLE: Final = "ucp_request_mpool_ops"
 _MALLOC: Final = ("ucs_mpool_hugetlb_malloc", "ucs_mpool_hugetlb_free")
@@ -76,11 +82,13 @@ def _change(*, is_first: bool) -> State:
         return "already-in-use"
     try:
         ucp, ucs = (_open(loaded[name]) for name in ("libucp", "libucs"))
+        if _version(ucp) not in _MEASURED:
+            return "unknown-build"
         table = (ctypes.c_void_p * 2).in_dll(ucp, _TABLE)
         old, new = ([_address(ucs, name) for name in names] for names in (_MALLOC, _MMAP))
     except (KeyError, OSError, ValueError, AttributeError):
         return "unknown-build"
-    if list(table) == old:
+    if list(table) == old and _may_write(ctypes.addressof(table), ctypes.sizeof(table)):
         table[0], table[1] = new
     return "zeroed" if list(table) == new else "unknown-build"
 
@@ -88,6 +96,22 @@ def _change(*, is_first: bool) -> State:
 def _open(paths: set[str]) -> ctypes.CDLL:
     (path,) = paths  # ValueError for copies of two builds
     return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+
+
+def _version(ucp: ctypes.CDLL) -> tuple[int, ...]:
+    parts = [ctypes.c_uint() for _ in range(3)]
+    ucp.ucp_get_version(*map(ctypes.byref, parts))
+    return tuple(part.value for part in parts)
+
+
+def _may_write(start: int, size_bytes: int) -> bool:
+    """Tell whether memory may be written. Example of a row: `7f00-7f20 rw-p ...` holds 0x7f00 up to 0x7f20."""
+    for row in Path("/proc/self/maps").read_text().splitlines():
+        interval, permissions = row.split(maxsplit=2)[:2]
+        first, end = (int(part, 16) for part in interval.split("-"))
+        if first <= start and start + size_bytes <= end:
+            return permissions[1] == "w"
+    return False
 
 
 def _address(library: ctypes.CDLL, function: str) -> int | None:
