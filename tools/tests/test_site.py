@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -141,16 +142,22 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
 # ------------------------------------------------------------------------------------------------------- in a browser
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""
-in_a_browser = pytest.mark.skipif(
+without_one = pytest.mark.skipif(
     not BROWSER, reason="there is no chromium on this machine: pages and search were not tried"
 )
+
+
+def in_a_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs Chromium; on a machine that is short of cores all pages take minutes."""
+    marked: Callable[..., None] = pytest.mark.timeout(900)(without_one(test))
+    return marked
 
 
 def opened(site: Path, *queries: str) -> dict[str, Any]:
     """Open all pages of a site in a browser, and ask its search."""
     python = browser_environment(find_or_install_uv())
     command = [str(python), str(ROOT / "tools/kvdev/site/open_pages.py"), str(site), BROWSER, *queries]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=850)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 

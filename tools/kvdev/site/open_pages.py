@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _WIDTHS, _HEIGHT = (1280, 390), 900
+_WITHIN_MS = 120_000
+"""For one step of the browser: a machine that is short of cores takes long."""
 _NO_INDEX = (
     b'{"config": {"lang": ["en"], "separator": " ", "pipeline": [], '
     b'"fields": {"title": {"boost": 1}, "text": {"boost": 1}, "tags": {"boost": 1}}}, "docs": []}'
@@ -64,6 +66,7 @@ def open_pages(site: Path, program: str, queries: Sequence[str] = ()) -> dict[st
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page, said = browser.new_page(viewport={"width": _WIDTHS[0], "height": _HEIGHT}), list[str]()
+        page.set_default_timeout(_WITHIN_MS)
         _listen(page, said)
         for number, place in enumerate(places):
             # Every second page is opened in the narrow window and widened, the others the other way round.
@@ -85,6 +88,7 @@ def open_pages(site: Path, program: str, queries: Sequence[str] = ()) -> dict[st
 def _search(page: Page, base: str, queries: Sequence[str]) -> dict[str, list[str]]:
     """Type each query into the search box of the first page, as a reader does; return the pages listed, from the site's top."""
     found: dict[str, list[str]] = {}
+    page.set_default_timeout(_WITHIN_MS)
     page.goto(base, wait_until="load")
     page.click(_BOX)
     page.wait_for_function("box => document.querySelector(box).placeholder !== ''", arg=_BOX)
