@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import bugs_of_worlds
 import defects
 
 import kv_scheduler_state._leases
@@ -152,4 +153,6 @@ BUGS: dict[str, Bug] = {
     "sibling-never-woken": _nothing(HandOvers, "read_ended"),
     "cancelled-read-forgotten": _nothing(ReadCoordinator, "memory_quiet"),
     "step-plan-lost-on-error": _plan_without(Registration, "reads"),
+    **{name: _swap(*parts) for name, parts in bugs_of_worlds.SWAPPED.items()},
+    **{name: _nothing(*parts) for name, parts in bugs_of_worlds.NOTHING.items()},
 }
