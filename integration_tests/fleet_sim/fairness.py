@@ -83,15 +83,15 @@ class Fairness:
         spent = self._fleet.network.spent_s
         return spent.get((lane, self._engine.lane), 0.0) + spent.get((self._engine.lane, lane), 0.0)
 
-    def reported(self, request_id: str) -> None:
-        """Check the time of a read that the workers report, and that it has overtaken no other."""
+    def reported(self, request_id: str, *, is_good: bool) -> None:
+        """Check the time of a read that the workers report, and that it has overtaken no other; a failed one may be early."""
         read = self._begun.pop(request_id, None)
         if read is None:
             return
         if is_untouched(self._fleet.plan, self._engine.slot, read.slot):
             self._check_time(request_id, read)
         self._check_refusal(request_id, read)
-        if self._fleet.plan.fleet.is_calm:
+        if is_good and self._fleet.plan.fleet.is_calm:
             self._check_order(request_id, read)
 
     def _check_time(self, request_id: str, read: _Read) -> None:

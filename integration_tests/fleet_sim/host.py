@@ -295,7 +295,7 @@ class Host:
             self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is received while {status}")
             return
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
-        self.engine.checks.fairness.reported(request_id)
+        self.engine.checks.fairness.reported(request_id, is_good=is_good)
         if request.status == "aborting":
             self.holdings.free_all(request)
             self._forget(request)
