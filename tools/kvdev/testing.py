@@ -98,7 +98,7 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
     elif scope == "never-wrong":
         _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
     elif scope == "tools":
-        _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words, env=_watched())
+        _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words, env=_watched(options))
     elif scope in {"sim", "real-io", "security"}:
         folder = ROOT / "integration_tests" / scope.replace("-", "_")
         # 10^6 random frames take a quarter of an hour each way.
@@ -179,19 +179,19 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     folder = ROOT / "packages" / name
     if options.is_lowest:
         python = lowest_environment(uv, name)
-        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words, env=_watched())
+        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words, env=_watched(options))
         return
     python = package_environment(uv, name)
     rules = folder / "core.coveragerc"
     if not rules.exists() or options.select:
-        _pytest(name, python, folder / "tests", tally, *options.words, env=_watched())
+        _pytest(name, python, folder / "tests", tally, *options.words, env=_watched(options))
         return
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
     slow = _tests_without_coverage(rules)
     for file in slow:
         _pytest(f"{name} ({file.stem})", python, file, tally)
     data = STATE / "reports" / f"{name}.coverage"
-    environment = {**_watched(), "COVERAGE_FILE": str(data)}
+    environment = {**_watched(options), "COVERAGE_FILE": str(data)}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
     rest = [f"--ignore={file}" for file in slow]
     _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
@@ -199,8 +199,10 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 
 
-def _watched() -> dict[str, str]:
-    """Return the environment of tests that fail if users would see a text that docs/messages.md does not have."""
+def _watched(options: RunOptions) -> dict[str, str]:
+    """Return the environment of tests; with --long they fail if users would see a text that docs/messages.md does not have."""
+    if not options.is_long:
+        return dict(os.environ)
     return {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "PYTEST_PLUGINS": "kvdev.site.seen_texts"}
 
 

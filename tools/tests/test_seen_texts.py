@@ -57,6 +57,7 @@ def test_anything(capsys):
         ("peer a is gone after 1 s; peer b is gone after 2 s", True),
         ("request r1: | stands for <or>; 290 more like this were not logged", True),
         ("not read: nobody was there", True),
+        ("base_addr not read: it is too long", True),
         ("peer 10.0.0.1 is back after 3.5 s", False),
         ("peer 10.0.0.1 is gone", False),
         ("a peer is gone after 3.5 s", False),

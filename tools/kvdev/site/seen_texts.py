@@ -2,7 +2,7 @@
 
 The page is made from the source by rules about syntax (`texts.py`). This looks from the other side: at the texts of coded errors,
 at the records of the packages' loggers, and at what the commands print, in the runs of the packages' own tests. So a text that
-the rules overlook is found as soon as a test provokes it. `dev.py test` loads this for the packages and the tools.
+the rules overlook is found as soon as a test provokes it. `dev.py test --long` loads this for the packages and the tools.
 
 An error or a record counts by the line that made it, the first few of each. Of what commands print, lines of plain words count:
 no JSON, no rows of tables, no pages of help, which the terminal's width breaks.
@@ -58,7 +58,7 @@ class Templates:
     """The texts of the page, to be compared with texts that were seen.
 
     Example: `peer {peer} is gone` is the template of `peer 10.0.0.1 is gone`. A text may also be several that `; ` joins, and
-    have a name before a colon: `kv-handshake: peer 10.0.0.1 is gone`.
+    have a name before a colon, `kv-handshake: peer 10.0.0.1 is gone`, or that of a field before all: `block_lens has 1 entries`.
     """
 
     def __init__(self, page: str) -> None:
@@ -70,6 +70,9 @@ class Templates:
         plain = " ".join(text.split())
         endless = _ENDING.sub("", plain)
         if any(_fits(plain, parts) or _fits(endless, parts) for parts in self._all):
+            return True
+        field, _, rest = plain.partition(" ")
+        if "_" in field and any(_fits(rest, parts) for parts in self._all):
             return True
         name, colon, rest = plain.partition(": ")
         if colon and len(_WORD.findall(name)) <= _MOST_WORDS_OF_A_NAME and self.know(rest):
