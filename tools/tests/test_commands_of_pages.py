@@ -72,6 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         yield made
 
 
+@pytest.mark.timeout(900)
 def test_commands_do_what_their_pages_say(place: Workplace) -> None:
     """Commands of one page run one after the other, as a reader types them, and each text once for all pages."""
     known: set[tuple[str, str]] = set()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Workplace", "workplace"]
 
-_WITHIN_S = 60
+_WITHIN_S = 240
 _PROGRAMS = ("vllm-adapter", "kv-nixl", "kv-handshake", "kv-topology")
 _CALL = (
     "import sys; from importlib.metadata import entry_points; sys.argv[0] = {0!r}; "
