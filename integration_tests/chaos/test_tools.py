@@ -23,6 +23,7 @@ from aiohttp import web
 from load import Asked, Load, Pair, Prompt, make_prompts, running_load
 from namespaces import started_link, why_no_namespaces
 from proxy import Behaviour, Proxy, running_proxy
+from record import FIGURES, PAGE, PICTURE, tables, with_tables
 from recorder import Held, family_of, held_of, sample_of
 from verdicts import Outages, growth, judge, judge_all, too_large
 
@@ -313,6 +314,18 @@ def test_the_starter_says_that_its_vllm_is_not_there(tmp_path: Path) -> None:
     answer = json.loads(done.stdout.splitlines()[0])
     assert answer["ready"]
     assert "vllm.v1.engine.core" in answer["missing"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_has_the_tables_of_the_recorded_figures() -> None:
+    made = tables(json.loads(FIGURES.read_text()))
+    assert with_tables(PAGE.read_text(), made) == PAGE.read_text()
+    assert PICTURE.read_text().count("<svg") == 1
+    assert "| prefill | default | 10 |" in made["kills"]
+    with pytest.raises(ValueError, match="no marks"):
+        with_tables("an empty page", made)
 
 
 # ------------------------------------------------------------------------------------------------------ the namespaces
