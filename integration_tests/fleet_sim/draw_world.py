@@ -20,6 +20,9 @@ __all__ = ["enriched"]
 def enriched(plan: EpisodePlan) -> EpisodePlan:
     """Return a plan with more in it."""
     draw = random.Random(f"{plan.seed}/world")
+    # Each look costs an event: coarse ones are cheap, and only some seeds need fine ones.
+    poll_s, tick_parts = draw.choice(((0.02, 12), (0.08, 6), (0.08, 6), (0.08, 6)))
+    plan = replace(plan, fleet=replace(plan.fleet, poll_s=poll_s, tick_parts=tick_parts))
     for part, share in _PARTS:
         if draw.random() < share:
             plan = part(draw, plan)
@@ -114,6 +117,13 @@ def _with_faults(plan: EpisodePlan, faults: list[FaultPlan]) -> EpisodePlan:
 def _releases(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     """Two releases in one fleet: engines that differ from the start, or are replaced one by one under load."""
     before, after = draw.choice(CHANGES)
+    if "first" in (before, after):
+        if all(group.window_tokens for group in plan.fleet.groups):
+            return plan  # its lists have no first token, which nothing tells without a list of the whole prompt
+        size = max(
+            engine.block_tokens for engine in plan.fleet.engines
+        )  # and they say nothing of the size of its blocks
+        plan = _with_engines(plan, lambda engine: replace(engine, block_tokens=size))
     is_rolling = not plan.fleet.is_calm and draw.random() < 0.7
     plan = _with_engines(
         plan,

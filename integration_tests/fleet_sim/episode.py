@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 from unittest.mock import patch
 
@@ -31,7 +31,7 @@ from kv_scheduler_state._errors import DuplicateRequest
 __all__ = ["Outcome", "play", "settle", "start"]
 
 _LOOK_S = 0.25
-_WALKED = 4
+_WALKED = 10
 """Every so many seeds all objects of the engines are walked at the end, which takes longer than most episodes."""
 _KEEPS_LEASES = frozenset(("pause", "starve", "blip"))
 """Faults of calm fleets by which no lease may end unread."""
@@ -113,8 +113,8 @@ def play(
                 hub=lambda _: SimHub(fleet),
                 port=lambda endpoint: SimPort(fleet, endpoint),
                 router=SimRouter,
-                thread_options=_OPTIONS,
-                tick_s=min(0.25, plan.fleet.lease_s / 12),
+                thread_options=replace(_OPTIONS, max_sleep_s=plan.fleet.poll_s, idle_poll_s=plan.fleet.poll_s),
+                tick_s=min(0.25, plan.fleet.lease_s / plan.fleet.tick_parts),
             )
         )
         (run or _run)(fleet)

@@ -6,7 +6,7 @@ up of messages and bytes between the two, which the network accounts for, and of
 engines do. In a calm fleet the reads of one peer end in the order of their orders; only shorter ones may overtake.
 
 Example: a read takes 0.61 s, of which the network drew 0.48 s for handshake, pages and fence between P0 and D2. It has waited for
-0.13 s: a report leaves with the end of a step of at most 0.1 s, and a thread looks at the wire every 0.02 s.
+0.13 s: a report leaves with the end of a step of at most 0.1 s, and a thread looks at the wire every 0.08 s at most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from engine import Engine
     from plan import EpisodePlan
 
@@ -83,8 +85,11 @@ class Fairness:
         spent = self._fleet.network.spent_s
         return spent.get((lane, self._engine.lane), 0.0) + spent.get((self._engine.lane, lane), 0.0)
 
-    def reported(self, request_id: str, *, is_good: bool) -> None:
-        """Check the time of a read that the workers report, and that it has overtaken no other; a failed one may be early."""
+    def reported(self, request_id: str, together: Collection[str], *, is_good: bool) -> None:
+        """Check the time of a read that the workers report, and that it has overtaken none but those `together` with it.
+
+        A failed one may be early.
+        """
         read = self._begun.pop(request_id, None)
         if read is None:
             return
@@ -92,7 +97,7 @@ class Fairness:
             self._check_time(request_id, read)
         self._check_refusal(request_id, read)
         if is_good and self._fleet.plan.fleet.is_calm:
-            self._check_order(request_id, read)
+            self._check_order(request_id, read, together)
 
     def _check_time(self, request_id: str, read: _Read) -> None:
         lane = self._fleet.lane(read.slot)
@@ -127,8 +132,10 @@ class Fairness:
             for fault in self._fleet.plan.faults
         )
 
-    def _check_order(self, request_id: str, read: _Read) -> None:
+    def _check_order(self, request_id: str, read: _Read, together: Collection[str]) -> None:
         for name, other in self._begun.items():
+            if name in together:
+                continue
             is_earlier = other.begun_s < read.begun_s - _HEAD_START_S
             if other.slot == read.slot and is_earlier and other.tokens <= read.tokens:
                 self._world.violated(

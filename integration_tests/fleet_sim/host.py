@@ -281,6 +281,7 @@ class Host:
             sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None
         )
         for request_id in received:
+            self.engine.checks.fairness.reported(request_id, received, is_good=request_id not in failed)
             self._received(request_id, resets, is_good=request_id not in failed)
         for request_id in sent:
             self._sent(request_id)
@@ -295,7 +296,6 @@ class Host:
             self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is received while {status}")
             return
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
-        self.engine.checks.fairness.reported(request_id, is_good=is_good)
         if request.status == "aborting":
             self.holdings.free_all(request)
             self._forget(request)

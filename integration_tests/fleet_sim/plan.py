@@ -68,7 +68,8 @@ class FleetPlan:
     """The fleet and its configuration; durations in seconds. In a calm one every read must succeed.
 
     `next_release` is what an upgrade brings. With `ends_at_sample` a request ends with the sample of its last token, as in vLLM;
-    else once that token is computed, too.
+    else once that token is computed, too. Transfer threads look at the wire at least every `poll_s`, and at their leases
+    `tick_parts` times a lease.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -97,6 +98,8 @@ class FleetPlan:
     next_release: str = ""
     state_groups: int = 2
     ends_at_sample: bool = False
+    poll_s: float = 0.02
+    tick_parts: int = 12
     engine_ttl_s: float = 0.0
 
     @property
