@@ -94,7 +94,7 @@ class FleetPlan:
     patience_s: float
     faults_end_s: float
     is_calm: bool = False
-    compatibility: str = "exact"
+    compatibility: Literal["exact", "negotiated"] = "exact"
     next_release: str = ""
     state_groups: int = 2
     ends_at_sample: bool = False
