@@ -5,6 +5,7 @@ Run as a script it takes the same options and prints the same JSON object, so th
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -67,25 +68,28 @@ def read(link: Connection, shape: bare.Shape, state: mmap.mmap, introduction: In
     )
     thread.call_soon(lambda: thread.add_peer(PeerSpec("p", metadata, here, there, fence=fence)))
 
+    numbers = itertools.count()
+
     def submit(pages: int) -> None:
         ids = np.random.default_rng().permutation(shape.pages)[:pages].astype(np.int32)
-        thread.submit(TransferOrder("r", "p", ids, ids, deadline_s=20.0))
+        thread.submit(TransferOrder(f"r{next(numbers)}", "p", ids, ids, deadline_s=20.0))
 
     submit(1)
     if results.get(timeout=20.0).outcome != "done":
         return
     link.send("connected")
     link.recv()
-    while not link.poll():
+    for _ in range(3):  # so that one is on its way whenever another ends
         submit(shape.pages)
-        while not thread.statistics()["inflight"] and results.empty():
-            time.sleep(0.0002)
-        state[:1] = bare.READING
-        while results.empty() and not link.poll():
+    while not thread.statistics()["inflight"] and results.empty():
+        time.sleep(0.0002)
+    state[:1] = bare.READING
+    while not link.poll():
+        if results.empty():
             time.sleep(0.0005)
-        if not results.empty():
-            state[:1] = bare.IDLE
+        else:
             results.get()
+            submit(shape.pages)
     if link.recv() == "reset":
         bare.reset_connections()
         time.sleep(60)
