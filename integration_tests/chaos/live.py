@@ -227,7 +227,7 @@ def started_live(warm: Warm, setting: Setting, launch: Launch | None = None) -> 
             with running_recorder(live.recorder):
                 yield live
         finally:
-            # What was started anew ends too.
+            # Engines that were started anew end too.
             started[:] = live.engines.values()
             for engine in started:
                 engine.signal_all(signal.SIGCONT)

@@ -95,9 +95,10 @@ def with_tables(page: str, made: dict[str, str]) -> str:
     """Return the page with each table between its two marks."""
     for name, table in made.items():
         marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        if not marks.search(page):
+        found = marks.search(page)
+        if not found:
             raise ValueError(f"the page has no marks for the table {name!r}")
-        page = marks.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
+        page = f"{page[: found.start()]}{found[1]}{table}\n{found[2]}{page[found.end() :]}"
     return page
 
 

@@ -66,7 +66,7 @@ def judge(asked: Asked, outages: Outages, fails: Mapping[str, bool] | None = Non
     right = asked.prompt.answer
     if asked.end == "text":
         return "right" if asked.text == right else "wrong text"
-    # What came before a connection broke is part of the answer, too.
+    # Text that came before a connection broke is part of the answer, too.
     if not right.startswith(asked.text):
         return "wrong text"
     if asked.end in {"left", "hung"}:
@@ -84,7 +84,9 @@ def judge_all(
 ) -> tuple[Counter[Verdict], list[Asked]]:
     """Return how many requests got which verdict, and those that must not be."""
     verdicts = [(judge(each, outages, fails), each) for each in asked]
-    counts: Counter[Verdict] = Counter(verdict for verdict, _ in verdicts)
+    counts: Counter[Verdict] = Counter()
+    for verdict, _ in verdicts:
+        counts[verdict] += 1
     return counts, [each for verdict, each in verdicts if verdict in BAD]
 
 

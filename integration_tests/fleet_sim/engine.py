@@ -32,7 +32,7 @@ class Engine:
         slot: Number of its slot, which stands for its host and port.
         name: Its engine id.
         life: Number of this life, the generation that its tickets carry.
-        release: What it runs, a key of `RELEASES`.
+        release: Release of the connector that it runs, a key of `RELEASES`.
     """
 
     def __init__(self, fleet: Fleet, slot: int, name: str, life: int, release: str) -> None:

@@ -95,7 +95,7 @@ def play(
     Args:
         plan: The fleet, the requests and the faults.
         bug: The planted bug.
-        run: What happens in the world instead of the plan's requests and faults.
+        run: Plays other events instead of the plan's requests and faults.
     """
     fleet = Fleet(plan)
     world = fleet.world

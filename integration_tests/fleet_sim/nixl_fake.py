@@ -109,7 +109,7 @@ class SimTransfer:
 
     @property
     def content(self) -> str:
-        """What it reads, in words: a word (a fence, a probe) or pages."""
+        """Kind of memory that is read, in words: a word (a fence, a probe) or pages."""
         size, source = sum(copy[2] for copy in self.copies), self.peer_name.split("/")[0]
         return f"a word of {source}" if size == _WORD_BYTES else f"{size} bytes of {source}"
 

@@ -22,7 +22,7 @@ __all__ = ["Outages"]
 
 @final
 class Outages:
-    """What keeps an engine's host from its work.
+    """Times in which an engine's host does not work.
 
     Attributes:
         is_paused: Whether waiting requests are not admitted.

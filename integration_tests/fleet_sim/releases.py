@@ -21,7 +21,7 @@ _NEW_FIELDS = ("kv_nonce", "kv_prompt", "kv_first_tokens", "kv_span_tokens")
 @final
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What an engine runs.
+    """Release of the connector, as an engine runs it.
 
     Attributes:
         vllm: Version of vLLM; empty for an engine whose factors name none.

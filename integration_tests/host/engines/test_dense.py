@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from kvdev.expressions import INFO_LABELS, RULES, panel_expressions, plain, rule
 from kvdev.prometheus import find_prometheus, query, rule_states, running_prometheus
 
 ANSWERED = "vllm:request_success_total"
+IS_LONG = os.environ.get("KVDEV_LONG") == "1"
+TRACED = 20 if IS_LONG else 8
+"""Hand-overs at most whose time to the first token is traced."""
 
 
 @pytest.fixture(scope="module")
@@ -279,13 +283,13 @@ def time_to_first_token(pair: Fleet, name: str, text: str) -> float:
 
 
 def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: Fleet, tmp_path: Path) -> None:
-    """Both ends of the way, to prefill's frontend and from decode's, are the machine's: the best of several counts."""
+    """Both ends of the way, to prefill's frontend and from decode's, are the machine's: the best of several counts in CI."""
     pair.let_meet("prefill", "decode")
     unexplained: list[float] = []
-    for number in range(8):
-        waited_s = time_to_first_token(pair, f"traced-{number}", prompt(170 + number, 330))
+    for number in range(TRACED):
+        waited_s = time_to_first_token(pair, f"traced-{number:02d}", prompt(170 + number, 330))
         file = tmp_path / f"{number}.json"
-        words = ("trace", f"traced-{number}", "--ttft", f"{waited_s:.6f}", "--json", "--chrome", str(file))
+        words = ("trace", f"traced-{number:02d}", "--ttft", f"{waited_s:.6f}", "--json", "--chrome", str(file))
         told = json.loads(adapter(*words, code=None))
         print(adapter(*words[:4], code=None))
         assert told["prefill"]["is_known"]
@@ -295,10 +299,11 @@ def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: F
         # Nothing is counted twice, and clocks are not moved to make it fit: the spans fit into what the client measured.
         assert told["named_s"] <= waited_s + max(told["clock_uncertainty_s"].values()), told
         unexplained.append(told["unexplained_part"])
-        if unexplained[-1] <= 0.05:
+        if unexplained[-1] <= 0.05 and not IS_LONG:
             break
-    print(unexplained)
-    assert min(unexplained) <= 0.05, unexplained
+    shown = [f"{100 * part:.1f}" for part in (median(unexplained), min(unexplained), max(unexplained))]
+    print(f"{len(unexplained)} hand-overs, unexplained: median {shown[0]} %, best {shown[1]} %, worst {shown[2]} %")
+    assert (median if IS_LONG else min)(unexplained) <= 0.05, unexplained
 
 
 def test_top_shows_engines_under_load(pair: Fleet) -> None:

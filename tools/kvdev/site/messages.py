@@ -30,7 +30,7 @@ class Message:
 
     Attributes:
         package: Package whose source holds it.
-        level: One of `kvdev.site.texts.LEVELS`.
+        level: Kind of text, of `kvdev.site.texts.LEVELS`.
         code: Its stable code, or empty.
         text: The text, values by name.
         advice: The next step that the message itself carries, or empty.

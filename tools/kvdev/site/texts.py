@@ -75,7 +75,7 @@ class Text:
     """A text of a module.
 
     Attributes:
-        level: One of `LEVELS`.
+        level: Kind of text, of `LEVELS`.
         code: Its stable code, or empty.
         text: The text, values by name.
         advice: The next step that the message itself carries, or empty.

@@ -10,13 +10,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ._errors import AgentError
-from ._nixl_port import NixlAgent, NixlBinding, attempt
+from ._nixl_port import NixlBinding, attempt
 from ._progress import sleeping_progress_thread
 from ._request_pool import POOL
 from ._worker_turns import WorkerTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from ._nixl_api import NixlAgent
 
 __all__ = ["IMPORT_NAMES", "available_plugins", "find_nixl", "loaded_build", "open_nixl"]
 

@@ -52,7 +52,7 @@ class RequestPool:
 
     @property
     def state(self) -> State:
-        """What has become of the pool so far."""
+        """Outcome so far."""
         return self._state
 
     def watch(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ._nixl_port import NixlAgent
+    from ._nixl_api import NixlAgent
 
 __all__ = ["WorkerTurns"]
 

@@ -32,7 +32,7 @@ class Refusals:
 
 @final
 class _Refusal:
-    """One block; its `__exit__` returns a bool, so that type checkers know."""
+    """Block of code that may be refused; its `__exit__` returns a bool, so that type checkers know."""
 
     __slots__ = ("_event", "_log", "_request_id")
 

@@ -80,7 +80,7 @@ class SchedulerSide:
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._followed: set[str] = set()
         # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
-        self._refused: set[str] = set()
+        self._not_admitted: set[str] = set()
 
     @property
     def group_ids(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class SchedulerSide:
     def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
-        self._refused.add(request_id)
+        self._not_admitted.add(request_id)
         with self._refusals("arrival", request_id):
             now_s = self._now_s()
             self._seals.look(now_s)
@@ -103,7 +103,7 @@ class SchedulerSide:
                 identity=arrival.identity,
                 now_s=now_s,
             )
-            self._refused.discard(request_id)
+            self._not_admitted.discard(request_id)
             self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
                 self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
@@ -167,8 +167,8 @@ class SchedulerSide:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
         decision: FinishDecision | None = None
-        if request_id in self._refused:
-            self._refused.discard(request_id)
+        if request_id in self._not_admitted:
+            self._not_admitted.discard(request_id)
             return False, None
         self._draining.look()
         with self._refusals("end", request_id):
