@@ -13,7 +13,7 @@ __all__ = ["next_step"]
 _CHECK = "`vllm-adapter check PREFILL DECODE` names what differs"
 _PROBE = "`kv-handshake probe HOST:PORT` shows who answers there"
 _DOCTOR = "`kv-nixl doctor` in the engine's environment"
-_CALLER = "a caller's mistake: correct the value that the text names"
+_CALLER = "a caller's mistake: correct the value that the text names; in an engine's log it is a bug, report it"
 _CONFIG = "correct the key that the text names; `vllm-adapter config --check CONFIG` tries it"
 _TICKET = "nothing is lost, the prompt is computed here; look at the router and at the engine that gave the ticket"
 _RESTART = "restart this engine, and report its log"
@@ -37,8 +37,32 @@ _FIRST = (
     (r"but the ticket names none|but the ticket has no digest|but this one has none", _TICKET),
     (r"belongs to the owner thread", _CALLER),
     (r"^peer \{key\} is known|is already the peer", _CALLER),
+    (r"^reads are one-sided|^\{host\}, NIXL is \{loaded\}|^\{free\} MiB free", "nothing: it is as it should be"),
+    (r"cannot serve on", "choose another `--port`, or end the process that has this one"),
+    (
+        r"^vllm-adapter status: \{|no such engine lives",
+        (
+            "run it as the engine's user, on its machine and in its container: "
+            "[Ask a live engine](operate/status.md#how-it-is-asked)"
+        ),
+    ),
+    (r"^vllm-adapter trace: \{", "do what the text says: [Trace a hand-over](operate/trace.md)"),
+    (r"^kv-topology: (no plan|the specification makes)", "change the specification as the text says"),
+    (r"^kv-topology: a proof", "a bug: report it with this text"),
+    (
+        r"^key file \{file\} cannot be|holds no (secret key|\*\.key)",
+        "look at the path and the rights of that file or folder: [Security](security.md)",
+    ),
 )
 _BY_CODE = (
+    (r"^insecure-key-file$", "`chmod` the file as the text says: [Security](security.md)"),
+    (
+        (
+            r"^(nixl-(cuda|owners|packages|version)|plugin-dir|shared-memory|rdma-devices|"
+            r"ucx-(net-devices|tls)|peer-deaths|cma)$"
+        ),
+        "do what the text says, then run `kv-nixl doctor` again: [Tune UCX and NICs](operate/tune.md)",
+    ),
     (r"^ticket-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),

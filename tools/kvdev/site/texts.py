@@ -322,4 +322,5 @@ def _value(node: ast.expr) -> str:
     """Return the name of a value: `{question.endpoint.host}` is {host}, `{len(ranks)}` is {ranks}."""
     names = re.findall(r"[A-Za-z]\w*", ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node))
     plain = [name for name in names if name not in _NO_NAMES]
+    plain = [name for name in plain if not name.isupper()] or plain  # `{host[:_MAX_HOST_CHARS]!r}` is {host}
     return "{" + (plain[-1].strip("_") if plain else "value") + "}"
