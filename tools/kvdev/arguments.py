@@ -63,7 +63,9 @@ def _demo(verbs: Verbs) -> None:
 def _test(verbs: Verbs) -> None:
     parser = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
     parser.add_argument(
-        "scope", nargs="*", help="a package name, check, tools, never-wrong, sim, real-io, security, host, fleet, gpu"
+        "scope",
+        nargs="*",
+        help="a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, fleet, gpu",
     )
     parser.add_argument(
         "--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)"
