@@ -196,6 +196,25 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
     assert not worker._due_reads
 
 
+def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_void() -> None:
+    worker, _ = _worker("hangs")
+    worker.apply(_orders(StepPlan(reads=(order(),))))
+    worker._finished.append(FinishedRead(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0), ()))
+    worker.take_report()
+    worker.apply(_orders(StepPlan(voids=("r1",))))
+    worker._finished.append(_finished())
+    assert worker.take_report().failed == {"r1"}
+
+
+def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_the_mirror() -> None:
+    worker, _ = _worker()
+    forgotten: list[str] = []
+    mirror: Any = SimpleNamespace(forget=forgotten.extend)
+    worker._mirror, worker._registration = mirror, None
+    worker.apply(_orders(StepPlan(releases=("r1",))))
+    assert forgotten == ["r1"]
+
+
 # ------------------------------------------------------------------------------------------------ what tickets may name
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
-    from vllm_adapter.ports import StepPlan
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.conversion import PageConverter
@@ -197,22 +196,19 @@ class WorkerSide:
         if plan.is_empty:
             return
         words, void_grants = self._announced.apply(plan)
+        if self._mirror is not None:
+            self._mirror.forget(plan.releases)
         registration = self._registration
         if registration is None:
             self._sent += [grant.request_id for grant in plan.grants]
             self._finished += fail_reads(plan, time.monotonic())
             return
-        if self._mirror is not None:
-            self._prepare_mirror(self._mirror, plan)
+        if self._mirror is not None and plan.reads:
+            self._mirror.begin_reads()
         # At once, on this thread: the words must be there before the step's end can make the tickets known.
         for slot, generation in words:
             registration.agent.write_fence(slot, generation)
         registration.agent.call_soon(lambda: registration.perform(plan, void_grants))
-
-    def _prepare_mirror(self, mirror: HostMirror, plan: StepPlan) -> None:
-        mirror.forget(plan.releases)
-        if plan.reads:
-            mirror.begin_reads()
 
     def save(self, orders: StepOrders) -> None:
         """Copy what the step computed to the mirror, if there is one, after the forward pass.
@@ -301,6 +297,8 @@ class WorkerSide:
 
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
         """Return the read as a failed one if the cache was reset since it was ordered."""
+        if not finished.end.order.is_reported:
+            return finished  # a notification alone; a read of that id may be another request's
         request_id = finished.end.order.request_id
         self._due_reads.discard(request_id)
         if request_id not in self._void_reads:
