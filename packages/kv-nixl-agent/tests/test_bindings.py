@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, _bindings, _progress
+from kv_nixl_agent import AgentError, _bindings, _progress, _worker_turns
 from kv_nixl_agent._bindings import find_nixl
 from kv_nixl_agent._nixl_port import NixlBinding
 from kv_nixl_agent.port import WireTelemetry, open_nixl
@@ -316,6 +316,21 @@ def test_a_new_peer_lets_the_worker_threads_take_a_turn_unless_they_do(module, m
     assert binding.add_peer(b"blob") == "peer"
     assert methods_of(agent) == ["add_remote_agent"], "after a failure it is left alone"
     binding.close()
+
+
+def test_a_close_waits_for_a_turn_that_is_under_way_and_not_for_ever(module, monkeypatch):
+    monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
+    binding, _ = open_with_threads(module, THREADS)
+    binding.add_peer(b"blob")
+    states = iter(["PROC", "PROC", "DONE"])
+    monkeypatch.setattr(StandIn, "check_xfer_state", lambda *_: next(states), raising=False)
+    binding.close()
+    assert next(states, "asked thrice") == "asked thrice"
+    hanging, _ = open_with_threads(module, THREADS)
+    hanging.add_peer(b"blob")
+    monkeypatch.setattr(_worker_turns, "_END_WAIT_S", 0.02)
+    monkeypatch.setattr(StandIn, "check_xfer_state", lambda *_: "PROC", raising=False)
+    hanging.close()
 
 
 def test_without_worker_threads_there_is_no_turn(module):

@@ -5,13 +5,16 @@ descriptors are shared among the threads. An agent whose reads are small would k
 closed, one for each worker (two over TCP), in CLOSE_WAIT for ever. Measured with NIXL 1.5 and four threads: 4 sockets for each
 lost peer, 8 over TCP; none after such a turn. Without worker threads nothing is kept.
 
-A turn is a read of this agent from itself, of so many descriptors that each thread gets a part. Nobody waits for it.
+A turn is a read of this agent from itself, of so many descriptors that each thread usually gets a part. Nobody waits for
+its end, but a close does for a moment: an agent must not be destroyed while its threads copy.
 
 Example: 4 threads and parts of 128 descriptors: 512 descriptors of 8 bytes, in 16 KB of memory of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -28,6 +31,8 @@ _PIECE_BYTES: Final = 8
 _GAP_PIECES: Final = 2
 """Pieces that lie side by side would be merged into one descriptor."""
 _PLUGINS_SPLIT: Final = 1024
+_END_WAIT_S: Final = 0.5
+_LOOK_EVERY_S: Final = 0.001
 
 
 @final
@@ -52,7 +57,7 @@ class WorkerTurns:
         self._transfer: object = None
 
     def take(self) -> None:
-        """Begin a turn, unless the last one goes on; never raises and never waits."""
+        """Begin a turn, unless the last one goes on; never raises, and waits only until the threads have begun."""
         agent = self._agent
         if agent is None:
             return
@@ -63,7 +68,7 @@ class WorkerTurns:
                 return
             agent.transfer(self._transfer)
         except Exception:  # noqa: BLE001 - sockets that stay open are no reason to refuse a peer
-            self.end()
+            self._agent = self._transfer = None
 
     def _made(self, agent: NixlAgent) -> object:
         step_bytes = _GAP_PIECES * _PIECE_BYTES
@@ -79,5 +84,12 @@ class WorkerTurns:
         return agent.initialize_xfer("READ", lists[0], lists[1], self._name, b"", [_PLUGIN])
 
     def end(self) -> None:
-        """Take no further turns, and hold nothing of the agent's."""
+        """Take no further turns, and hold nothing of the agent's; waits until the last one has ended, half a second at most."""
+        agent, transfer = self._agent, self._transfer
+        give_up_s = time.monotonic() + _END_WAIT_S
+        with contextlib.suppress(Exception):
+            while agent is not None and transfer is not None and agent.check_xfer_state(transfer) == "PROC":
+                if time.monotonic() > give_up_s:
+                    break
+                time.sleep(_LOOK_EVERY_S)
         self._agent = self._transfer = None
