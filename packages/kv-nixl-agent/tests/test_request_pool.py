@@ -25,7 +25,6 @@ def outcome(monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded) -> S
     monkeypatch.setattr(_request_pool, "_loaded", lambda: before)
     pool.watch()
     monkeypatch.setattr(_request_pool, "_loaded", lambda: after)
-    pool.watch()
     pool.zero()
     return pool.state
 
@@ -77,7 +76,7 @@ def test_only_memory_that_may_be_written_is_written() -> None:
     assert not _request_pool._may_write(8, 16), "nothing is mapped there"
 
 
-@pytest.mark.parametrize("word", ["n", "no", "off", "0", "N"])
+@pytest.mark.parametrize("word", ["n", "no", "off", "0", "N", "false"])
 def test_the_switch_leaves_ucx_as_it_is(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv(SWITCH, word)
     assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "off"
@@ -91,6 +90,41 @@ def test_a_pool_that_nobody_watched_before_ucx_was_loaded_is_left_alone(monkeypa
     assert pool.state == "already-in-use"
 
 
+def test_ucx_that_another_part_loaded_between_two_agents_of_ours_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first agent needs no UCX; then somebody else loads it; the second agent looks again."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    pool = RequestPool()
+    monkeypatch.setattr(_request_pool, "_loaded", dict)
+    pool.watch()
+    pool.zero()
+    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    pool.watch()
+    pool.zero()
+    assert pool.state == "already-in-use"
+
+
+@pytest.mark.parametrize("fault", [PermissionError("no"), None])
+def test_a_list_of_mapped_files_that_cannot_be_read_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: OSError | None
+) -> None:
+    odd = tmp_path / "maps"
+    odd.write_bytes(b"7f00-7f01 r-xp 0 00:1 1    /v/\xff\xfe.bin\n")
+
+    def read(path: Path, **how: Any) -> str:
+        if fault is not None:
+            raise fault
+        with odd.open(**how) as file:
+            return file.read()
+
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(Path, "read_text", read)
+    pool = RequestPool()
+    pool.watch()
+    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    pool.zero()
+    assert pool.state == ("already-in-use" if fault is not None else "unknown-build")
+
+
 def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +135,7 @@ def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_the
         "7f05-7f06 r-xp 0 00:1 3    /v/nixl_cu12.libs/ucx/libuct_cma.so.0.0.0",
         "7f07-7f08 rw-p 0 00:0 0    [heap]",
     ]
-    monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(lines))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "\n".join(lines))
     assert _request_pool._loaded() == {
         "libucp": {"/v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0"},
         "libucs": {"/usr/lib/libucs.so.0"},

@@ -124,6 +124,7 @@ def open_nixl(
                 "backend-unavailable", f"NIXL has no plugin {name!r} here; it has {', '.join(plugins)}", backend=name
             )
         known = agent.get_plugin_params(name)
+        POOL.zero()
         unknown = sorted(set(parameters) - set(known) - _UNLISTED)
         if known and unknown:
             raise AgentError(
@@ -131,7 +132,6 @@ def open_nixl(
                 f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
                 backend=name,
             )
-        POOL.zero()
         create_backend: Callable[[], None] = functools.partial(agent.create_backend, name, dict(parameters))
         try:
             attempt("create_backend", create_backend)

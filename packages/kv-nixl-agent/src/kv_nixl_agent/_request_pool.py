@@ -47,7 +47,7 @@ class RequestPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_first: bool | None = None
+        self._is_first = False
         self._state: State = "not-loaded"
 
     @property
@@ -56,16 +56,16 @@ class RequestPool:
         return self._state
 
     def watch(self) -> None:
-        """Note whether UCX is in this process already; only the first call looks."""
+        """Note whether UCX is in this process already, as long as nothing was decided."""
         with self._lock:
-            if self._is_first is None:
-                self._is_first = not _loaded()
+            if self._state == "not-loaded":
+                self._is_first = _maps() != "" and not _loaded()
 
     def zero(self) -> None:
         """Let the pools that UCX makes from now on take zeroed memory; changes nothing the second time."""
         with self._lock:
             if self._state == "not-loaded":
-                self._state = _change(is_first=self._is_first is True)
+                self._state = _change(is_first=self._is_first)
 
 
 POOL: Final = RequestPool()
@@ -73,7 +73,7 @@ POOL: Final = RequestPool()
 
 
 def _change(*, is_first: bool) -> State:
-    if os.environ.get(SWITCH, "y").lower() in {"n", "no", "0", "off"}:
+    if os.environ.get(SWITCH, "y").lower() in {"n", "no", "0", "off", "false"}:
         return "off"
     loaded = _loaded()
     if not loaded:
@@ -106,7 +106,7 @@ def _version(ucp: ctypes.CDLL) -> tuple[int, ...]:
 
 def _may_write(start: int, size_bytes: int) -> bool:
     """Tell whether memory may be written. Example of a row: `7f00-7f20 rw-p ...` holds 0x7f00 up to 0x7f20."""
-    for row in Path("/proc/self/maps").read_text().splitlines():
+    for row in _maps().splitlines():
         interval, permissions = row.split(maxsplit=2)[:2]
         first, end = (int(part, 16) for part in interval.split("-"))
         if first <= start and start + size_bytes <= end:
@@ -118,10 +118,18 @@ def _address(library: ctypes.CDLL, function: str) -> int | None:
     return ctypes.cast(getattr(library, function), ctypes.c_void_p).value
 
 
+def _maps() -> str:
+    """Return the rows of `/proc/self/maps`; empty where it cannot be read. File names may be no UTF-8."""
+    try:
+        return Path("/proc/self/maps").read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+
+
 def _loaded() -> dict[str, set[str]]:
     """Return the paths of UCX's libraries in this process by name, `libucp` and `libucs`."""
     found: dict[str, set[str]] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in _maps().splitlines():
         match = _LIBRARY.search(line)
         if match:
             found.setdefault(match[2], set()).add(match[1])
