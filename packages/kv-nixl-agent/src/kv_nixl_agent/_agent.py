@@ -121,7 +121,7 @@ class TransferAgent:
 
     @property
     def generation(self) -> int:
-        """Number that starts at 1 and grows whenever the registered memory changes: peers need fresh metadata then."""
+        """Number that starts at 1 and grows whenever the regions change: peers need fresh metadata then."""
         return self._generation
 
     def agent_metadata(self) -> bytes:

@@ -26,7 +26,7 @@ class Schedule(Generic[OngoingT]):
 
     Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
 
-    The cap delays a peer behind its own parts alone: a peer with nothing on the wire may post one, whatever those of others hold.
+    A peer with nothing on the wire never waits for the cap, whatever parts of others hold; one that has some waits for its turn.
     Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q goes at once, and the next of q after it.
     """
 

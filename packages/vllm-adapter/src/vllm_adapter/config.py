@@ -120,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0,
             le=1 << 50,
-            description="Bytes of reads in flight per rank before further ones wait; 0 for no limit. A single larger read goes "
-            "alone.",
+            description="Bytes of reads in flight per rank before further ones wait; 0 for no limit. An engine with no read in "
+            "flight is always read from, so a stopped one holds up no other.",
         ),
     ] = 4 << 30
     receive_conversion: Annotated[
