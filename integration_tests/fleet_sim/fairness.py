@@ -47,11 +47,16 @@ def is_untouched(plan: EpisodePlan, one: int, other: int) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A read that is under way: since when, from which slot, how long, and what its link had cost by then."""
+    """A read that is under way: since when, from which slot, how long, and what its link had cost by then.
+
+    `blocks` counts those of each group, which say how much is read: of two groups of blocks of 8 tokens, the second a window of
+    8 tokens, 24 tokens are (3, 1), and (1, 1) after a prefix hit of 16.
+    """
 
     begun_s: float
     slot: int
     tokens: int
+    blocks: tuple[int, ...]
     spent_s: float
     dead_peer: Engine | None
 
@@ -78,8 +83,9 @@ class Fairness:
                 before = [read.spent_s for read in self._begun.values() if read.slot == slot]
                 spent_s = min([self._spent_s(lane), *before])
                 peer = self._fleet.engine(slot)
+                blocks = tuple(len(group.ids) - group.ids.count(group.null) for group in order.local_blocks)
                 dead = peer if peer is not None and peer.process.is_dead else None
-                self._begun[order.request_id] = _Read(self._world.time_s, slot, order.tokens, spent_s, dead)
+                self._begun[order.request_id] = _Read(self._world.time_s, slot, order.tokens, blocks, spent_s, dead)
 
     def _spent_s(self, lane: str) -> float:
         spent = self._fleet.network.spent_s
@@ -137,9 +143,10 @@ class Fairness:
             if name in together:
                 continue
             is_earlier = other.begun_s < read.begun_s - _HEAD_START_S
-            if other.slot == read.slot and is_earlier and other.tokens <= read.tokens:
+            is_no_longer = all(theirs <= ours for theirs, ours in zip(other.blocks, read.blocks, strict=True))
+            if other.slot == read.slot and is_earlier and is_no_longer:
                 self._world.violated(
                     "overtaken",
-                    f"{self._engine.name}: {request_id} ({read.tokens} tokens) ends before {name} ({other.tokens} tokens), which "
+                    f"{self._engine.name}: {request_id} (blocks {read.blocks}) ends before {name} ({other.blocks}), which "
                     f"was ordered {read.begun_s - other.begun_s:.2f} s earlier from the same engine",
                 )
