@@ -428,9 +428,10 @@ def test_a_bad_readback_is_still_a_prefill():
 
 
 def test_a_state_is_read_back_only_as_far_as_it_goes():
+    """Prefill leaves the last token to decode, and its engine computes the one before itself: a state of 100 fits from 102 on."""
     state = scheduler(bidirectional=True, groups=(STATE,), recompute_threshold_tokens=0)
     params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=100)
-    for name, prompt_tokens, loaded in (("p1", 101, 100), ("p2", 100, 0), ("p3", 300, 100)):
+    for name, prompt_tokens, loaded in (("p0", 102, 100), ("p1", 101, 0), ("p2", 100, 0), ("p3", 300, 100)):
         state.arrive(name, params, prompt_tokens=prompt_tokens, now_s=0.0)
         assert state.external_tokens(name, computed_tokens=0) == loaded
     state.arrive("p4", {**params, "remote_num_tokens": None}, prompt_tokens=300, now_s=0.0)
