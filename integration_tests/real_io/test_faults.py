@@ -314,7 +314,7 @@ def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
     stage = make_stage()
     stage.connect()
     held = []
-    for number in range(5):
+    for number in range(8):
         again = PeerProcess(f"next-{number}", page_bytes=4096, page_count=64, engine_config=transport)
         try:
             stage.consumer.replace_peer(
@@ -326,8 +326,9 @@ def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
             again.close()
         assert stage.read(f"lost-{number}", [2, 3], [7, 8]).outcome != "done"
         held.append(open_sockets())
-    # Two workers' sockets of slack: which of them take their turn at once is the system's choice.
-    assert held[-1] <= held[0] + 4, f"sockets after each lost peer: {held}"
+    # Which threads take their turn at once is the system's choice, so those of a few lost peers may be held. Without turns each
+    # lost peer adds 4 sockets, over TCP 8: 28 or 56 in this test.
+    assert held[-1] <= held[0] + 16, f"sockets after each lost peer: {held}"
 
 
 @pytest.mark.never_wrong("C5")
