@@ -326,7 +326,7 @@ def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
             again.close()
         assert stage.read(f"lost-{number}", [2, 3], [7, 8]).outcome != "done"
         held.append(open_sockets())
-    # Which threads take their turn at once is the system's choice, so those of a few lost peers may be held. Without turns each
+    # The system chooses which threads take their turn at once, so those of a few lost peers may be held. Without turns each
     # lost peer adds 4 sockets, over TCP 8: 28 or 56 in this test.
     assert held[-1] <= held[0] + 16, f"sockets after each lost peer: {held}"
 
