@@ -164,10 +164,13 @@ class Loop:
         for function in self.timers.take_due(now_s, given_count=given, taken_count=taken):
             self._guarded(function)
         moved = agent.advance() or moved
-        moved = self.deliver_ends(agent) or moved
-        if moved:
+        has_ends = self.deliver_ends(agent)
+        if moved or has_ends:
             self.pacer.progressed()
-        elif agent.is_awaited:
+            if not has_ends or agent.is_awaited:
+                return
+        # After the last end there is nothing to look for: whoever waits for it runs as soon as this thread sleeps.
+        if agent.is_awaited:
             self.pacer.wait_busy()
         else:
             self.pacer.wait_idle(self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine)

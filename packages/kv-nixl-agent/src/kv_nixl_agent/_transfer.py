@@ -242,12 +242,14 @@ class Transfer:
 
     def _judge(self) -> None:
         found, objection = self._word.judge()
+        if not objection:
+            self._go("match")  # first of all, as it notes the time at which the word was known
+        self._word.release()
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", str(found))
         if objection:
             self.end("fence-rejected", "fence-mismatch", objection)
         else:
-            self._go("match")
             self._confirm()
 
     def _end_unread(self, error: AgentError) -> None:

@@ -74,9 +74,8 @@ class WordCheck:
         return self._read
 
     def judge(self) -> tuple[int, str]:
-        """Release the completed read; return the word that it found, and why that voids the data, if it does."""
-        found = self._words.finish(self._made())
-        self._read = None
+        """Return the word that the completed read found, and why that voids the data, if it does."""
+        found = self._words.found(self._made())
         if self._order.fence is None or found == self._order.fence[1]:
             return found, ""
         slot, generation = self._order.fence
@@ -84,6 +83,11 @@ class WordCheck:
             f"fence slot {slot} of peer {self._peer.key!r} shows generation {found}, the lease had {generation}: "
             "the producer gave the blocks away before they were read"
         )
+
+    def release(self) -> None:
+        """Release the completed read."""
+        read, self._read = self._made(), None
+        self._words.discard(read)
 
     def drop(self, *, is_posted: bool) -> None:
         """Let go of the read, if there is one, since its transfer ends without it."""

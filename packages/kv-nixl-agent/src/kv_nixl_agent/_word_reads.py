@@ -145,11 +145,9 @@ class WordReader:
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def finish(self, read: WordRead) -> int:
-        """Return the word that a completed read found, and release everything that the read held."""
-        found = self._fences.read(read.word)
-        self.discard(read)
-        return found
+    def found(self, read: WordRead) -> int:
+        """Return the word that a completed read found; the read is to be discarded then."""
+        return self._fences.read(read.word)
 
     def discard(self, read: WordRead) -> None:
         """Release a read of which nothing is on the wire."""
