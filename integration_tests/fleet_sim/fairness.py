@@ -50,7 +50,8 @@ class _Read:
     """A read that is under way: since when, from which slot, how long, and what its link had cost by then.
 
     `blocks` counts those of each group, which say how much is read: of two groups of blocks of 8 tokens, the second a window of
-    8 tokens, 24 tokens are (3, 1), and (1, 1) after a prefix hit of 16.
+    8 tokens, 24 tokens are (3, 1), and (1, 1) after a prefix hit of 16. `tokens` counts beside them, since of a last block
+    only the tokens that the prompt has may be read: 10 tokens take less time than 16, in 2 blocks of 8 both.
     """
 
     begun_s: float
@@ -143,7 +144,9 @@ class Fairness:
             if name in together:
                 continue
             is_earlier = other.begun_s < read.begun_s - _HEAD_START_S
-            is_no_longer = all(theirs <= ours for theirs, ours in zip(other.blocks, read.blocks, strict=True))
+            is_no_longer = other.tokens <= read.tokens and all(
+                theirs <= ours for theirs, ours in zip(other.blocks, read.blocks, strict=True)
+            )
             if other.slot == read.slot and is_earlier and is_no_longer:
                 self._world.violated(
                     "overtaken",
