@@ -13,6 +13,7 @@ from helpers import Pages, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
 from kv_nixl_agent._pacing import Pacer
+from kv_nixl_agent._request_pool import POOL
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -102,6 +103,13 @@ def test_raising_callbacks_do_not_kill_the_thread(ranks):
     assert consumer.thread.health().callback_errors == 1
     assert "ZeroDivisionError" in consumer.thread.health().last_error
     assert consumer.thread.is_alive
+
+
+@pytest.mark.parametrize("state", ["zeroed", "off"])
+def test_health_tells_whether_ucx_has_zeroed_requests(ranks, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    _, _, consumer = ranks
+    monkeypatch.setattr(POOL, "_state", state)
+    assert consumer.thread.health().ucx_requests == state
 
 
 def test_refused_orders_end_as_results(ranks):

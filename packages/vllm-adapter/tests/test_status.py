@@ -270,6 +270,17 @@ def test_a_thread_in_trouble_is_said_and_is_the_exit_code(
     assert said in json.loads(capsys.readouterr().out)["troubles"][0]
 
 
+@pytest.mark.parametrize(
+    ("state", "is_said"), [("off", True), ("unknown-build", True), ("zeroed", False), ("not-loaded", False)]
+)
+def test_a_rank_that_a_dying_consumer_can_end_is_said_and_is_no_trouble(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], state: str, is_said: bool
+) -> None:
+    serve(opened, {**WORKER, "thread": {"state": "running", "last_error": "", "ucx_requests": state}}, "0.0")
+    assert main(["status"]) == 0
+    assert (f"UCX's requests are not zeroed ({state})" in " ".join(capsys.readouterr().out.split())) is is_said
+
+
 def test_a_process_that_does_not_answer_in_time_is_a_trouble(
     folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
 ) -> None:

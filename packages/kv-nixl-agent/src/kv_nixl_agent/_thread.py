@@ -18,6 +18,7 @@ from ._errors import AgentError
 from ._health import ThreadHealth, ThreadState
 from ._loop import Callbacks, Loop
 from ._options import AgentOptions, ThreadOptions
+from ._request_pool import POOL
 from ._values import TransferOrder
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class TransferThread:
         return self._loop.failure
 
     def health(self) -> ThreadHealth:
-        """Return the state of the owner thread and its latest error."""
+        """Return the state of the owner thread, its latest error, and whether a dying reader can end this process."""
         age_s = self._clock() - self._loop.turn_began_s
         error, text = self._loop.errors.last
         return ThreadHealth(
@@ -225,6 +226,7 @@ class TransferThread:
             loop_errors=self._loop.errors.loop_errors,
             last_error=error,
             last_traceback=text,
+            ucx_requests=POOL.state,
         )
 
     def _state(self, turn_age_s: float) -> ThreadState:

@@ -90,8 +90,9 @@ def draw_tables(console: Console, answers: Sequence[Answer], *, with_requests: b
     _print(console, "", _COLUMNS, [_row(answer) for answer in answers])
     for answer in answers if with_requests else ():
         _print_details(console, answer)
-    for line in troubles(answers):
-        console.print(plain_text(line), style="bold red", markup=False, highlight=False)
+    for style, lines in (("bold red", troubles(answers)), ("yellow", _unshielded(answers))):
+        for line in lines:
+            console.print(plain_text(line), style=style, markup=False, highlight=False)
 
 
 def _print_details(console: Console, answer: Answer) -> None:
@@ -203,3 +204,13 @@ def troubles(answers: Sequence[Answer]) -> list[str]:
                 f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
             )
     return found
+
+
+def _unshielded(answers: Sequence[Answer]) -> list[str]:
+    """Return a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines say nothing."""
+    states = [(answer, (answer.get("thread") or {}).get("ucx_requests")) for answer in answers]
+    return [
+        f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end this engine"
+        for answer, state in states
+        if state not in {None, "zeroed", "not-loaded"}
+    ]

@@ -127,6 +127,11 @@ class ThreadHealth(Protocol):
         """Traceback of that error as text; empty if there was none."""
         ...
 
+    @property
+    def ucx_requests(self) -> str:
+        """`zeroed`: a consumer that dies in a read over TCP does not end this process with SIGSEGV; else why it may."""
+        ...
+
 
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""

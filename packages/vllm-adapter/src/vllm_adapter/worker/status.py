@@ -69,6 +69,7 @@ def _health(agent: TransferThread) -> dict[str, object]:
         "calls_waiting": health.calls_waiting,
         "errors": health.callback_errors + health.loop_errors,
         "last_error": health.last_error,
+        "ucx_requests": health.ucx_requests,
     }
 
 
