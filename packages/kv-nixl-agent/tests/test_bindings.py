@@ -1,6 +1,7 @@
 """The seam to NIXL, over a stand-in module: what it finds, passes on, normalises and codes."""
 
 import enum
+import subprocess
 import sys
 import types
 import weakref
@@ -9,11 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, _bindings, _progress, _worker_turns
+from kv_nixl_agent import AgentError, _bindings, _descriptors, _progress, _worker_turns
 from kv_nixl_agent._bindings import find_nixl
 from kv_nixl_agent._nixl_port import NixlBinding
 from kv_nixl_agent.port import WireTelemetry, open_nixl
 
+OPEN_MORE = """
+import os, resource, sys
+from kv_nixl_agent._descriptors import descriptors_left
+used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + int(sys.argv[1]), 4096))
+left = descriptors_left()
+opened = 0
+try:
+    while True:
+        os.dup(0)
+        opened += 1
+except OSError:
+    print(left == opened, descriptors_left())
+"""
 ONE = np.zeros(1, dtype=np.int32)
 ROWS = np.array([[4096, 8, 0, 8, 3]], dtype=np.uint64)
 
@@ -337,3 +352,28 @@ def test_without_worker_threads_there_is_no_turn(module):
     binding, agent = open_with_threads(module, {"num_workers": "1"})
     binding.add_peer(b"blob")
     assert methods_of(agent) == ["add_remote_agent"]
+
+
+@pytest.mark.parametrize("spare", [0, 7])
+def test_descriptors_left_are_those_that_can_be_opened(spare: int) -> None:
+    words = [sys.executable, "-c", OPEN_MORE, str(spare)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "0"]
+
+
+@pytest.mark.parametrize(("left", "is_refused"), [(0, True), (31, True), (32, False), (None, False)])
+def test_no_peer_is_met_without_descriptors_for_it(
+    module: Any, monkeypatch: pytest.MonkeyPatch, left: int | None, is_refused: bool
+) -> None:
+    """UCX would be left with half a connection, which can abort the peer."""
+    agent = StandIn("a", None)
+    agent.answers["add_remote_agent"] = b"peer"
+    monkeypatch.setattr(_descriptors, "descriptors_left", lambda: left)
+    binding = NixlBinding(agent, "stand-in")
+    if not is_refused:
+        assert binding.add_peer(b"metadata") == "peer"
+        return
+    with pytest.raises(AgentError, match=f"only {left} more descriptors") as error:
+        binding.add_peer(b"metadata")
+    assert (error.value.code, error.value.fault, error.value.is_retry_safe) == ("no-descriptors", "environment", True)
+    assert not agent.calls, "NIXL was asked"

@@ -102,6 +102,7 @@ _BY_CODE = (
     ),
     (r"^(no-cache-layers)$", "leave `--kv-transfer-config` out for this model"),
     (r"^(memory-in-use|thread-dead)$", _RESTART),
+    (r"^no-descriptors$", "raise the limit as the text says, and restart this engine"),
     (
         (
             r"^(ucx-|nixl-|rdma-|shared-memory|plugin-dir|peer-deaths|backend-unavailable|"

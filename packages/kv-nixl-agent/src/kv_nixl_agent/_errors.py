@@ -47,6 +47,7 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         "peer-rows-unregistered": _facts("peer", False, "peer rows reach outside the memory that the peer registered"),
         # Peers.
         "metadata-damaged": _facts("peer", True, "agent metadata was truncated or changed on its way"),
+        "no-descriptors": _facts("environment", True, "this process may not open the descriptors that a peer needs"),
         "metadata-rejected": _facts("peer", None, "NIXL cannot use the peer's agent metadata"),
         "agent-name": _facts("peer", False, "the agent metadata names another agent than the peer's"),
         "unknown-peer": _facts("local", False, "no peer is known under that key"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar, cast, final
 
+from ._descriptors import refuse_without_descriptors
 from ._errors import AgentError
 from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
 from ._rows import expand_rows
@@ -111,7 +112,8 @@ class NixlBinding:
         return bytes(attempt("get_agent_metadata", lambda: self._live().get_agent_metadata()))
 
     def add_peer(self, agent_metadata: bytes) -> str:
-        """Load a peer's metadata; NIXL returns bytes although it is annotated str."""
+        """Load a peer's metadata, if there are descriptors for it; NIXL returns bytes although it is annotated str."""
+        refuse_without_descriptors()
         name = attempt("add_remote_agent", lambda: self._live().add_remote_agent(agent_metadata))
         text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if not text:

@@ -1,0 +1,48 @@
+"""Descriptors (open files and sockets) that are left to this process.
+
+An agent that meets a peer without enough of them leaves UCX with half a connection: UCX of this process cannot accept what the
+peer opens in return, and a peer whose connection is refused in that state may be aborted by its own UCX. So it is asked before.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Final
+
+from ._errors import AgentError
+
+__all__ = ["A_PEER_NEEDS", "descriptors_left", "refuse_without_descriptors"]
+
+A_PEER_NEEDS: Final = 32
+"""More than UCX opens for a peer with four worker threads: 5 stay open over shared memory and 8 over TCP, some more at first."""
+
+
+def descriptors_left() -> int | None:
+    """Return how many more descriptors this process may open; None where nothing bounds them or it cannot be told."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return None
+    try:
+        # One of the entries is the directory itself, which is closed again.
+        return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - half the time, and each peer asks
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return 0
+
+
+def refuse_without_descriptors() -> None:
+    """Do nothing if a peer can be met.
+
+    Raises:
+        AgentError: `no-descriptors`.
+    """
+    left = descriptors_left()
+    if left is not None and left < A_PEER_NEEDS:
+        raise AgentError(
+            "no-descriptors",
+            f"only {left} more descriptors may be opened by this process, and meeting a peer needs up to {A_PEER_NEEDS}: "
+            "raise its limit (`ulimit -n`, or LimitNOFILE of its service)",
+            left=left,
+        )
