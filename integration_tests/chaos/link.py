@@ -7,6 +7,7 @@ all traffic, on whatever port. Lines on standard input change it: `{"delay_s": 0
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import heapq
 import itertools
@@ -17,10 +18,12 @@ import select
 import struct
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-INTERFACE = "wire0"
+INTERFACE = min((entry.name for entry in Path("/sys/class/net").iterdir() if entry.name != "lo"), default="")
+"""A name that the machine's own network has as well: UCX takes names from `/sys`, which does not show those of the namespace."""
 _MTU_BYTES = 9000
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
@@ -84,6 +87,8 @@ class Wire:
 
 def main() -> None:
     """Make both namespaces, say where they are, and carry packets until standard input ends."""
+    if not INTERFACE:
+        raise OSError(errno.ENODEV, "this machine has no interface whose name the wire could have")
     a = opened_interface(ADDRESSES["a"], ADDRESSES["b"])
     first = os.open("/proc/self/ns/net", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:

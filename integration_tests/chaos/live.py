@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from load import Load, Pair, Prompt, make_prompts
-from recorder import HELD_BY_ENGINE, Held, Recorder, running_recorder, usage_of
+from recorder import HELD_BY_ENGINE, Held, Recorder, family_of, is_alive, running_recorder, usage_of
 from verdicts import Outages
 from warm import Starter, started_starter
 
@@ -97,8 +97,14 @@ class Live:
     def kill(self, name: str) -> None:
         """Kill an engine with all its processes at once."""
         self.outages.begin(name, time.monotonic())
+        family = family_of(self.engines[name].pid)
         self.engines[name].signal_all(signal.SIGKILL)
         assert self.engines[name].has_ended(within_s=20)
+        # The scheduler process has the server's listening socket as well, and may end after it.
+        until = time.monotonic() + 20
+        while any(is_alive(pid) for pid in family):
+            assert time.monotonic() < until, f"processes of {name} do not end"
+            time.sleep(0.02)
 
     def begin_again(self, name: str) -> None:
         """Start an engine that has ended on its ports."""

@@ -15,7 +15,17 @@ from typing import Any, final
 from kvdev.engines import metric_sum
 from vllm_adapter.cli.asking import Answer, ask_all
 
-__all__ = ["HELD_BY_ENGINE", "Held", "Recorder", "Sample", "family_of", "held_of", "running_recorder", "sample_of"]
+__all__ = [
+    "HELD_BY_ENGINE",
+    "Held",
+    "Recorder",
+    "Sample",
+    "family_of",
+    "held_of",
+    "is_alive",
+    "running_recorder",
+    "sample_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,14 @@ def family_of(pid: int) -> list[int]:
             for thread in Path(f"/proc/{each}/task").iterdir():
                 waiting += map(int, (thread / "children").read_text().split())
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def sample_of(pid: int, now_s: float) -> Sample:

@@ -24,8 +24,9 @@ from load import Asked, Load, Pair, Prompt, make_prompts, running_load
 from namespaces import started_link, why_no_namespaces
 from proxy import Behaviour, Proxy, running_proxy
 from record import FIGURES, PAGE, PICTURE, tables, with_tables
-from recorder import Held, family_of, held_of, sample_of
+from recorder import Held, family_of, held_of, is_alive, sample_of
 from verdicts import Outages, growth, judge, judge_all, too_large
+from warm import ForkedProcess
 
 PROMPT = Prompt(7, "a prompt", 3, " and its answer")
 PAIR = Pair("p", "d", "http://127.0.0.1:1", "http://127.0.0.1:1")
@@ -283,7 +284,8 @@ def test_a_sample_covers_a_process_and_its_children() -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert len(family_of(process.pid)) == 2
+        family = family_of(process.pid)
+        assert [is_alive(pid) for pid in family] == [True, True]
         sample = sample_of(process.pid, 1.0)
         assert (sample.processes, sample.sockets, sample.threads) == (2, 5, 2)
         assert sample.descriptors >= 5 + 3 + 6
@@ -294,6 +296,10 @@ def test_a_sample_covers_a_process_and_its_children() -> None:
         if process.stdout:
             process.stdout.close()
     assert sample_of(process.pid, 2.0).processes == 0
+    until = time.monotonic() + 10
+    while any(is_alive(pid) for pid in family) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(is_alive(pid) for pid in family), "one that nobody has waited for has ended, too"
 
 
 def test_holdings_are_those_of_one_engine_and_a_silent_part_is_told() -> None:
@@ -316,6 +322,25 @@ def test_the_starter_says_that_its_vllm_is_not_there(tmp_path: Path) -> None:
     assert "vllm.v1.engine.core" in answer["missing"]
 
 
+def test_many_threads_learn_the_end_of_a_forked_process(tmp_path: Path) -> None:
+    """Its exit code comes a moment after its end: nobody may take it for known before."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        forked = ForkedProcess(process.pid, tmp_path)
+        assert forked.poll() is None
+        codes: list[int] = []
+        threads = [threading.Thread(target=lambda: codes.append(forked.wait(10))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        process.communicate()
+        time.sleep(0.2)
+        (tmp_path / f"{process.pid}.exit").write_text("-9")
+        for thread in threads:
+            thread.join(10)
+    assert codes == [-9] * 8
+    assert forked.poll() == -9
+    forked.terminate()
+
+
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
@@ -324,6 +349,7 @@ def test_the_page_has_the_tables_of_the_recorded_figures() -> None:
     assert with_tables(PAGE.read_text(), made) == PAGE.read_text()
     assert PICTURE.read_text().count("<svg") == 1
     assert "| prefill | default | 10 |" in made["kills"]
+    assert "survivors died | per 100 |" in made["kills"]
     with pytest.raises(ValueError, match="no marks"):
         with_tables("an empty page", made)
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,9 @@ class ForkedProcess:
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid = pid
         self._code_file = folder / f"{pid}.exit"
-        self._descriptor: int | None = os.pidfd_open(pid)
+        self._descriptor = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._lock = threading.Lock()
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -46,14 +49,12 @@ class ForkedProcess:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return the exit code."""
-        if self._descriptor is not None:
-            if not select.select([self._descriptor], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            os.close(self._descriptor)
-            self._descriptor = None
-            self.returncode = self._code()
-        assert self.returncode is not None
+        """Wait for its end and return the exit code; any thread, as samplers ask whether it lives."""
+        if not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._code()
         return self.returncode
 
     def _code(self) -> int:
@@ -66,7 +67,7 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to this process alone."""
-        if self._descriptor is not None:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
 
 

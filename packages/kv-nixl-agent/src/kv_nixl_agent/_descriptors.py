@@ -24,7 +24,7 @@ def descriptors_left() -> int | None:
     if most == resource.RLIM_INFINITY:
         return None
     try:
-        # One of the entries is the directory itself, which is closed again.
+        # An entry is that of the directory itself, which is closed again.
         return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - half the time, and each peer asks
     except FileNotFoundError:
         return None
