@@ -39,7 +39,7 @@ KINDS = {
     "stop": "all processes of an engine are stopped (SIGSTOP), and go on",
     "scheduler-kill": "the scheduler process of an engine is killed, its API server is not",
     "descriptors-none": "no descriptor is left to the scheduler processes of a decode and of a prefill engine",
-    "descriptors-few": "24 descriptors are left to them",
+    "descriptors-few": "24 descriptors are left to the scheduler processes of a decode and of a prefill engine",
     "full-log": "nothing can be written to the logs of a decode and of a prefill engine",
     "net-delay": "each packet between the sides takes 50 ms longer",
     "net-loss": "1 of 100 packets between the sides is lost",
@@ -49,12 +49,12 @@ KINDS = {
 }
 """Faults of `test_faults.py` and `test_partitions.py`; each has a row in `docs/failure-modes.md`, and so have the next ones."""
 MISBEHAVIOURS = {
-    "delay": "each piece of data on the side channel of a prefill engine comes 0.3 s late",
-    "drop": "whatever either side says there is swallowed",
-    "drop-answers": "whatever the prefill engine says there is swallowed",
-    "half-open": "connections to it are accepted and never read",
-    "cut-midway": "connections to it are reset after 100 bytes of an answer",
-    "refuse": "connections to it are reset at once",
+    "delay": "side channel of a prefill engine: each piece of data comes 0.3 s late",
+    "drop": "side channel: all that either side says is swallowed",
+    "drop-answers": "side channel: all that the prefill engine says is swallowed",
+    "half-open": "side channel: connections are accepted and never read",
+    "cut-midway": "side channel: connections are reset after 100 bytes of an answer",
+    "refuse": "side channel: connections are reset at once",
 }
 """Behaviours of the proxy before the side channel of a prefill engine."""
 _RESTORED_WITHIN_S = 60.0

@@ -50,7 +50,7 @@ def live(started: Live) -> Live:
 )
 def test_an_engine_that_stands_still_delays_its_own_requests_alone(live: Live, name: str, seconds: float) -> None:
     """A stop that is shorter than a lease costs time alone."""
-    what = f"{name.partition('-')[0]} stopped (SIGSTOP)"
+    what = f"a {name.partition('-')[0]} engine is stopped (SIGSTOP)"
     with judged(live, "stop", [name], what=what, must_be_right=seconds < LEASE_S) as fault:
         fault.begins()
         with standing_still(live, name):

@@ -50,7 +50,12 @@ def kinds_of(file: str, table: str) -> set[str]:
     return found
 
 
-DRAWN = kinds_of("fleet_sim/faults.py", "_ACTIONS") | kinds_of("chaos/agents/test_deaths.py", "HARMS")
+DRAWN = (
+    kinds_of("fleet_sim/faults.py", "_ACTIONS")
+    | kinds_of("chaos/agents/test_deaths.py", "HARMS")
+    | kinds_of("chaos/faults.py", "KINDS")
+    | kinds_of("chaos/faults.py", "MISBEHAVIOURS")
+)
 
 
 def test_every_kind_of_fault_that_is_drawn_has_a_row() -> None:
