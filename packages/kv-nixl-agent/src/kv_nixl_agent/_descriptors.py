@@ -15,7 +15,7 @@ from ._errors import AgentError
 __all__ = ["A_PEER_NEEDS", "descriptors_left", "refuse_without_descriptors"]
 
 A_PEER_NEEDS: Final = 32
-"""More than UCX opens for a peer with four worker threads: 5 stay open over shared memory and 8 over TCP, some more at first."""
+"""More than UCX opens for a peer with four worker threads: 5 stay open on one host, 10 over TCP."""
 
 
 def descriptors_left() -> int | None:
