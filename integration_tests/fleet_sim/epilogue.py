@@ -36,7 +36,10 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
         for (prefill, decode), name in names.items():
             fleet.router.start(RequestPlan(name, 0.0, prefill, decode, tokens=6, new_tokens=1, router_s=0.001))
         world.run(world.now_s + bound_s, lambda: not fleet.router.open_names())
-        missing = [pair for pair, name in names.items() if f"{name}-d1" not in world.accepted]
+        # An engine that was still ending at first may have come back as another release since.
+        missing = [
+            pair for pair, name in names.items() if f"{name}-d1" not in world.accepted and _go_together(fleet, *pair)
+        ]
         if not missing:
             return
         world.run(world.now_s + _PAUSE_S)

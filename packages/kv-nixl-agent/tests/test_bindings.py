@@ -366,7 +366,7 @@ def test_no_peer_is_met_without_descriptors_for_it(
     module: Any, monkeypatch: pytest.MonkeyPatch, left: int | None, is_refused: bool
 ) -> None:
     """UCX would be left with half a connection, which can abort the peer."""
-    agent = StandIn("a", None)
+    agent: Any = StandIn("a", None)
     agent.answers["add_remote_agent"] = b"peer"
     monkeypatch.setattr(_descriptors, "descriptors_left", lambda: left)
     binding = NixlBinding(agent, "stand-in")

@@ -208,9 +208,13 @@ def troubles(answers: Sequence[Answer]) -> list[str]:
 
 def _unshielded(answers: Sequence[Answer]) -> list[str]:
     """Return a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines say nothing."""
-    states = [(answer, (answer.get("thread") or {}).get("ucx_requests")) for answer in answers]
-    return [
-        f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end this engine"
-        for answer, state in states
-        if state not in {None, "zeroed", "not-loaded"}
-    ]
+    found: list[str] = []
+    for answer in answers:
+        thread: dict[str, Any] = answer.get("thread") or {}
+        state = thread.get("ucx_requests")
+        if state not in {None, "zeroed", "not-loaded"}:
+            found.append(
+                f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end "
+                "this engine"
+            )
+    return found
