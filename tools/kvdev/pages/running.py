@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["Run", "Workplace", "workplace"]
 
 _WITHIN_S = 240
+_INTERRUPTIBLE = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execvp('bash', ['bash', '-c', sys.argv[1]])"
+)
+"""Program that runs a line by bash; a job in the background ignores Ctrl-C, and so would everything that it starts."""
 _PROGRAMS = ("vllm-adapter", "kv-nixl", "kv-handshake", "kv-topology")
 _CALL = (
     "import sys; from importlib.metadata import entry_points; sys.argv[0] = {0!r}; "
@@ -134,7 +139,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _start(folder: Path, line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", "-c", line], cwd=folder, env=_environment(folder), text=True, start_new_session=True,
+        [sys.executable, "-c", _INTERRUPTIBLE, line], cwd=folder, env=_environment(folder), text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
