@@ -102,7 +102,7 @@ class NixlConnector(Connector):
             for number, part in enumerate([cache] if isinstance(cache, torch.Tensor) else cache)
         }
         target = self._folder / f"{name}.{get_tensor_model_parallel_rank()}.npz"
-        part = target.with_suffix(".part")
+        part = _unfinished(target)
         with part.open("wb") as sink:
             np.savez(sink, **arrays)
         part.rename(target)
@@ -120,9 +120,14 @@ class NixlConnector(Connector):
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
+    part = _unfinished(path)
     part.write_bytes(data)
     part.rename(path)
+
+
+def _unfinished(path: Path) -> Path:
+    """Return the name of a file that is being written; engines that share a folder write the same ones at the same time."""
+    return path.with_suffix(f".{os.getpid()}.part")
 
 
 def _let_connections_be_lost(order: Path) -> None:
