@@ -15,6 +15,7 @@ from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import CODES
 from kv_handshake._factors import FACTOR_GROUPS
 from kv_handshake._messages import METADATA_FIELDS, Envelope
+from kv_handshake._pacing import AskLimits
 from kv_handshake._states import state_diagram
 
 PACKAGE = Path(__file__).parent.parent
@@ -124,6 +125,19 @@ def test_protocol_page_lists_the_codes():
     reader = [name for row in table("protocol.md", "Codes of a reader") for name in names(row[0]) if name.islower()]
     assert {*reader} == raised_in("_reading", "_session", "_policy") | {"malformed-metadata", "invalid-metadata"}
     assert {*reader, *listener} <= {*CODES}
+
+
+@needs_docs
+def test_protocol_page_lists_the_refusals_of_asks():
+    listed = [name for row in table("protocol.md", "Asks") for name in names(row[0])]
+    assert {*listed} == {code for code in CODES if code.startswith("ask-")} - {"ask-unsupported"} | {"rate-limited"}
+    limits = AskLimits()
+    row = next(row for row in table("protocol.md", "Asks") if row[0] == "`ask-busy`")
+    assert [int(number) for number in re.findall(r"\d+", row[1])] == [
+        limits.per_connection,
+        limits.in_all,
+        limits.bytes_in_all,
+    ]
 
 
 @needs_docs

@@ -35,6 +35,15 @@ def test_metadata_survives_the_way(version):
     ) | {"kvh_fence", "kvh_geometry"}
 
 
+@pytest.mark.parametrize("streams", [None, (2**64 - 16, 0, 1, 1), (8, 1, 64, 8192)])
+def test_stream_memory_survives_the_way(streams):
+    values = {**sample_metadata(), "streams": streams}
+    frame = Codec().encode_envelope(values, FACTORS, dialect=14)
+    assert decode_metadata(decode_envelope(frame)).streams == streams
+    written = msgspec.msgpack.decode(decode_envelope(frame).agent_metadata_bytes)
+    assert ("kvh_streams" in written) is (streams is not None)
+
+
 def test_defaults_of_optional_fields():
     least = {name: value for name, value in sample_metadata().items() if name in dialect_of(2).metadata_fields}
     metadata = decode_metadata(decode_envelope(Codec().encode_envelope(least, {}, dialect=15)))
@@ -81,6 +90,12 @@ def test_blocks_ratio_without_regions():
         ({"packed_member_layouts": {"a": (-1, 4)}}, "invalid-metadata"),
         ({"packed_member_layouts": {"a": (0, 0)}}, "invalid-metadata"),
         ({"fence": (8, 0, 0)}, "invalid-metadata"),
+        ({"streams": (8, 0, 0, 1)}, "invalid-metadata"),
+        ({"streams": (8, 0, 1, 0)}, "invalid-metadata"),
+        ({"streams": (4, 0, 1, 1)}, "invalid-metadata"),
+        ({"streams": (8, -1, 1, 1)}, "invalid-metadata"),
+        ({"streams": (2**64 - 16, 0, 1, 2)}, "invalid-metadata"),
+        ({"streams": (8, 0, 1)}, "malformed-metadata"),
         ({"kv_cache_layout": 5}, "malformed-metadata"),
         ({"kv_caches_base_addr": [2**64, 0]}, "invalid-argument"),
         ({"device_id": object()}, "invalid-argument"),
@@ -188,8 +203,8 @@ def test_damaged_envelope_is_refused_or_whole(rng):
 def test_field_table_is_the_wire():
     """The rows of the table are exactly vLLM's keys in its order, then ours; every other attribute is the envelope's."""
     names = [each.name for each in METADATA_FIELDS]
-    assert names[:-2] == list(dialect_of(15).metadata_fields)
-    assert [each.key for each in METADATA_FIELDS][-2:] == ["kvh_fence", "kvh_geometry"]
+    assert names[:-3] == list(dialect_of(15).metadata_fields)
+    assert [each.key for each in METADATA_FIELDS][-3:] == ["kvh_fence", "kvh_geometry", "kvh_streams"]
     assert set(AgentMetadata.__struct_fields__) - set(names) == {"generation", "factors", "capabilities"}
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kv_handshake import Advertisement, WireError
+from kv_handshake._ask_frames import is_ask, parse_answer, parse_ask
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._notifications import parse_notification
 from kv_handshake._queries import parse_query
@@ -24,8 +25,8 @@ lock_line = SOURCE["lock_line"]
 VECTORS = load_vectors()
 
 
-def of_kind(kind):
-    return [pytest.param(each, id=each.name) for each in VECTORS if each.kind == kind]
+def of_kind(*kinds):
+    return [pytest.param(each, id=each.name) for each in VECTORS if each.kind in kinds]
 
 
 def test_vectors_are_append_only():
@@ -58,6 +59,30 @@ def test_query_is_what_that_release_sends(version):
 def test_refused_query(vector):
     with pytest.raises(WireError) as caught:
         parse_query(vector.data)
+    assert caught.value.code == vector.expect["code"]
+
+
+@pytest.mark.parametrize("vector", of_kind("ask"))
+def test_ask(vector):
+    assert is_ask(vector.data)
+    ask = parse_ask(vector.data)
+    assert ask.number == vector.expect["number"]
+    assert (None if ask.payload is None else ask.payload.hex()) == vector.expect["payload"]
+    # A listener that takes none, as those of before, refuses it.
+    with pytest.raises(WireError):
+        parse_query(vector.data)
+
+
+@pytest.mark.parametrize("vector", of_kind("answer"))
+def test_answer(vector):
+    reply = parse_answer(vector.data)
+    assert {**msgspec.to_builtins(reply), "payload": reply.payload.hex()} == vector.expect
+
+
+@pytest.mark.parametrize("vector", of_kind("refused-ask", "refused-answer"))
+def test_refused_asks_and_answers(vector):
+    with pytest.raises(WireError) as caught:
+        (parse_ask if vector.kind == "refused-ask" else parse_answer)(vector.data)
     assert caught.value.code == vector.expect["code"]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Advertisement, Codec
+from kv_handshake._ask_frames import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
 from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import compatibility_hash
 from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
@@ -117,6 +118,32 @@ def envelopes():
             "metadata": plain(metadata_values(frame)),
         }
         yield f"envelope-extended-v{version}", "envelope", frame, f"version {version} with all extension keys", expect
+
+
+def envelopes_with_streams():
+    values = metadata_values(bytes.fromhex(RELEASES["14"]["frame"])) | EXTENDED
+    frame = Codec(capabilities={"ask": "supported"}).encode_envelope(
+        values | {"streams": (0x7F0000400000, 0, 64, 8192)}, {"model": "m"}, dialect=14, rank=(0, 0)
+    )
+    expect = {
+        "dialect": 14,
+        "compatibility_hash": decode_envelope(frame).compatibility_hash,
+        "rank": [0, 0],
+        "protocol": [1, 1],
+        "capabilities": {"ask": "supported"},
+        "metadata": {name: value for name, value in plain(metadata_values(frame)).items() if name != "capabilities"},
+    }
+    yield "envelope-streams-v14", "envelope", frame, "version 14 with stream memory; takes asks", expect
+    document = msgspec.msgpack.decode(decode_envelope(frame).agent_metadata_bytes)
+    for name, streams, code in (
+        ("unaligned", (4, 0, 1, 1), "invalid-metadata"),
+        ("no-slot", (8, 0, 0, 1), "invalid-metadata"),
+        ("no-entry", (8, 0, 1, 0), "invalid-metadata"),
+        ("overflow", (2**64 - 16, 0, 1, 2), "invalid-metadata"),
+        ("three", (8, 0, 1), "malformed-metadata"),
+    ):
+        data = pack({"compatibility_hash": "", "agent_metadata_bytes": pack({**document, "kvh_streams": streams})})
+        yield f"refused-envelope-streams-{name}", "refused-envelope", data, f"stream memory: {name}", {"code": code}
 
 
 def refused_envelopes():
@@ -281,8 +308,56 @@ def others():
     yield "stream-empty-frame", "stream", encode_stream([b""]), "a message of one empty frame", {"frames": [""]}
 
 
+def asks():
+    payload = b"any bytes"
+    for number in (1, 200, 70_000, 2**53 - 1):
+        meaning, expect = f"ask {number}", {"number": number, "payload": payload.hex()}
+        yield f"ask-{number}", "ask", encode_ask(number, payload), meaning, expect
+    empty = {"number": 1, "payload": ""}
+    yield "ask-empty", "ask", encode_ask(1, b""), "an ask without bytes of its own", empty
+    wide = b"\x93\xc4\x03ask\xcf" + (7).to_bytes(8, "big") + b"\xc6\x00\x00\x00\x01x"
+    yield "ask-wide", "ask", wide, "number and length in wider encodings", {"number": 7, "payload": "78"}
+    yield "ask-cancel", "ask", encode_cancel(200), "ask 200 is taken back", {"number": 200, "payload": None}
+    head = b"\x93\xc4\x03ask"
+    for name, data, code, meaning in (
+        ("cut", head, "malformed-query", "nothing behind the command"),
+        ("trailing", encode_ask(1, b"x") + b"\x00", "malformed-query", "one byte more"),
+        ("number-zero", head + b"\x00\xc4\x01x", "wrong-type", "number 0"),
+        ("number-large", head + pack(2**53) + b"\xc4\x01x", "wrong-type", "number 2^53"),
+        ("number-boolean", head + b"\xc3\xc4\x01x", "wrong-type", "a boolean for a number"),
+        ("text", head + b"\x01\xa1x", "wrong-type", "text instead of bytes"),
+        ("nil", head + b"\x01\xc0", "wrong-type", "no payload"),
+        ("oversized", head + b"\x01" + pack(bytes(4200)), "oversized-query", "more than 4096 bytes"),
+        ("cancel-text", b"\x92\xc4\x0acancel_ask\xa11", "wrong-type", "a number as text"),
+        ("cancel-oversized", b"\x92\xc4\x0acancel_ask" + bytes(300), "oversized-query", "more than 256 bytes"),
+    ):
+        yield f"refused-ask-{name}", "refused-ask", data, meaning, {"code": code}
+    for name, data, expect in (
+        ("answer", encode_answer(200, payload), {"payload": payload.hex(), "code": "", "retry_after_s": 0.0}),
+        ("busy", encode_ask_refusal(200, "ask-busy", retry_after_s=0.05), {"code": "ask-busy", "retry_after_s": 0.05}),
+        ("expired", encode_ask_refusal(200, "ask-expired"), {"code": "ask-expired", "retry_after_s": 0.0}),
+    ):
+        yield f"answer-{name}", "answer", data, f"reply to ask 200: {name}", {"number": 200, "payload": "", **expect}
+    for name, data in (
+        ("empty", b""),
+        ("array", pack([])),
+        ("other-command", pack((b"asks", 1, b""))),
+        ("text-command", pack(("ask", 1, b""))),
+        ("number", pack((b"ask", 0, b""))),
+        ("no-time", pack((b"ask", 1, "ask-busy"))),
+        ("integer-time", pack((b"ask", 1, "ask-busy", 1))),
+        ("infinite-time", pack((b"ask", 1, "ask-busy", float("inf")))),
+        ("negative-time", pack((b"ask", 1, "ask-busy", -0.5))),
+        ("no-code", pack((b"ask", 1, "", 0.0))),
+        ("long-code", pack((b"ask", 1, "c" * 65, 0.0))),
+        ("more", pack((b"ask", 1, "ask-busy", 0.0, 0))),
+    ):
+        yield f"refused-answer-{name}", "refused-answer", data, f"a reply: {name}", {"code": "malformed-answer"}
+
+
 def all_vectors():
-    sources = (queries, refused_queries, envelopes, refused_envelopes, small_messages, hashes, notifications, others)
+    before = (queries, refused_queries, envelopes, refused_envelopes, small_messages, hashes, notifications, others)
+    sources = (*before, asks, envelopes_with_streams)
     for source in sources:
         for name, kind, data, meaning, expect in source():
             yield {"name": name, "kind": kind, "hex": data.hex(), "meaning": meaning, "expect": expect}

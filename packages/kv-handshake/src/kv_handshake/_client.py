@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, final
 
+from kv_handshake._ask_frames import encode_ask
+from kv_handshake._asker import Asker
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
 from kv_handshake._first_rank import FirstRankRequest
@@ -78,6 +81,9 @@ class Client:
         self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "callback_errors": 0, "background_attempts": 0}
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
         self._repeated = Repeated()
+        self._security, self._seed = security, seed
+        self._asker: Asker | None = None
+        self._is_closed = False
         self._loop = Loop(
             self._timing,
             self._log,
@@ -167,25 +173,62 @@ class Client:
         is_done.wait()
         return box[0]
 
+    def ask(
+        self, *, host: str, port: int, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float
+    ) -> Callable[[], None]:
+        """Ask an engine of our own kind and return at once; many asks may be open, over one connection per peer.
+
+        A peer is first asked for an envelope, and then only if that announces the capability ``ask``.
+
+        Args:
+            host: The listener's address or name.
+            port: The listener's port.
+            payload: The engine's own bytes, at most `MAX_ASK_BYTES`, 4096.
+            on_reply: Called once, on a thread of the client's that it must not block, with (code, payload): the answer and an
+                empty code, or a code without an answer. ``ask-unsupported``: this peer will not answer asks.
+            deadline_s: Seconds after which the ask ends with ``timed-out``.
+
+        Returns:
+            A function that takes the ask back: `on_reply` is not called any more, unless it is being called.
+
+        Raises:
+            ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``, before anything is sent.
+        """
+        endpoint = endpoint_of(host, port)
+        encode_ask(1, payload)
+        with self._lock:
+            if self._asker is None and not self._is_closed:
+                self._asker = Asker(self._timing, self._log, security=self._security, seed=self._seed)
+            asker = self._asker
+        number = asker.ask(endpoint, payload, on_reply, deadline_s) if asker is not None else None
+        if asker is None or number is None:
+            raise ConfigurationError("invalid-argument", "the client is closed")
+        return partial(asker.cancel, endpoint, number)
+
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far.
 
         They are ``requests``, ``succeeded``, ``failed``, ``attempts`` (connections tried), ``background_attempts`` (those
         among them that no request waits for), ``callback_errors``, ``restarts`` (failures of the thread that were not
         foreseen), ``remembered_failures`` (questions that failed and have not been answered since) and
-        ``log_lines_held_back``.
+        ``log_lines_held_back``; after the first ask also ``asks``, ``asks_answered``, ``asks_failed`` and ``ask_connections``.
         """
         with self._lock:
-            counts = dict(self._counts)
+            counts, asker = dict(self._counts), self._asker
         return {
             **counts,
+            **(asker.statistics() if asker is not None else {}),
             **self._loop.statistics(),
             "remembered_failures": len(self._memory),
             "log_lines_held_back": self._log.held_back,
         }
 
     def close(self) -> None:
-        """End all handshakes with the outcome ``closed`` and stop the thread; idempotent."""
+        """End all handshakes with the outcome ``closed``, all asks with this code, and stop the threads; idempotent."""
+        with self._lock:
+            self._is_closed, asker = True, self._asker
+        if asker is not None:
+            asker.close()
         self._loop.close()
 
     def _request_for(

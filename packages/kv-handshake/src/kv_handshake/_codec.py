@@ -8,6 +8,7 @@ import msgspec
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._factors import check_factors, compatibility_hash, hashed_factors
+from kv_handshake._hand_over_messages import answer_payload, question_payload, read_answer, read_question
 from kv_handshake._messages import AgentMetadata, Envelope, checksum_of
 from kv_handshake._notifications import (
     RESERVED_PREFIXES,
@@ -178,6 +179,53 @@ class Codec:
             ConfigurationError: ``invalid-argument`` for an id or a nonce that the peer could not read back.
         """
         return encode_heartbeats(readers)
+
+    def question_payload(self, question: Mapping[str, object], secrets: Sequence[bytes]) -> bytes:
+        """Return an ask's payload with a question for a streamed hand-over, sealed by the first secret if there is one.
+
+        Args:
+            question: ``hand_over_id`` and ``nonce`` (32 hex digits), ``number``, ``digest`` (64 hex digits), ``tokens`` and
+                ``wants_final``.
+            secrets: Fleet secrets.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for values that no peer takes.
+        """
+        return question_payload(question, secrets)
+
+    def answer_payload(
+        self, question: Mapping[str, object], answer: Mapping[str, object], secrets: Sequence[bytes]
+    ) -> bytes:
+        """Return the payload of the answer to a question, sealed alike.
+
+        Args:
+            question: As `read_question` returned it.
+            answer: ``kind`` ``"offer"`` with ``request_id``, ``slot``, ``generation``, ``tag`` and ``ticket``; ``"final"`` with
+                the same but ``tag``; or ``"no"`` with ``reason``.
+            secrets: Fleet secrets.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for values that no peer takes.
+        """
+        return answer_payload(question, answer, secrets)
+
+    def read_question(self, payload: bytes, secrets: Sequence[bytes]) -> dict[str, object]:
+        """Return the question in an ask's payload; with secrets, only one that one of them has sealed.
+
+        Raises:
+            WireError: ``malformed-hand-over`` or ``hand-over-seal``.
+        """
+        return read_question(payload, secrets)
+
+    def read_answer(
+        self, payload: bytes, question: Mapping[str, object], secrets: Sequence[bytes]
+    ) -> dict[str, object]:
+        """Return the answer to this very question, by the keys of `answer_payload`.
+
+        Raises:
+            WireError: ``malformed-hand-over``, ``hand-over-seal`` or ``hand-over-mismatch``.
+        """
+        return read_answer(payload, question, secrets)
 
     def parse_notification(self, payload: bytes) -> Notification:
         """Parse a notification of any form; never raises."""

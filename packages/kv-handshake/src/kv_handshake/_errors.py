@@ -58,6 +58,11 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "no-advertisement": _facts("peer", False, "The engine publishes no advertisement."),
         "rate-limited": _facts("peer", True, "This address asks faster than the listener allows."),
         "wrong-frames": _facts("peer", False, "The message has too many or too few frames for a query."),
+        # Refusals of an ask, which carry its number.
+        "ask-busy": _facts("peer", True, "The listener has as many open asks as its budget allows."),
+        "ask-expired": _facts("peer", True, "The engine had no answer to an ask within the listener's time."),
+        "ask-cancelled": _facts("local", True, "The asker has taken its ask back."),
+        "ask-repeated": _facts("peer", False, "An ask of this number is open on this connection."),
         # Findings of a client in a reply.
         "refused": _facts("peer", None, "The peer's listener refused the query; its own code is in the context."),
         "unexpected-reply": _facts("peer", False, "A reply has the wrong number of frames, or answers no query."),
@@ -67,6 +72,15 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "invalid-metadata": _facts("peer", False, "The agent metadata decodes, but its values contradict each other."),
         "malformed-clock": _facts("peer", False, "The clock frame is not one finite MessagePack number."),
         "malformed-advertisement": _facts("peer", False, "An advertisement does not decode or contradicts itself."),
+        "malformed-answer": _facts("peer", False, "The reply to an ask does not decode or is too long."),
+        "ask-unsupported": _facts(
+            "peer", False, "The peer does not take asks: it is of an older release, or takes none now."
+        ),
+        "malformed-hand-over": _facts(
+            "peer", False, "A message of a streamed hand-over does not decode or is out of bounds."
+        ),
+        "hand-over-seal": _facts("peer", False, "No fleet secret has sealed a message of a streamed hand-over."),
+        "hand-over-mismatch": _facts("peer", False, "A message of a streamed hand-over answers another question."),
         "malformed-stream": _facts("peer", False, "A byte stream breaks the frame format or its limits."),
         "checksum-mismatch": _facts("peer", True, "The agent metadata was altered on its way."),
         "rank-mismatch": _facts("peer", False, "The reply is about another rank than the one that was asked."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
+    "MAX_ASK_BYTES",
+    "MAX_ASK_REPLY_BYTES",
     "MAX_DEPTH",
     "MAX_ENGINE_ID_CHARS",
     "MAX_ENVELOPE_BYTES",
@@ -22,6 +24,12 @@ __all__ = [
 
 MAX_QUERY_BYTES = 256
 """A metadata query takes 16 to 32 bytes, whichever integer widths the sender picks."""
+
+MAX_ASK_BYTES = 4096
+"""Bytes of an ask's payload; a question of a streamed hand-over takes some 300."""
+
+MAX_ASK_REPLY_BYTES = 1024 * 1024
+"""Bytes of an answer's payload: a ticket of 200 000 block ids."""
 
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """Bytes of a rank's envelope. A thousand regions and a dozen network rails stay below a tenth of this."""

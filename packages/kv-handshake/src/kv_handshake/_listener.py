@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+from kv_handshake._ask_desk import AskDesk
+from kv_handshake._ask_frames import is_ask, parse_ask
 from kv_handshake._endpoint import endpoint_of
-from kv_handshake._errors import ConfigurationError, HandshakeError
+from kv_handshake._errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake._log import GatedLog
-from kv_handshake._pacing import TokenBuckets
+from kv_handshake._pacing import AskLimits, TokenBuckets
 from kv_handshake._server import ServerCore
 from kv_handshake._zmq import ListeningPort, RouterSocket, TooManyFrames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake._queries import Rank
     from kv_handshake._zmq import Incoming, ServerSecurity
@@ -27,6 +29,7 @@ __all__ = ["Listener", "QueryLimits"]
 _RESTART_FIRST_S = 0.05
 _RESTART_MOST_S = 5.0
 _JOIN_S = 5.0
+_LONGEST_ASK_S = 30.0
 _NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -101,6 +104,7 @@ class Listener:
         self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
+        self._desk: AskDesk | None = None
         self._counts: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
         self._watch_lock = threading.Lock()
@@ -162,6 +166,38 @@ class Listener:
         """Serve these envelopes by (pp rank, tp rank) from now on; none of them means "not ready"."""
         self._core.replace(payloads, advertisement=advertisement)
 
+    def take_asks(
+        self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float = 5.0
+    ) -> None:
+        """Take asks of peers from now on; call it before `start`. Without it they are refused as an unknown command.
+
+        Args:
+            on_ask: Called with (ask id, payload) on the listener's thread: it must not block. `answer` sends the answer.
+            on_gone: Called with the id of an ask whose asker waits no longer, alike.
+            wait_s: Seconds after which an ask without an answer is refused, at most 30.
+
+        Raises:
+            ConfigurationError: ``invalid-argument``.
+        """
+        if not 0 < wait_s <= _LONGEST_ASK_S:
+            raise ConfigurationError(
+                "invalid-argument", f"asks would wait {wait_s} s; it must be above 0 and at most 30"
+            )
+        self._desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
+
+    def answer(self, ask_id: int, payload: bytes) -> None:
+        """Send the answer to an ask; to one that has ended it means nothing. Callable from any thread, also in `on_ask`.
+
+        Args:
+            ask_id: The id that `on_ask` was given.
+            payload: At most `MAX_ASK_REPLY_BYTES`, 1 MiB.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for a payload that is too long.
+        """
+        if self._desk is not None and self._desk.put(ask_id, payload):
+            self._wake()
+
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far.
 
@@ -169,17 +205,21 @@ class Listener:
         ``restarts``,
         ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``, ``too-many-connections``,
         ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
-        ``clients_refused.<address> <key>`` one by one.
+        ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``, ``asks_answered``,
+        ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
         """
         sock = self._socket
         denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
+        answered = Counter(self._core.statistics())
+        if self._desk is not None:
+            answered.update(self._desk.statistics())
         with self._watch_lock:
             closed = {f"connections_closed.{cause}": count for cause, count in self._closed.items()}
         return {
             "answered": 0,
             "unsent": 0,
             "restarts": 0,
-            **self._core.statistics(),
+            **answered,
             **self._counts,
             **closed,
             "log_lines_held_back": self._log.held_back,
@@ -230,7 +270,17 @@ class Listener:
             failures = max(0, failures)
 
     def _open_socket(self, port: ListeningPort) -> RouterSocket:
-        return RouterSocket(port, security=self._security, report=self._hung_up)
+        return RouterSocket(port, security=self._security, report=self._hung_up, closed=self._connection_ended)
+
+    def _connection_ended(self, descriptor: int) -> None:
+        if self._desk is not None and self._desk.connection_ended(descriptor):
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the listener's thread look at its desk; it does so before each wait, so it needs no waking itself."""
+        sock = self._socket
+        if sock is not None and threading.current_thread() is not self._thread:
+            sock.wake()
 
     def _take_over_keys(self, sock: RouterSocket) -> bool:
         """Use the keys of an outdated socket's files from now on; return whether there were any."""
@@ -239,16 +289,26 @@ class Listener:
 
     def _serve(self, sock: RouterSocket) -> None:
         while not self._closing.is_set() and not sock.is_outdated:
+            if self._desk is not None:
+                for envelope, frames in self._desk.take_replies(time.monotonic()):
+                    self._send(sock, envelope, frames)
             incoming = sock.receive()
             if incoming is None:
                 continue
             reply = self._reply(incoming)
-            if not sock.send(incoming.envelope, reply):
-                self._counts["unsent"] += 1
+            if reply:
+                self._send(sock, incoming.envelope, reply)
+
+    def _send(self, sock: RouterSocket, envelope: Sequence[bytes], frames: tuple[bytes, ...]) -> None:
+        if not sock.send(envelope, frames):
+            self._counts["unsent"] += 1
 
     def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
+        """Return the frames of the reply, none for an ask that is open."""
         now_s = self._clock()
         wait_s = self._wait_s(incoming, now_s)
+        if self._desk is not None and incoming.query is not None and is_ask(incoming.query):
+            return self._reply_to_ask(self._desk, incoming, incoming.query, wait_s)
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
             self._log.warning(
@@ -259,6 +319,14 @@ class Listener:
             self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is no query")
             return self._core.refuse("wrong-frames")
         return self._core.respond(incoming.query, clock_s=now_s)
+
+    def _reply_to_ask(self, desk: AskDesk, incoming: Incoming, query: bytes, wait_s: float) -> tuple[bytes, ...]:
+        try:
+            if wait_s:
+                return desk.refuse(parse_ask(query).number, "rate-limited", wait_s)
+            return desk.receive(incoming, query, time.monotonic())
+        except WireError as error:
+            return self._core.refuse(error.code, str(error))
 
     def _wait_s(self, incoming: Incoming, now_s: float) -> float:
         """Return 0 if the query may be answered, else the seconds until the next one may."""
@@ -280,6 +348,8 @@ class Listener:
 
     def _drop_socket(self) -> None:
         sock, self._socket = self._socket, None
+        if self._desk is not None:
+            self._desk.drop_all()
         if sock is not None:
             self._security = sock.security  # as the files were last, also after a failure
             try:

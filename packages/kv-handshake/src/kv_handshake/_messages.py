@@ -133,6 +133,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
         packed_member_layouts: (offset, bytes per page) of each layer inside a shared page, by layer name.
         fence: (address, device, word count) of the rank's fence array; None from vLLM's own connector.
         geometry: A document that says which part of the model's cache the rank holds, opaque here.
+        streams: (address, device, slots, table entries per slot) of the rank's stream memory; None without streaming.
         generation: The envelope's generation.
         factors: The envelope's factors.
         capabilities: Names that the envelope gives as ``required`` or ``supported``, sorted; empty from vLLM's own
@@ -164,6 +165,9 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     )
     fence: Annotated[tuple[int, int, int] | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_fence")
     geometry: Annotated[bytes | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_geometry")
+    streams: Annotated[tuple[int, int, int, int] | None, Wire(since=OURS)] = msgspec.field(
+        default=None, name="kvh_streams"
+    )
     generation: int | None = msgspec.field(default=None, name="kvh_generation")
     factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
     capabilities: tuple[str, ...] = msgspec.field(default=(), name="kvh_capabilities")

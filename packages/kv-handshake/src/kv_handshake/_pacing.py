@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["Backoff", "FailureMemory", "LogGate", "RememberedFailure", "TokenBuckets"]
+__all__ = ["AskLimits", "Backoff", "FailureMemory", "LogGate", "RememberedFailure", "TokenBuckets"]
 
 _MESSAGE_CHARS = 500
 """Characters that are kept of a failure's text, which a peer may have written."""
@@ -46,6 +46,24 @@ class TokenBuckets:
         if len(self._levels) > self._capacity:
             self._levels.popitem(last=False)
         return 0.0 if is_allowed else (1 - level) / self._rate_per_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AskLimits:
+    """Budget of a listener's open asks.
+
+    Attributes:
+        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
+        per_connection: Open asks of one connection: an engine has one.
+        in_all: Open asks of all connections.
+        bytes_in_all: Bytes of their payloads.
+    """
+
+    wait_s: float = 5.0
+    per_connection: int = 256
+    in_all: int = 1024
+    bytes_in_all: int = 1024 * 1024
 
 
 @final

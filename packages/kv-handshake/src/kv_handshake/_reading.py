@@ -189,7 +189,7 @@ def reconstruct_blocks_ratio(ssm_sizes: tuple[int, int], block_lens: tuple[int, 
 
 
 def _check_values(metadata: AgentMetadata) -> None:
-    """Raise ``invalid-metadata`` for an engine id of a bad length, or a fence array that is no array of words."""
+    """Raise ``invalid-metadata`` for an engine id of a bad length, or arrays of words that are none."""
     if not 1 <= len(metadata.engine_id) <= MAX_ENGINE_ID_CHARS:
         raise _invalid("engine_id", f"has {len(metadata.engine_id)} characters, not 1 to {MAX_ENGINE_ID_CHARS}")
     if metadata.fence is not None:
@@ -197,6 +197,15 @@ def _check_values(metadata: AgentMetadata) -> None:
         if address < 0 or device < 0 or words < 1 or address + 8 * words > _ADDRESS_END or address % 8:
             raise _invalid(
                 "kvh_fence", f"is address {address}, device {device}, {words} words; no aligned 64-bit array"
+            )
+    if metadata.streams is not None:
+        address, device, slots, entries = metadata.streams
+        # At least a progress word and a table of each slot.
+        end = address + 8 * slots * (1 + entries)
+        if address < 0 or device < 0 or slots < 1 or entries < 1 or end > _ADDRESS_END or address % 8:
+            raise _invalid(
+                "kvh_streams",
+                f"is address {address}, device {device}, {slots} slots of {entries} entries; no aligned 64-bit array",
             )
 
 

@@ -21,7 +21,8 @@ class Vector:
     Attributes:
         name: Unique, stable name.
         kind: ``query``, ``refused-query``, ``envelope``, ``refused-envelope``, ``refusal``, ``clock``,
-            ``refused-clock``, ``hash``, ``notification``, ``advertisement`` or ``stream``.
+            ``refused-clock``, ``hash``, ``notification``, ``advertisement``, ``stream``, ``ask``, ``refused-ask``, ``answer`` or
+            ``refused-answer``.
         data: The bytes.
         meaning: The meaning of the bytes, in a sentence.
         expect: Values that a correct implementation reads from them, by name.

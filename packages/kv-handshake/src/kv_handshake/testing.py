@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
 
+from kv_handshake._ask_frames import encode_ask, encode_cancel
 from kv_handshake._codec import Codec
 from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
 from kv_handshake._endpoint import endpoint_of
@@ -326,13 +327,14 @@ def mutate(rng: random.Random, frame: bytes) -> bytes:
 def hostile_queries(rng: random.Random) -> Iterator[bytes]:
     """Yield endless queries that are wrong in one way or another; now and then one of them is valid all the same."""
     good = [encode_query((0, tp), dialect_of(version)) for version in (2, 14) for tp in (0, 1, 200, 60_000)]
+    good += [encode_ask(1, b""), encode_ask(70_000, b"question"), encode_cancel(70_000)]
     wild: list[object] = [None, True, -1, 0.5, "0", b"0", 2**63, [], {}, [[0]], {"a": 1}, b"get_meta_msg"]
     while True:
         kind = rng.randrange(4)
         if kind == 0:
             yield rng.randbytes(rng.randrange(300))
         elif kind == 1:
-            fields = [rng.choice((b"get_meta_msg", b"get_advertisement", "get_meta_msg", rng.choice(wild)))]
+            fields = [rng.choice((b"get_meta_msg", b"get_advertisement", b"ask", "get_meta_msg", rng.choice(wild)))]
             yield msgspec.msgpack.encode(fields + [rng.choice(wild) for _ in range(rng.randrange(5))])
         else:
             frame = rng.choice(good)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import uuid
 from collections import OrderedDict
 from types import MappingProxyType
@@ -77,6 +78,7 @@ class RouterSocket:
         limits: Limits on connections.
         report: Called on another thread with the cause and the address of each connection that was shut down, and with ``keys``
             and a text if key files cannot be read.
+        closed: Called on another thread with the descriptor of each connection that has ended.
 
     Attributes:
         security: The keys as their files are now.
@@ -93,10 +95,13 @@ class RouterSocket:
         security: ServerSecurity | None = None,
         limits: ConnectionLimits | None = None,
         report: Callable[[str, str], None] = lambda _cause, _address: None,
+        closed: Callable[[int], None] = lambda _descriptor: None,
     ) -> None:
         endpoint = port.endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._caller = self._context.socket(zmq.DEALER)
+        self._caller_lock = threading.Lock()
         self._wakeup_url = f"inproc://wake-{uuid.uuid4().hex}"
         self._senders: OrderedDict[bytes, Sender] = OrderedDict()
         self._shared: dict[int, tuple[bytes, zmq.Frame]] = {}
@@ -122,11 +127,17 @@ class RouterSocket:
                 self._encrypt(security)
                 self._refresh_keys()  # the files may have changed since they were read
             self._watch = ConnectionWatch(
-                self._socket, endpoint.port, limits or ConnectionLimits(), report=report, upkeep=self._refresh_keys
+                self._socket,
+                endpoint.port,
+                limits or ConnectionLimits(),
+                report=report,
+                upkeep=self._refresh_keys,
+                closed=closed,
             )
             self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)
             self._socket.bind(self._wakeup_url)
+            self._caller.connect(self._wakeup_url)
         except (zmq.ZMQError, OSError, RuntimeError) as error:  # also: no descriptor or thread left
             self.close()
             raise TransportError(
@@ -194,10 +205,8 @@ class RouterSocket:
 
     def wake(self) -> None:
         """Make a blocked `receive` return soon; from any thread."""
-        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as caller:
-            caller.setsockopt(zmq.LINGER, 200)
-            caller.connect(self._wakeup_url)
-            caller.send(b"", zmq.NOBLOCK)
+        with self._caller_lock, contextlib.suppress(zmq.ZMQError):
+            self._caller.send(b"", zmq.NOBLOCK)
 
     def denied(self) -> Mapping[str, int]:
         """Return how often each client without an authorised key was turned away, by address and key."""
@@ -209,7 +218,8 @@ class RouterSocket:
             self._watch.close()
         if self._key_check is not None:
             self._key_check.stop()
-        self._context.destroy(linger=0)
+        with self._caller_lock:  # no call is under way then, and later ones find a closed socket
+            self._context.destroy(linger=0)
 
     def _encrypt(self, security: ServerSecurity) -> None:
         self._socket.curve_server = True

@@ -128,6 +128,7 @@ class ConnectionWatch:
         limits: The limits.
         report: Called on the watch's thread with the cause and the address of each connection that was shut down.
         upkeep: Called about once a second on the watch's thread; returns whether all connections must be shut down.
+        closed: Called on the watch's thread with the descriptor of each connection that has ended.
     """
 
     def __init__(
@@ -138,10 +139,12 @@ class ConnectionWatch:
         *,
         report: Callable[[str, str], None],
         upkeep: Callable[[], bool],
+        closed: Callable[[int], None] = lambda _descriptor: None,
     ) -> None:
         self._limits = limits
         self._report = report
         self._upkeep = upkeep
+        self._closed = closed
         self._most = _most_connections(limits.connections)
         self._socket = sock
         self._port = port
@@ -225,6 +228,7 @@ class ConnectionWatch:
                     accepted.add(descriptor)
                 else:
                     accepted.discard(descriptor)
+                    self._closed(descriptor)
         for descriptor in accepted:
             self._add(means, descriptor, now_s)
         if len(self._open) > self._most:

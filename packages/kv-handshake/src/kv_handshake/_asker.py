@@ -1,0 +1,304 @@
+"""Asks at many peers at once, from one thread: one connection per peer, many open asks on each, answers in any order.
+
+A connection that ends takes its asks to the next one, once. A peer that cannot be reached fails its asks at once, and is left
+alone for a while that doubles; asks for it end with ``recently-failed`` meanwhile, or with ``ask-unsupported`` where it takes
+none. A connection without open asks is closed after `_IDLE_S`. The thread sleeps until something comes, or a deadline is due.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, final
+
+from kv_handshake._ask_session import AskSession, OpenAsk
+from kv_handshake._errors import HandshakeError, WireError
+from kv_handshake._names import Names
+from kv_handshake._pacing import Backoff
+from kv_handshake._zmq import Connection, Hub
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+    from kv_handshake._endpoint import Endpoint
+    from kv_handshake._log import GatedLog
+    from kv_handshake._timing import Timing
+    from kv_handshake._zmq import ClientSecurity
+
+__all__ = ["Asker"]
+
+_IDLE_S = 30.0
+"""Below the 60 s after which a listener closes a connection that asks nothing."""
+_LONGEST_POLL_S = 60.0
+_LOOK_S = 0.1
+"""Time between two looks at how much has come in while asks are open."""
+_JOIN_S = 5.0
+_RECOVERY_S = 0.02
+_UNSUPPORTED_S = 30.0
+"""A peer that takes no asks is asked again after this; it may be another release by then."""
+
+
+@final
+class _Peer:
+    """A peer with its connection and its failures."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.session = AskSession(endpoint)
+        self.connection: Connection | None = None
+        self.lookup: Future[list[str]] | None = None
+        self.addresses: deque[str] = deque()
+        self.idle_since_s = 0.0
+        self.failures = 0
+        self.code = ""
+        self.until_s = 0.0
+
+
+@final
+class Asker:
+    """Asks peers from a thread of its own.
+
+    Args:
+        timing: Waits after failures.
+        log: Gets failures.
+        security: Keys of an encrypted side channel.
+        seed: Seed of the jitter.
+    """
+
+    def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
+        self._log = log
+        self._backoff = Backoff(timing.hold_first_s, timing.hold_most_s)
+        self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[Endpoint, OpenAsk | int]] = deque()
+        self._number = 0
+        self._is_closing = False
+        self._counts = Counter({"asks": 0, "asks_answered": 0, "asks_failed": 0, "ask_connections": 0})
+        self._peers: dict[Endpoint, _Peer] = {}
+        self._by_connection: dict[Connection, _Peer] = {}
+        self._next_look_s = 0.0
+        self._hub = Hub(security)
+        self._names = Names(self._hub.wake, allows_link_local=False)
+        self._thread = threading.Thread(target=self._run, name="kv-handshake-asker", daemon=True)
+        self._thread.start()
+
+    def ask(
+        self, endpoint: Endpoint, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float
+    ) -> int | None:
+        """Ask, and return the ask's number; None if this is closed. Any thread."""
+        with self._lock:
+            if self._is_closing:
+                return None
+            self._number += 1
+            ask = OpenAsk(self._number, payload, on_reply, time.monotonic() + deadline_s)
+            self._inbox.append((endpoint, ask))
+        self._hub.wake()
+        return ask.number
+
+    def cancel(self, endpoint: Endpoint, number: int) -> None:
+        """Take an ask back: its callback is not called any more, unless it is being called. Any thread."""
+        with self._lock:
+            self._inbox.append((endpoint, number))
+        self._hub.wake()
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counts so far: ``asks``, ``asks_answered``, ``asks_failed`` and ``ask_connections``."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """End all asks with ``closed`` and stop the thread; idempotent."""
+        with self._lock:
+            self._is_closing = True
+        self._hub.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+        self._names.close()
+
+    # Everything below runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - nothing may end the thread: every ask gets its end
+                    self._log.warning("restart", f"the client goes on after {error!r}")
+                    for peer in list(self._peers.values()):
+                        self._fail(peer, "transport-failed")
+                    time.sleep(_RECOVERY_S)
+        finally:
+            with self._lock:
+                self._is_closing = True
+                waiting = [ask for _, ask in self._inbox if isinstance(ask, OpenAsk)]
+            for ask in (*waiting, *[ask for peer in self._peers.values() for ask in peer.session.open.values()]):
+                self._end(ask, "closed")
+            self._hub.close()
+
+    def _turn(self) -> None:
+        self._take_in(time.monotonic())
+        readable, changed = self._hub.poll(max(0.0, self._next_event_s() - time.monotonic()))
+        for connection in readable:
+            self._read(connection)
+        for connection in changed:
+            self._take_fault(connection)
+        self._check_times(time.monotonic())
+
+    def _take_in(self, now_s: float) -> None:
+        with self._lock:
+            arrived, self._inbox = self._inbox, deque()
+        for endpoint, ask in arrived:
+            peer = self._peers.get(endpoint)
+            if isinstance(ask, int):
+                if peer is not None:
+                    peer.session.cancel(ask)
+                    self._flush(peer)
+                continue
+            self._counts["asks"] += 1
+            if peer is None:
+                peer = self._peers[endpoint] = _Peer(endpoint)
+            if now_s < peer.until_s:
+                self._end(ask, peer.code if peer.code == "ask-unsupported" else "recently-failed")
+                continue
+            peer.session.add(ask)
+            peer.idle_since_s = now_s
+            if peer.connection is None and peer.lookup is None:
+                self._begin(peer)
+            else:
+                self._flush(peer)
+
+    def _begin(self, peer: _Peer) -> None:
+        """Connect to a peer, by its address or after a look-up of its name."""
+        endpoint = peer.session.endpoint
+        if endpoint.address is not None:
+            peer.addresses = deque((endpoint.host,))
+            self._connect(peer)
+            return
+        try:
+            peer.lookup = self._names.look_up(endpoint.host)
+        except RuntimeError:  # no thread can be made
+            self._fail(peer, "transport-failed")
+
+    def _connect(self, peer: _Peer, tried_keys: tuple[str, ...] = (), address: str = "") -> None:
+        if not (address or peer.addresses):
+            self._fail(peer, "name-unresolved")
+            return
+        try:
+            connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried_keys)
+        except HandshakeError as error:
+            self._fail(peer, error.code)
+            return
+        self._counts["ask_connections"] += 1
+        peer.connection = connection
+        self._by_connection[connection] = peer
+        peer.session.connected()
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        connection = peer.connection
+        try:
+            while connection is not None and (query := peer.session.next_query()) is not None:
+                connection.send(query)
+        except HandshakeError as error:
+            self._fail(peer, error.code)
+
+    def _read(self, connection: Connection) -> None:
+        peer = self._by_connection.get(connection)
+        while peer is not None and peer.connection is connection and (frames := connection.receive()) is not None:
+            ended = peer.session.receive(frames)
+            if peer.session.error is not None:
+                self._refused(peer, peer.session.error)
+                return
+            peer.failures = 0
+            if ended is not None:
+                self._end(*ended)
+            self._flush(peer)
+
+    def _take_fault(self, connection: Connection) -> None:
+        peer = self._by_connection.get(connection)
+        fault = connection.fault()
+        if peer is None or not fault:
+            return
+        self._read(connection)  # answers that came before the end of the connection still count
+        if peer.connection is not connection:
+            return
+        self._hang_up(peer)
+        if fault == "connection-refused" and peer.addresses:
+            self._connect(peer)
+        elif fault == "authentication-refused" and self._hub.untried_key(connection.tried_keys):
+            self._connect(peer, connection.tried_keys, connection.address)
+        elif peer.session.is_greeted:
+            for ask in peer.session.disconnected():
+                self._end(ask, "connection-lost")
+            if peer.session.open:
+                self._begin(peer)
+        else:
+            self._fail(peer, fault)
+
+    def _refused(self, peer: _Peer, error: HandshakeError) -> None:
+        """Let go of a peer that says what cannot be used."""
+        where = f"{peer.session.endpoint.host} port {peer.session.endpoint.port}"
+        self._log.warning("ask", f"{where} cannot be asked: {error}")
+        self._fail(peer, error.code)
+        if error.code == "ask-unsupported":
+            peer.until_s = time.monotonic() + _UNSUPPORTED_S
+
+    def _fail(self, peer: _Peer, code: str) -> None:
+        """End all asks of a peer, and leave it alone for a while."""
+        self._hang_up(peer)
+        asks = peer.session.take(list(peer.session.open.values()))
+        peer.session.disconnected()
+        peer.lookup, peer.code = None, code
+        peer.failures += 1
+        peer.until_s = time.monotonic() + self._backoff.delay_s(peer.failures, self._random.random())
+        for ask in asks:
+            self._end(ask, code)
+
+    def _hang_up(self, peer: _Peer) -> None:
+        connection, peer.connection = peer.connection, None
+        if connection is not None:
+            del self._by_connection[connection]
+            self._hub.discard(connection)
+
+    def _end(self, ask: OpenAsk, code: str, payload: bytes = b"") -> None:
+        self._counts["asks_failed" if code else "asks_answered"] += 1
+        try:
+            ask.on_reply(code, payload)
+        except Exception as error:  # noqa: BLE001 - a caller's mistake must not end other asks
+            self._log.warning("callback", f"on_reply of ask {ask.number} raised {error!r}")
+
+    def _check_times(self, now_s: float) -> None:
+        for endpoint, peer in list(self._peers.items()):
+            if peer.lookup is not None and peer.lookup.done():
+                peer.addresses, peer.lookup = deque(peer.lookup.result()), None
+                self._connect(peer)
+            session = peer.session
+            late = [ask for ask in session.open.values() if now_s >= ask.deadline_s]
+            for ask in late:
+                session.cancel(ask.number)
+                self._end(ask, "timed-out")
+            self._flush(peer)
+            if late and not session.open and peer.connection is not None and not peer.connection.is_open:
+                self._fail(peer, "timed-out")
+            if not session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
+                self._hang_up(peer)
+                del self._peers[endpoint]
+        if now_s >= self._next_look_s and any(peer.session.open for peer in self._peers.values()):
+            self._next_look_s = now_s + _LOOK_S
+            for connection in self._hub.flooded():
+                self._refused(
+                    self._by_connection[connection], WireError("oversized-reply", "more came in than was asked for")
+                )
+
+    def _next_event_s(self) -> float:
+        now_s = time.monotonic()
+        times = [now_s + _LONGEST_POLL_S]
+        for peer in self._peers.values():
+            if peer.session.open:
+                times.append(min(ask.deadline_s for ask in peer.session.open.values()))
+                times.append(self._next_look_s if peer.connection is not None else now_s + _LONGEST_POLL_S)
+            else:
+                times.append(max(peer.idle_since_s + _IDLE_S, peer.until_s))
+        with self._lock:
+            return now_s if self._inbox or self._is_closing else min(times)

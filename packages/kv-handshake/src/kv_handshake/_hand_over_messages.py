@@ -1,0 +1,222 @@
+"""Messages of a streamed hand-over, as they travel in asks and answers: QUESTION, OFFER, FINAL and NO.
+
+A payload is an array of a seal and a body. The body is a map whose key ``kind`` says which message it is. The seal is
+HMAC-SHA-256 under a fleet secret over the 11 characters ``kv-stream-1``, one zero byte and the body as it came: these messages go
+from engine to engine, so nobody in between writes them anew. Without secrets the seal is empty. An engine with secrets refuses
+what none of them has sealed; an engine without ignores seals.
+
+An answer repeats the id, the number and the nonce of its question, so an answer to another question fits none, however old.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast, final
+
+import msgspec
+from msgspec import Meta
+
+from kv_handshake._decoding import DECODE_ERRORS
+from kv_handshake._errors import ConfigurationError, WireError
+from kv_handshake._limits import MAX_ASK_BYTES, MAX_ASK_REPLY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Final_", "No", "Offer", "Question", "answer_payload", "question_payload", "read_answer", "read_question"]
+
+_TAG: Final = b"kv-stream-1\0"
+_Hex32 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Exact = Annotated[int, Meta(ge=1, lt=1 << 53)]
+_Slot = Annotated[int, Meta(ge=0, lt=1 << 24)]
+_RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """Keys of every message.
+
+    Attributes:
+        hand_over_id: The id that both engines have from the router.
+        number: The question's number; the asker's scheduler tells late answers by it.
+        nonce: 128 random bits of the question.
+    """
+
+    hand_over_id: _Hex32 = msgspec.field(name="id")
+    number: _Exact
+    nonce: _Hex32
+
+
+@final
+class Question(_Message, frozen=True, kw_only=True, tag="question"):
+    """A consumer asks for a hand-over.
+
+    Attributes:
+        digest: Digest of the consumer's own prompt.
+        tokens: Tokens under it.
+        wants_final: Whether only the whole ticket is of use.
+    """
+
+    digest: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    wants_final: bool
+
+
+@final
+class Offer(_Message, frozen=True, kw_only=True, tag="offer"):
+    """The prompt is being computed, and may be read meanwhile.
+
+    Attributes:
+        request_id: The producer's own.
+        slot: Where its words lie.
+        generation: Value that the fence word must show in the end.
+        tag: Tag of the progress word and the table; the low 32 bits of the generation.
+        ticket: The plain ticket without block ids, as JSON.
+    """
+
+    request_id: _RequestId
+    slot: _Slot
+    generation: _Exact
+    tag: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    ticket: bytes
+
+
+@final
+class Final_(_Message, frozen=True, kw_only=True, tag="final"):  # noqa: N801 - `Final` is typing's
+    """The prompt is whole.
+
+    Attributes:
+        request_id: The producer's own.
+        slot: Where its fence word lies.
+        generation: Value that it must show.
+        ticket: The plain ticket, as JSON.
+    """
+
+    request_id: _RequestId
+    slot: _Slot
+    generation: _Exact
+    ticket: bytes
+
+
+@final
+class No(_Message, frozen=True, kw_only=True, tag="no"):
+    """A refusal.
+
+    Attributes:
+        reason: Why; after ``unknown-id`` and ``busy`` another question makes sense.
+    """
+
+    reason: Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
+
+
+_Answer: TypeAlias = Offer | Final_ | No
+_encode = msgspec.msgpack.Encoder().encode
+_payloads = msgspec.msgpack.Decoder(tuple[bytes, bytes])
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+
+
+def question_payload(question: Mapping[str, object], secrets: Sequence[bytes]) -> bytes:
+    """Return the payload of an ask.
+
+    Args:
+        question: ``hand_over_id``, ``number``, ``nonce``, ``digest``, ``tokens`` and ``wants_final``.
+        secrets: Fleet secrets; the first one seals.
+
+    Raises:
+        ConfigurationError: ``invalid-argument`` for values that no peer takes.
+    """
+    return _payload(_converted({**question, "kind": "question"}, Question), secrets, MAX_ASK_BYTES)
+
+
+def answer_payload(question: Mapping[str, object], answer: Mapping[str, object], secrets: Sequence[bytes]) -> bytes:
+    """Return the payload of an answer.
+
+    Args:
+        question: The question as `read_question` returned it.
+        answer: ``kind`` (``offer``, ``final`` or ``no``), and the other keys of that kind; ``ticket`` is a mapping.
+        secrets: Fleet secrets; the first one seals.
+
+    Raises:
+        ConfigurationError: ``invalid-argument`` for values that no peer takes.
+    """
+    values = {**answer, **{key: question[key] for key in ("hand_over_id", "number", "nonce")}}
+    if "ticket" in values:
+        try:
+            values["ticket"] = msgspec.json.encode(values["ticket"])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError("invalid-argument", f"the ticket cannot be written as JSON: {error}") from error
+    return _payload(_converted(values, cast("Any", _Answer)), secrets, MAX_ASK_REPLY_BYTES)
+
+
+def read_question(payload: bytes, secrets: Sequence[bytes]) -> dict[str, object]:
+    """Return the question in an ask's payload, by attribute names.
+
+    Raises:
+        WireError: ``malformed-hand-over`` or ``hand-over-seal``.
+    """
+    return _values(_opened(payload, secrets, _questions))
+
+
+def read_answer(payload: bytes, question: Mapping[str, object], secrets: Sequence[bytes]) -> dict[str, object]:
+    """Return the answer to a question: ``kind`` and the values of that kind by attribute names; ``ticket`` is a dict.
+
+    Raises:
+        WireError: ``malformed-hand-over``, ``hand-over-seal`` or ``hand-over-mismatch``.
+    """
+    answer = _opened(payload, secrets, _answers)
+    for name in ("hand_over_id", "number", "nonce"):
+        if getattr(answer, name) != question[name]:
+            raise WireError("hand-over-mismatch", f"the answer is to another question: its {name} differs")
+    values = {**_values(answer), "kind": str(answer.__struct_config__.tag)}
+    if not isinstance(answer, No):
+        values["ticket"] = _ticket(answer.ticket)
+        if not answer.request_id.isprintable():
+            raise WireError("malformed-hand-over", "the answer's request id is not printable")
+    return values
+
+
+def _payload(message: msgspec.Struct, secrets: Sequence[bytes], most: int) -> bytes:
+    body = _encode(message)
+    seal = hmac.digest(secrets[0], _TAG + body, "sha256") if secrets else b""
+    payload = _encode((seal, body))
+    if len(payload) > most:
+        raise ConfigurationError("invalid-argument", f"a message of {len(payload)} bytes; at most {most} are sent")
+    return payload
+
+
+def _converted(values: Mapping[str, object], kind: type[msgspec.Struct]) -> msgspec.Struct:
+    named = {("id" if key == "hand_over_id" else key): value for key, value in values.items()}
+    try:
+        return msgspec.convert(named, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise ConfigurationError("invalid-argument", f"no peer would take this message: {error}") from error
+
+
+def _opened(payload: bytes, secrets: Sequence[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:  # noqa: ANN401
+    try:
+        seal, body = _payloads.decode(payload)
+    except DECODE_ERRORS as error:
+        raise WireError("malformed-hand-over", f"message of {len(payload)} bytes does not decode: {error}") from error
+    if secrets and not any(hmac.compare_digest(hmac.digest(key, _TAG + body, "sha256"), seal) for key in secrets):
+        raise WireError(
+            "hand-over-seal",
+            "no fleet secret of this engine has sealed the message" if seal else "the message has no seal",
+        )
+    try:
+        return decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {error}") from error
+
+
+def _ticket(data: bytes) -> dict[str, object]:
+    try:
+        ticket: object = msgspec.json.decode(data)
+    except DECODE_ERRORS as error:
+        raise WireError("malformed-hand-over", f"ticket of {len(data)} bytes is no JSON: {error}") from error
+    if not isinstance(ticket, dict):
+        raise WireError("malformed-hand-over", "the ticket is no object")
+    return cast("dict[str, object]", ticket)
+
+
+def _values(message: msgspec.Struct) -> dict[str, object]:
+    return dict(msgspec.structs.asdict(message))

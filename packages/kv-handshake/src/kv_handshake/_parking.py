@@ -1,0 +1,113 @@
+"""Open asks of a listener and their budget. No input or output, no clock; for one thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, final
+
+if TYPE_CHECKING:
+    from kv_handshake._pacing import AskLimits
+
+__all__ = ["Parked", "Parking"]
+
+
+@final
+class Parked(NamedTuple):
+    """An ask that waits for its answer.
+
+    Attributes:
+        ask_id: Number within this listener; never used twice.
+        envelope: Frames that lead back to the asker.
+        number: The asker's own number.
+        size_bytes: Bytes of its payload.
+        descriptor: libzmq's descriptor of the connection.
+        until_s: Time at which it is refused.
+    """
+
+    ask_id: int
+    envelope: tuple[bytes, ...]
+    number: int
+    size_bytes: int
+    descriptor: int
+    until_s: float
+
+
+@final
+class Parking:
+    """Holds open asks within limits: of each connection, in all, in bytes and in time."""
+
+    def __init__(self, limits: AskLimits) -> None:
+        self._limits = limits
+        self._next_id = 1
+        # In order of arrival, and so of expiry, since all may wait equally long.
+        self._parked: dict[int, Parked] = {}
+        self._by_asker: dict[tuple[bytes, int], int] = {}
+        self._held: Counter[bytes] = Counter()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(
+        self, envelope: tuple[bytes, ...], number: int, size_bytes: int, *, descriptor: int, now_s: float
+    ) -> Parked | str:
+        """Take an ask in, or return the code of the reason why not."""
+        connection, limits = envelope[0], self._limits
+        if (connection, number) in self._by_asker:
+            return "ask-repeated"
+        is_full = (
+            self._held[connection] >= limits.per_connection
+            or len(self._parked) >= limits.in_all
+            or self._bytes + size_bytes > limits.bytes_in_all
+        )
+        if is_full:
+            return "ask-busy"
+        parked = Parked(self._next_id, envelope, number, size_bytes, descriptor, now_s + limits.wait_s)
+        self._next_id += 1
+        self._parked[parked.ask_id] = parked
+        self._by_asker[connection, number] = parked.ask_id
+        self._held[connection] += 1
+        self._bytes += size_bytes
+        return parked
+
+    def take(self, ask_id: int) -> Parked | None:
+        """Return an ask and forget it; None if it has ended."""
+        parked = self._parked.pop(ask_id, None)
+        if parked is not None:
+            connection = parked.envelope[0]
+            del self._by_asker[connection, parked.number]
+            self._bytes -= parked.size_bytes
+            self._held[connection] -= 1
+            if not self._held[connection]:
+                del self._held[connection]
+        return parked
+
+    def take_by_number(self, connection: bytes, number: int) -> Parked | None:
+        """Return an ask by its asker's own number and forget it."""
+        ask_id = self._by_asker.get((connection, number))
+        return None if ask_id is None else self.take(ask_id)
+
+    def take_expired(self, now_s: float) -> list[Parked]:
+        """Return the asks whose time is over, and forget them."""
+        ended: list[Parked] = []
+        for parked in self._parked.values():
+            if now_s < parked.until_s:
+                break
+            ended.append(parked)
+        for parked in ended:
+            self.take(parked.ask_id)
+        return ended
+
+    def take_of(self, descriptor: int) -> list[Parked]:
+        """Return the asks of a connection, and forget them."""
+        ended = [each for each in self._parked.values() if each.descriptor == descriptor]
+        for parked in ended:
+            self.take(parked.ask_id)
+        return ended
+
+    def take_all(self) -> list[Parked]:
+        """Return all asks, and forget them."""
+        ended = list(self._parked.values())
+        for parked in ended:
+            self.take(parked.ask_id)
+        return ended

@@ -1,0 +1,379 @@
+"""Asks over loopback: open for a while, answered in any order and from any thread, within a budget, beside other queries."""
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import pytest
+import zmq
+
+from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
+from kv_handshake._ask_frames import encode_ask, encode_cancel, parse_answer
+from kv_handshake._dialect import dialect_of
+from kv_handshake._pacing import AskLimits
+from kv_handshake._parking import Parking
+from kv_handshake._queries import encode_query
+from kv_handshake._reading import decode_envelope
+from kv_handshake.testing import sample_metadata
+
+CAN_ASK: Mapping[str, Literal["supported"]] = {"ask": "supported"}
+FACTORS = {"model": "sample"}
+HASTY = Timing(hold_first_s=60, hold_most_s=60)
+QUERY = encode_query((0, 0), dialect_of(14))
+LIMITS = AskLimits()
+
+
+class Engine:
+    """An engine behind a listener: it keeps what it is asked, and the asks that went away."""
+
+    def __init__(self, port=0, *, ask_wait_s=5.0, capabilities=None, on_ask=None):
+        self.asked = queue.Queue()
+        self.gone = queue.Queue()
+        codec = Codec(capabilities=CAN_ASK if capabilities is None else capabilities)
+        self.envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
+        self.listener = Listener(
+            "127.0.0.1",
+            port,
+            payloads={(0, 0): self.envelope},
+            limits=QueryLimits(queries_per_s=0),
+        )
+        self.listener.take_asks(on_ask or (lambda *ask: self.asked.put(ask)), self.gone.put, wait_s=ask_wait_s)
+        self.listener.start()
+
+    def next_ask(self):
+        return self.asked.get(timeout=20)
+
+    def count(self, name):
+        return self.listener.statistics().get(name, 0)
+
+
+@pytest.fixture
+def engine():
+    made = Engine()
+    yield made
+    made.listener.close()
+
+
+class Asking:
+    """A client, and what its asks came to."""
+
+    def __init__(self, timing=None):
+        self.client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+        self.replies = queue.Queue()
+
+    def ask(self, port, payload=b"question", deadline_s=20.0, name=""):
+        def keep(code, answer):
+            self.replies.put((name, code, answer) if name else (code, answer))
+
+        return self.client.ask(host="127.0.0.1", port=port, payload=payload, on_reply=keep, deadline_s=deadline_s)
+
+    def reply(self):
+        return self.replies.get(timeout=20)
+
+    def count(self, name):
+        return self.client.statistics()[name]
+
+
+@pytest.fixture
+def asking():
+    made = Asking()
+    yield made
+    made.client.close()
+
+
+def until(condition, limit_s=20.0):
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_answers_come_in_any_order_over_one_connection(engine, asking):
+    for number in range(40):
+        asking.ask(engine.listener.port, f"q{number}".encode(), name=f"q{number}")
+    asks = [engine.next_ask() for _ in range(40)]
+    threads = [
+        threading.Thread(target=engine.listener.answer, args=(ask_id, payload[::-1]))
+        for ask_id, payload in reversed(asks)
+    ]
+    for thread in threads:
+        thread.start()
+    replies = {asking.reply() for _ in range(40)}
+    assert replies == {(f"q{number}", "", f"q{number}".encode()[::-1]) for number in range(40)}
+    assert (asking.count("ask_connections"), asking.count("asks_answered")) == (1, 40)
+    assert (engine.count("asks_answered"), engine.count("asks_open")) == (40, 0)
+
+
+def test_an_open_ask_delays_no_other_query_of_its_connection(engine, raw):
+    sock = raw(zmq.DEALER, engine.listener.port)
+    sock.send_multipart([b"", encode_ask(7, b"later")])
+    sock.send_multipart([b"", QUERY])
+    assert sock.recv_multipart()[1] == engine.envelope
+    ask_id, payload = engine.next_ask()
+    engine.listener.answer(ask_id, payload.upper())
+    answer = parse_answer(sock.recv_multipart()[1])
+    assert (answer.number, answer.payload, answer.code) == (7, b"LATER", "")
+
+
+def test_an_engine_may_answer_at_once():
+    def answer(ask_id, payload):
+        served.listener.answer(ask_id, payload + b"!")
+
+    served = Engine(on_ask=answer)
+    asking = Asking()
+    asking.ask(served.listener.port, b"now")
+    assert asking.reply() == ("", b"now!")
+    asking.client.close()
+    served.listener.close()
+
+
+def test_an_ask_that_nobody_answers_is_refused_and_counted():
+    engine, asking = Engine(ask_wait_s=0.1), Asking()
+    asking.ask(engine.listener.port)
+    ask_id, _ = engine.next_ask()
+    assert asking.reply() == ("ask-expired", b"")
+    assert engine.gone.get(timeout=20) == ask_id
+    engine.listener.answer(ask_id, b"too late")
+    asking.ask(engine.listener.port, b"second")
+    engine.listener.answer(engine.next_ask()[0], b"in time")
+    assert asking.reply() == ("", b"in time")
+    assert (engine.count("asks_lost"), engine.count("refused.ask-expired")) == (1, 1)
+    asking.client.close()
+    engine.listener.close()
+
+
+def test_a_cancelled_ask_is_forgotten_on_both_sides(engine, asking):
+    cancel = asking.ask(engine.listener.port)
+    ask_id, _ = engine.next_ask()
+    cancel()
+    assert engine.gone.get(timeout=20) == ask_id
+    engine.listener.answer(ask_id, b"nobody hears it")
+    asking.ask(engine.listener.port, b"next")
+    engine.listener.answer(engine.next_ask()[0], b"heard")
+    assert asking.reply() == ("", b"heard")
+    assert asking.replies.empty()
+    assert (engine.count("asks_cancelled"), engine.count("asks_open")) == (1, 0)
+
+
+def test_asks_of_a_connection_that_ends_are_dropped(engine, asking):
+    asking.ask(engine.listener.port)
+    ask_id, _ = engine.next_ask()
+    asking.client.close()
+    assert asking.reply() == ("closed", b"")
+    assert engine.gone.get(timeout=4) == ask_id  # the listener's own time is 5 s
+    assert engine.count("asks_open") == 0
+
+
+def test_asks_of_a_listener_that_closes_are_dropped(engine, asking):
+    asking.ask(engine.listener.port)
+    ask_id, _ = engine.next_ask()
+    engine.listener.close()
+    assert engine.gone.get(timeout=20) == ask_id
+    assert asking.reply()[0] in {"connection-refused", "connection-lost"}
+
+
+def test_an_open_ask_goes_over_to_the_next_connection_once(asking):
+    """The listener takes a new socket, and so cuts the first connection behind the question; the port stays."""
+    codec = Codec(capabilities={"ask": "supported"})
+    envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
+    listener = Listener("127.0.0.1", 0, payloads={(0, 0): envelope})
+    asked = queue.Queue()
+    listener.take_asks(lambda *ask: asked.put(ask), lambda _: None)
+    listener.start()
+    asking.ask(listener.port, b"again")
+    asked.get(timeout=20)
+    listener._socket.is_outdated = True  # as after a change of keys: a new socket on the same port
+    listener._socket.wake()
+    ask_id, payload = asked.get(timeout=20)
+    listener.answer(ask_id, payload)
+    assert asking.reply() == ("", b"again")
+    assert asking.count("ask_connections") == 2
+    asking.ask(listener.port, b"cut twice")
+    for _ in range(2):
+        asked.get(timeout=20)
+        listener._socket.is_outdated = True
+        listener._socket.wake()
+    assert asking.reply() == ("connection-lost", b"")
+    listener.close()
+
+
+def test_the_budget_of_a_connection_is_its_own(engine, raw):
+    greedy, modest = raw(zmq.DEALER, engine.listener.port), raw(zmq.DEALER, engine.listener.port)
+    for number in range(1, LIMITS.per_connection + 2):
+        greedy.send_multipart([b"", encode_ask(number, b"")])
+    refused = parse_answer(greedy.recv_multipart()[1])
+    assert (refused.number, refused.code, refused.retry_after_s > 0) == (LIMITS.per_connection + 1, "ask-busy", True)
+    modest.send_multipart([b"", encode_ask(1, b"")])
+    until(lambda: engine.count("asks") == LIMITS.per_connection + 1)
+    greedy.send_multipart([b"", encode_cancel(5)])
+    assert parse_answer(greedy.recv_multipart()[1]).code == "ask-cancelled"
+    greedy.send_multipart([b"", encode_ask(5, b"")])
+    until(lambda: engine.count("asks") == LIMITS.per_connection + 2)
+
+
+def test_budgets_in_all_and_in_bytes():
+    parking = Parking(AskLimits(per_connection=2, in_all=3, bytes_in_all=100))
+
+    def park(connection, number, size_bytes=1):
+        found = parking.park((connection,), number, size_bytes, descriptor=1, now_s=0.0)
+        return found if isinstance(found, str) else ""
+
+    assert [park(b"a", 1), park(b"a", 2), park(b"a", 3)] == ["", "", "ask-busy"]
+    assert park(b"b", 1, size_bytes=99) == "ask-busy"
+    assert [park(b"b", 1, size_bytes=98), park(b"c", 1)] == ["", "ask-busy"]
+    assert park(b"a", 1) == "ask-repeated"
+    assert len(parking.take_of(1)) == 3
+    assert park(b"c", 1, size_bytes=100) == ""
+    assert [each.number for each in parking.take_expired(5.0)] == [1]
+    assert park(b"c", 1, size_bytes=100) == ""
+
+
+def test_a_number_that_is_open_already_is_refused(engine, raw):
+    sock = raw(zmq.DEALER, engine.listener.port)
+    sock.send_multipart([b"", encode_ask(3, b"one")])
+    sock.send_multipart([b"", encode_ask(3, b"two")])
+    assert parse_answer(sock.recv_multipart()[1]).code == "ask-repeated"
+    engine.listener.answer(engine.next_ask()[0], b"one")
+    assert parse_answer(sock.recv_multipart()[1]).payload == b"one"
+
+
+def test_asks_count_towards_the_rate_of_their_address(raw):
+    listener = Listener("127.0.0.1", 0, limits=QueryLimits(queries_per_s=0.5, burst=16), clock=lambda: 100.0)
+    listener.take_asks(lambda *_: None, lambda _: None)
+    listener.start()
+    sock = raw(zmq.DEALER, listener.port)
+    for number in range(1, 30):  # two are free, sixteen are a burst
+        sock.send_multipart([b"", encode_ask(number, b"")])
+    refused = parse_answer(sock.recv_multipart()[1])
+    assert (refused.number, refused.code, refused.retry_after_s > 0) == (19, "rate-limited", True)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (encode_ask(1, b"x" * 4096) + b"x", "malformed-query"),
+        (b"\x93\xc4\x03ask", "malformed-query"),
+        (b"\x93\xc4\x03ask\x00\xc4\x01x", "wrong-type"),
+        (b"\x93\xc4\x03ask\x01\xa1x", "wrong-type"),
+        (b"\x93\xc4\x03ask\xc3\xc4\x01x", "wrong-type"),
+        (b"\x93\xc4\x03ask\x01" + b"x" * 5000, "oversized-query"),
+        (b"\x92\xc4\x0acancel_ask\xff", "wrong-type"),
+        (b"\x92\xc4\x0acancel_ask" + b"x" * 300, "oversized-query"),
+    ],
+)
+def test_asks_that_cannot_be_read_are_refused_as_queries(engine, raw, frame, code):
+    sock = raw(zmq.DEALER, engine.listener.port)
+    sock.send_multipart([b"", frame])
+    refusal = decode_envelope(sock.recv_multipart()[1]).refusal
+    assert refusal.code == code
+    assert engine.asked.empty()
+
+
+def test_a_listener_without_asks_refuses_them_as_an_older_release_does(listener, ask):
+    assert decode_envelope(ask(encode_ask(1, b"x"))[0]).refusal.code == "unknown-command"
+    assert decode_envelope(ask(encode_ask(1, b"x" * 300))[0]).refusal.code == "oversized-query"
+
+
+def test_a_peer_that_announces_no_asks_is_sent_none(asking):
+    engine = Engine(capabilities={})
+    for _ in range(3):
+        asking.ask(engine.listener.port)
+    assert [asking.reply()[0] for _ in range(3)] == ["ask-unsupported"] * 3
+    asking.ask(engine.listener.port)
+    assert asking.reply()[0] == "ask-unsupported"
+    assert (engine.count("asks"), engine.count("answered")) == (0, 1)
+    engine.listener.close()
+
+
+def test_a_peer_that_announces_asks_and_does_not_know_them_is_told_apart(asking, raw):
+    """As one that was replaced by an older release between two questions."""
+    codec = Codec(capabilities={"ask": "supported"})
+    envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
+    old = Listener("127.0.0.1", 0, payloads={(0, 0): envelope})
+    old.start()
+    asking.ask(old.port)
+    assert asking.reply() == ("ask-unsupported", b"")
+    old.close()
+
+
+def test_a_peer_that_is_not_there_fails_its_asks_at_once_and_is_left_alone(free_port):
+    asking = Asking(HASTY)
+    asking.ask(free_port)
+    assert asking.reply() == ("connection-refused", b"")
+    asking.ask(free_port)
+    assert asking.reply() == ("recently-failed", b"")
+    assert asking.count("ask_connections") == 1
+    asking.client.close()
+
+
+def test_a_peer_that_has_come_back_is_asked_again(free_port):
+    asking = Asking(Timing(hold_first_s=0.01, hold_most_s=0.01))
+    asking.ask(free_port)
+    assert asking.reply() == ("connection-refused", b"")
+    engine = Engine(free_port)
+    time.sleep(0.02)
+    asking.ask(free_port)
+    engine.listener.answer(engine.next_ask()[0], b"back")
+    assert asking.reply() == ("", b"back")
+    asking.client.close()
+    engine.listener.close()
+
+
+def test_a_silent_peer_costs_its_own_asks_only(engine, asking):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        asking.ask(port, deadline_s=0.2, name="silent")
+        asking.ask(engine.listener.port, name="good")
+        engine.listener.answer(engine.next_ask()[0], b"yes")
+        assert asking.reply() == ("good", "", b"yes")
+        assert asking.reply()[:2] == ("silent", "timed-out")
+
+
+def test_answers_that_mean_nothing_end_the_connection(asking):
+    codec = Codec(capabilities={"ask": "supported"})
+    envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        server.setsockopt(zmq.RCVTIMEO, 20_000)
+        asking.ask(port)
+        sender = server.recv_multipart()[0]
+        server.send_multipart([sender, b"", envelope, b"\xcb" + bytes(8)])
+        server.recv_multipart()
+        server.send_multipart([sender, b"", b"\x93\xc4\x03ask\x01\xc0"])
+        assert asking.reply() == ("malformed-answer", b"")
+
+
+def test_arguments_that_cannot_be_asked(asking):
+    with pytest.raises(ConfigurationError):
+        asking.ask(5600, b"x" * 4097)
+    with pytest.raises(ConfigurationError):
+        asking.client.ask(host="tcp://x", port=1, payload=b"", on_reply=print, deadline_s=1)
+    asking.client.close()
+    with pytest.raises(ConfigurationError):
+        asking.ask(5600)
+    with pytest.raises(ConfigurationError):
+        Listener("127.0.0.1", 0).take_asks(print, print, wait_s=31.0)
+
+
+def test_an_answer_that_is_too_long_is_the_callers_mistake(engine, asking):
+    asking.ask(engine.listener.port)
+    ask_id, _ = engine.next_ask()
+    with pytest.raises(ConfigurationError):
+        engine.listener.answer(ask_id, bytes(1024 * 1024 + 1))
+    engine.listener.answer(ask_id, bytes(1024 * 1024))
+    assert asking.reply() == ("", bytes(1024 * 1024))
+
+
+def test_callbacks_that_raise_end_nothing(asking):
+    def raises(*_):
+        raise RuntimeError("a caller's mistake")
+
+    engine = Engine(on_ask=raises)
+    asking.client.ask(host="127.0.0.1", port=engine.listener.port, payload=b"", on_reply=raises, deadline_s=0.2)
+    until(lambda: engine.count("callback_errors") == 1)
+    until(lambda: asking.count("asks_failed") == 1)
+    assert engine.listener.is_alive
+    engine.listener.close()
