@@ -19,6 +19,7 @@ from kv_topology import __version__
 from kv_topology._errors import InvalidGeometry, TopologyError
 from kv_topology._tools._engine_values import KV_LAYOUTS
 from kv_topology._tools._explanation import explain_text, explain_values
+from kv_topology._tools._hand_over_report import hand_over_json, hand_over_page
 from kv_topology._tools._picture import draw
 from kv_topology._tools._report import Page, estimate_json, estimate_page, report_json, report_page
 from kv_topology._tools._spec import load_spec
@@ -49,6 +50,7 @@ _PLAN_EXAMPLES = """\b
 examples:
   kv-topology plan examples/gqa_tp4_from_tp2.toml --svg plan.svg
   kv-topology plan examples/gqa_tp4_from_tp2.toml --estimate
+  kv-topology plan examples/scale_8xh100.toml --estimate
 
 """
 _EXPLAIN_EXAMPLES = """\b
@@ -62,7 +64,9 @@ example:
 
 """
 
-Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
+Spec = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link, hand_over.")
+]
 
 
 @final
@@ -170,7 +174,13 @@ def _refuse(refused: _RefusalError) -> int:
 def _plan(
     spec: Spec,
     *,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Only what it costs, direct and staged.")] = False,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Only what it costs, direct and staged; with a section hand_over plain and streamed, too.",
+        ),
+    ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw who reads what from whom.")] = None,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans with all slices as JSON.")] = False,
@@ -186,11 +196,20 @@ def _plan(
         except OSError as error:
             return _refuse(_RefusalError(f"kv-topology: cannot write the picture: {error}", _USAGE))
     if as_json:
-        values = estimate_json(found, only=rank) if estimate else report_json(found, only=rank)
+        values = _estimate_values(found, rank) if estimate else report_json(found, only=rank)
         print(json.dumps(values, indent=1))
-    else:
-        _show(estimate_page(found, only=rank) if estimate else report_page(found, only=rank))
+        return _OK
+    _show(estimate_page(found, only=rank) if estimate else report_page(found, only=rank))
+    if estimate and found.run.hand_over is not None:
+        _show(hand_over_page(found, found.run.hand_over))
     return _OK
+
+
+def _estimate_values(found: Survey, rank: int | None) -> dict[str, object]:
+    values = estimate_json(found, only=rank)
+    return (
+        values if found.run.hand_over is None else {**values, "hand_over": hand_over_json(found, found.run.hand_over)}
+    )
 
 
 @app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)

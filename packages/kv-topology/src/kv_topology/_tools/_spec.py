@@ -13,6 +13,9 @@ layout = "LBHNC"
 
 [link]                               # optional prices, see CostModel
 bandwidth_gb_s = 40.0
+
+[hand_over]                          # optional: hand-overs on paper, see HandOverModel
+prefill_tokens_s = 12000
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from kv_topology._errors import InvalidGeometry
 from kv_topology._estimate import CostModel
 from kv_topology._tools._engine_values import EngineSpec, ModelSpec, StateSpec
+from kv_topology._tools._hand_over import HandOverModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 
 Table = dict[str, Any]
+_SECTIONS = ("model", "consumer", "producer", "link", "hand_over")
 KINDS = ("attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -43,12 +48,13 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 @final
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A model, the two engines, and the prices of the link."""
+    """A model, the two engines, the prices of the link, and of a hand-over around it, None without that section."""
 
     model: ModelSpec
     consumer: EngineSpec
     producer: EngineSpec
     cost: CostModel
+    hand_over: HandOverModel | None = None
 
 
 def _bad(message: str) -> InvalidGeometry:
@@ -104,9 +110,9 @@ def load_spec(path: Path) -> DryRun:
 
 def parse_spec(data: Table, folder: Path) -> DryRun:
     """Return the dry run of a parsed specification; model paths are relative to `folder`."""
-    unknown = set(data) - {"model", "consumer", "producer", "link"}
+    unknown = set(data) - set(_SECTIONS)
     if unknown:
-        raise _bad(f"The specification has no section {min(unknown)!r}; known: model, consumer, producer, link.")
+        raise _bad(f"The specification has no section {min(unknown)!r}; known: {', '.join(_SECTIONS)}.")
     given = data.get("model")
     if isinstance(given, str):
         config: object = json.loads((folder / given).read_text(encoding="utf-8"))
@@ -119,7 +125,17 @@ def parse_spec(data: Table, folder: Path) -> DryRun:
     if cost.bandwidth_gb_s == 0 or cost.permute_gb_s == 0:
         speeds = f"{cost.bandwidth_gb_s:g} and {cost.permute_gb_s:g}"
         raise _bad(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
-    return DryRun(model, consumer, producer, cost)
+    return DryRun(model, consumer, producer, cost, _hand_over(data))
+
+
+def _hand_over(data: Table) -> HandOverModel | None:
+    if "hand_over" not in data:
+        return None
+    model: HandOverModel = _construct(HandOverModel, _table(data["hand_over"], "hand_over"), "hand_over")
+    for name in ("prefill_tokens_s", "chunk_tokens", "poll_ms", "at_once"):
+        if not getattr(model, name):
+            raise _bad(f"hand_over.{name} is 0; it must be positive.")
+    return model
 
 
 def _engine(data: Table, side: str) -> EngineSpec:
