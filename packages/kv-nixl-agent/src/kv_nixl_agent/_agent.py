@@ -20,6 +20,8 @@ from ._options import AgentOptions
 from ._parts import split_into_parts
 from ._peers import PeerTable
 from ._statistics import Statistics, Tracer
+from ._stream_polls import StreamPoller
+from ._stream_reads import StripReader
 from ._transfer import Transfer, Wiring
 from ._transfer_table import TransferTable
 from ._values import TransferResult
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ._peer import Peer
     from ._port import PortFactory, PortFeatures
     from ._statistics import Snapshot
+    from ._stream_words import StreamWords
     from ._values import (
         FenceLocation,
         MemoryRegion,
@@ -79,7 +82,7 @@ class TransferAgent:
             name, backends, sync_mode=self._options.sync_mode, progress_thread=self._options.progress_thread
         )
         try:
-            self._memory = MemoryTable(self._port, regions, fence_words=self._options.fence_words)
+            self._memory = MemoryTable(self._port, regions, self._options)
         except AgentError:
             self._port.close()
             raise
@@ -94,6 +97,10 @@ class TransferAgent:
         )
         self._peers = PeerTable(self._port, self._memory, self._options, self._handles.last_look)
         self._words = WordReader(self._port, self._memory.fences, self._peers, self._handles, clock)
+        pads = self._memory.pads
+        reader = None if pads is None else StripReader(self._port, pads, self._handles)
+        self.polls = StreamPoller(reader, self._options, self._statistics, self._peers.get, clock)
+        """Watches of peers' streams."""
         self._wiring = Wiring(
             self._port,
             self._peers,
@@ -118,6 +125,11 @@ class TransferAgent:
     def fence(self) -> FenceLocation:
         """(address, device, word count) of this rank's fence array, for peers."""
         return self._memory.fences.location
+
+    @property
+    def stream_words(self) -> StreamWords | None:
+        """This rank's stream memory, for stores from any thread; None without stream slots."""
+        return self._memory.streams
 
     @property
     def generation(self) -> int:
@@ -192,6 +204,7 @@ class TransferAgent:
         self._refuse_closed()
         known = self._peers.get(peer)
         self._transfers.end_peer(known)
+        self.polls.forget(known, "peer-removed", f"peer {peer!r} was removed or replaced")
         self._peers.remove(peer)
 
     def has_peer(self, peer: str) -> bool:
@@ -277,6 +290,7 @@ class TransferAgent:
         moved = self._transfers.poll() or moved
         now_s = self._clock()
         self._transfers.end_late(now_s)
+        moved = self.polls.advance(now_s) or moved
         return self._handles.poll(now_s) or moved
 
     def take_results(self) -> list[TransferResult]:
@@ -313,7 +327,8 @@ class TransferAgent:
     @property
     def is_awaited(self) -> bool:
         """Whether something is queued or on the wire that is neither a probe nor in quarantine."""
-        return not self._transfers.is_only_probing or self._handles.watched_count > 0
+        is_on_wire = self._handles.watched_count > 0 or self.polls.is_on_wire
+        return not self._transfers.is_only_probing or is_on_wire
 
     @property
     def has_quarantine(self) -> bool:
@@ -343,7 +358,7 @@ class TransferAgent:
 
     def snapshot(self) -> Snapshot:
         """Return the same for another thread to summarise."""
-        own = {"scratch_words_free": float(self._memory.fences.free_scratch_words)}
+        own = {"scratch_words_free": float(self._memory.fences.free_scratch_words), **self.polls.gauges()}
         return self._statistics.snapshot(
             {**self._transfers.gauges(), **self._handles.gauges(), **self._peers.statistics(), **own}
         )
@@ -354,6 +369,7 @@ class TransferAgent:
         """End every transfer in progress; those on the wire go to quarantine."""
         outcome: Outcome = "cancelled" if code == "cancelled" else "failed"
         self._transfers.end_all(outcome, code, message)
+        self.polls.end_all("agent-closed" if code == "cancelled" else code, message)
 
     def close(self) -> None:
         """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
@@ -364,6 +380,8 @@ class TransferAgent:
         if self._is_closed:
             return
         self._memory.fences.void_all()
+        if self._memory.streams is not None:
+            self._memory.streams.void_all()
         self.end_all("cancelled", "the agent was closed")
         self._is_closed = True
         self._handles.close(self._options.close_wait_s)

@@ -66,6 +66,9 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         "queue-full": _facts("local", True, "too many transfers wait for their turn"),
         "quarantine-full": _facts("peer", True, "too many unfinished transfers of this peer are in quarantine"),
         "bad-fence": _facts("local", False, "a fence slot or generation is out of range, or the peer has no fence"),
+        "bad-streams": _facts(
+            "local", False, "a stream slot, tag or table is out of range, or there is no stream memory"
+        ),
         "fence-mismatch": _facts("peer", False, "the producer ended the lease before the data was read"),
         "checksum-mismatch": _facts("peer", True, "a page that was read differs from what the producer had"),
         # NIXL's own statuses, as the port reports them.

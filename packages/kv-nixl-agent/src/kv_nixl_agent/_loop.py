@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from ._agent import TransferAgent
     from ._options import ThreadOptions
+    from ._stream_words import StreamWords
     from ._values import FenceLocation, QuarantineEntry, StallEntry, TransferResult
 
 __all__ = ["Callbacks", "Loop"]
@@ -74,6 +75,7 @@ class Loop:
         self.agent: TransferAgent | None = None
         self.metadata = b""
         self.fence: FenceLocation | None = None
+        self.stream_words: StreamWords | None = None
         self.turns = 0
         self.turn_began_s = clock()
         self.snapshot = Snapshot({})
@@ -119,6 +121,7 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - handed to the starter
             self.fail(AgentError("thread-dead", f"the set-up raised {type(error).__name__}: {error}"))
             return None
+        self.stream_words = agent.stream_words
         self.fence = agent.fence
         self.agent = agent
         self.timers.add(_PUBLISH_PERIOD_S, lambda: self._publish(agent), self._clock())
@@ -173,7 +176,10 @@ class Loop:
         if agent.is_awaited:
             self.pacer.wait_busy()
         else:
-            self.pacer.wait_idle(self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine)
+            look_s = agent.polls.next_look_s
+            self.pacer.wait_idle(
+                self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine, look_s=look_s
+            )
 
     def _has_work(self) -> bool:
         return len(self.mailbox) > 0 or self.is_closing
@@ -202,14 +208,16 @@ class Loop:
         return bool(arrived)
 
     def deliver_ends(self, agent: TransferAgent) -> bool:
-        """Invoke the callbacks of results and quiet memory; True if there were any."""
-        results, quiet = agent.take_results(), agent.take_quiet()
+        """Invoke the callbacks of results, quiet memory and streams; True if there were any."""
+        results, quiet, news = agent.take_results(), agent.take_quiet(), agent.polls.take_news()
         for result in results:
             self._guarded(self._callbacks.on_result, result)
         if self._callbacks.on_quiet is not None:
             for transfer_id in quiet:
                 self._guarded(self._callbacks.on_quiet, transfer_id)
-        return bool(results or quiet)
+        for call in news:
+            self._guarded(call)
+        return bool(results or quiet or news)
 
     def _guarded(self, function: Callable[..., object], *arguments: object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Registered memory of one agent: the caller's regions and the fence array."""
+"""Registered memory of one agent: the caller's regions, the fence array, and stream memory where there is some."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 from ._errors import AgentError
 from ._fences import FenceArray
 from ._rows import row_ends
+from ._stream_reads import LandingPads
+from ._stream_words import StreamWords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
+    from ._options import AgentOptions
     from ._port import Handle, MemoryKind, NixlPort
     from ._values import MemoryRegion
 
@@ -26,15 +29,22 @@ __all__ = ["MemoryTable"]
 class MemoryTable:
     """Regions registered with NIXL; refuses rows that reach outside before NIXL sees them."""
 
-    __slots__ = ("_port", "_regions", "_registrations", "fences")
+    __slots__ = ("_port", "_regions", "_registrations", "fences", "pads", "streams")
 
-    def __init__(self, port: NixlPort, regions: Sequence[MemoryRegion], *, fence_words: int) -> None:
+    def __init__(self, port: NixlPort, regions: Sequence[MemoryRegion], options: AgentOptions) -> None:
         self._port = port
         self._registrations: list[Handle] = []
         self._regions: list[MemoryRegion] = []
-        self.fences = FenceArray(fence_words)
+        self.fences = FenceArray(options.fence_words)
+        self.streams: StreamWords | None = None
+        self.pads: LandingPads | None = None
         self.register([(self.fences.address, self.fences.total_bytes, 0, "DRAM")])
         try:
+            if options.stream_slots:
+                self.streams = StreamWords(self.fences, options.stream_slots, options.stream_capacity)
+                self.pads = LandingPads()
+                own = (self.streams.location[0], self.streams.total_bytes), (self.pads.address, self.pads.total_bytes)
+                self.register([(address, size, 0, "DRAM") for address, size in own])
             if regions:
                 self.register(regions)
         except AgentError:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from ._errors import AgentError
+from ._stream_layout import MAX_CAPACITY, MAX_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,11 @@ class AgentOptions:
     Attributes:
         backends: Backends to create, in order.
         fence_words: 64-bit words of this rank's fence array.
+        stream_slots: Prompts that peers may read while they are computed, at once: a progress word and a table of block ids are
+            registered for each. Their fence words are the first ones. 0 for none; such an agent cannot watch peers either.
+        stream_capacity: Block ids that a slot's table has room for, 8 bytes each.
+        stream_poll_s: Time between two looks at a peer whose progress has just changed.
+        stream_slow_poll_s: Longest time between two looks at a peer that is watched.
         chunk_rows: Descriptors posted at once; a larger transfer is posted in pieces, so that polling, notifications
             and other peers get their turn in between. 0 posts everything at once.
         max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue, but a peer with nothing on the
@@ -115,6 +121,10 @@ class AgentOptions:
 
     backends: tuple[BackendOptions, ...] = (BackendOptions(),)
     fence_words: int = 4096
+    stream_slots: int = 0
+    stream_capacity: int = 8192
+    stream_poll_s: float = 5e-4
+    stream_slow_poll_s: float = 0.02
     chunk_rows: int = 16384
     max_inflight_bytes: int | None = None
     max_queued: int = 65536
@@ -134,6 +144,16 @@ class AgentOptions:
         names = [backend.name for backend in self.backends]
         _demand(len(set(names)) == len(names), f"backends {names} name one plugin twice")
         _demand(0 < self.fence_words <= 1 << 24, f"fence_words is {self.fence_words}, allowed are 1 to 16777216")
+        most = min(MAX_SLOTS, self.fence_words)
+        _demand(0 <= self.stream_slots <= most, f"stream_slots is {self.stream_slots}, allowed are 0 to {most}")
+        _demand(
+            0 < self.stream_capacity <= MAX_CAPACITY,
+            f"stream_capacity is {self.stream_capacity}, allowed are 1 to {MAX_CAPACITY}",
+        )
+        _demand(
+            0 < self.stream_poll_s <= self.stream_slow_poll_s,
+            f"looks every {self.stream_poll_s} s and at most every {self.stream_slow_poll_s} s: both positive, in this order",
+        )
         _demand(self.chunk_rows >= 0, f"chunk_rows is {self.chunk_rows}, it must not be negative")
         _demand(
             self.max_inflight_bytes is None or self.max_inflight_bytes > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -83,8 +84,10 @@ class Pacer:
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
 
-    def wait_idle(self, until_s: float, has_work: Callable[[], bool], *, has_quarantine: bool = False) -> None:
-        """Wait for work, at most the idle polling period and not beyond `until_s`.
+    def wait_idle(
+        self, until_s: float, has_work: Callable[[], bool], *, has_quarantine: bool = False, look_s: float = math.inf
+    ) -> None:
+        """Wait for work, at most the idle polling period and not beyond `until_s`; nor `look_s`, when a stream is looked at.
 
         A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
         every 0.2 s, for a timer of 0.05 s, too. Quarantine ends by polling, and pages and new reads wait for that, so a thread
@@ -103,6 +106,7 @@ class Pacer:
             wait_s = max(0.0, min(wait_s, until_s - now_s))
             if not self._may_poll_slowly:
                 self._interval.lower()
+        wait_s = max(0.0, min(wait_s, look_s - now_s))
         self._is_idle = True
         # Work, or an end to slow polling, that came before the flag was visible did not ring the bell: look once more.
         if not has_work() and self._may_poll_slowly is may_poll_slowly:

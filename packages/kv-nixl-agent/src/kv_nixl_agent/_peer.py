@@ -9,12 +9,13 @@ import numpy as np
 
 from ._errors import AgentError
 from ._rows import RowTable
+from ._stream_layout import check_streams
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._port import Handle, MemoryKind, NixlPort
-    from ._values import FenceLocation, PeerDescription
+    from ._values import FenceLocation, PeerDescription, StreamLocation
 
     Rows = npt.NDArray[np.uint64]
 
@@ -52,6 +53,7 @@ class Peer:
         "local",
         "outstanding",
         "rows",
+        "streams",
     )
 
     def __init__(self, spec: PeerDescription) -> None:
@@ -60,6 +62,8 @@ class Peer:
         self.local, self.rows = _tables(spec)
         self.fence: FenceLocation | None = spec.fence
         _check_fence(spec.key, spec.fence)
+        self.streams: StreamLocation | None = spec.streams
+        check_streams(spec.key, spec.streams)
         self.agent_name = ""
         """Name of the peer's NIXL agent, once it is loaded."""
         self.lists: PeerLists | None = None
@@ -95,6 +99,7 @@ class Peer:
             "outstanding": self.outstanding,
             "descriptors": self.rows.count,
             "has_fence": self.fence is not None,
+            "has_streams": self.streams is not None,
         }
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._options import AgentOptions, BackendOptions, ThreadOptions
+from ._stream_rewriter import StreamRewriter
 from ._thread import TransferThread
 
 if TYPE_CHECKING:
@@ -28,9 +29,15 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ._values import StreamLocation
+
+    _Description = tuple[bytes, tuple[int, int, int], int, StreamLocation | None]
+    """Metadata, fence array, address of the pages, stream memory."""
+
 __all__ = ["PeerProcess", "count_sockets", "page_pattern", "stop_process"]
 
 _REPLY_TIMEOUT_S = 60.0
+_STREAM_ENTRIES = 2048
 
 
 def stop_process(pid: int) -> None:
@@ -67,6 +74,7 @@ class PeerProcess:
         page_bytes: Size of a page.
         page_count: Pages of its region.
         engine_config: UCX settings, for example `{"TLS": "tcp"}`.
+        stream_slots: Its stream slots.
         environment: Further environment variables.
     """
 
@@ -77,6 +85,7 @@ class PeerProcess:
         page_bytes: int = 4096,
         page_count: int = 256,
         engine_config: Mapping[str, str] | None = None,
+        stream_slots: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -92,8 +101,8 @@ class PeerProcess:
             env={**os.environ, **(environment or {})},
         )
         theirs.close()
-        self._connection.send((name, page_bytes, page_count, dict(engine_config or {})))
-        self._description: tuple[bytes, tuple[int, int, int], int] = self._reply()
+        self._connection.send((name, page_bytes, page_count, dict(engine_config or {}), stream_slots))
+        self._description: _Description = self._reply()
 
     @property
     def agent_metadata(self) -> bytes:
@@ -104,6 +113,11 @@ class PeerProcess:
     def fence(self) -> tuple[int, int, int]:
         """Location of the child's fence array."""
         return self._description[1]
+
+    @property
+    def streams(self) -> StreamLocation | None:
+        """Location of the child's stream memory."""
+        return self._description[3]
 
     @property
     def address(self) -> int:
@@ -179,7 +193,9 @@ class PeerProcess:
 class _Child:
     """The commands. All memory belongs to the child."""
 
-    def __init__(self, name: str, page_bytes: int, page_count: int, engine_config: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, page_bytes: int, page_count: int, engine_config: dict[str, str], stream_slots: int
+    ) -> None:
         self._pages = np.zeros((page_count, page_bytes), dtype=np.uint8)
         self._pages[:] = page_pattern(0, page_count, page_bytes)
         self._arrived: list[tuple[str, bytes, float]] = []
@@ -190,13 +206,17 @@ class _Child:
             [(self._pages.ctypes.data, self._pages.nbytes, 0, "DRAM")],
             on_result=lambda _: None,
             on_notification=self._note,
-            options=AgentOptions(backends=(BackendOptions(engine_config=engine_config),)),
+            options=AgentOptions(
+                backends=(BackendOptions(engine_config=engine_config),),
+                stream_slots=stream_slots,
+                stream_capacity=_STREAM_ENTRIES,
+            ),
             thread_options=ThreadOptions(),
         )
         self.thread.start()
 
-    def describe(self) -> tuple[bytes, tuple[int, int, int], int]:
-        return self.thread.agent_metadata(), self.thread.fence, int(self._pages.ctypes.data)
+    def describe(self) -> _Description:
+        return self.thread.agent_metadata(), self.thread.fence, int(self._pages.ctypes.data), self.thread.streams
 
     def fill(self, seed: int) -> None:
         self._pages[:] = page_pattern(seed, *self._pages.shape)
@@ -232,6 +252,21 @@ class _Child:
             if event in seen or time.monotonic() > end_s:
                 return seen
             time.sleep(0.01)
+
+    def stream(self, method: str, *arguments: object) -> None:
+        """Call a method of the stream words."""
+        getattr(self.thread.stream_words, method)(*arguments)
+
+    def rewrite_streams(self, duration_s: float, seed: int) -> int:
+        """Restart streams in all slots, over and over; return how many there were."""
+        words = self.thread.stream_words
+        if words is None or self.thread.streams is None:
+            return 0
+        rewriter = StreamRewriter(words, self.thread.streams[2], seed)
+        end_s = time.monotonic() + duration_s
+        while time.monotonic() < end_s:
+            rewriter.step()
+        return rewriter.begun
 
     def lend_and_revoke(self, slot: int, count: int, hold_s: float) -> int:
         """Grant and end `count` leases on one slot, as fast as told; returns the last generation."""

@@ -39,6 +39,11 @@ _COUNTERS: Final = (
     "release_failures",
     "notification_poll_errors",
     "trace_errors",
+    "stream_looks",
+    "stream_changes",
+    "stream_tables",
+    "stream_tables_early",
+    "streams_broken",
 )
 _TIMES: Final = ("queue_s", "post_s", "wire_s", "fence_s", "check_s")
 _WINDOW: Final = 1024

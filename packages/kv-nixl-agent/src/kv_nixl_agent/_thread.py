@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._port import PortFactory
-    from ._values import FenceLocation, MemoryRegion, PeerDescription, QuarantineEntry, StallEntry, TransferResult
+    from ._stream_watches import StreamListener, StreamWatch
+    from ._stream_words import StreamWords
+    from ._values import (
+        FenceLocation,
+        MemoryRegion,
+        PeerDescription,
+        QuarantineEntry,
+        StallEntry,
+        StreamLocation,
+        TransferResult,
+    )
 
     Indices = npt.NDArray[np.int32]
 
@@ -122,6 +132,28 @@ class TransferThread:
         if self._loop.fence is None:
             raise self._not_started()
         return self._loop.fence
+
+    @property
+    def streams(self) -> StreamLocation | None:
+        """(address, device, slots, capacity) of this rank's stream memory; None without the option `stream_slots`.
+
+        Raises:
+            AgentError: `not-started`.
+        """
+        if self._loop.fence is None:
+            raise self._not_started()
+        return None if self._loop.stream_words is None else self._loop.stream_words.location
+
+    @property
+    def stream_words(self) -> StreamWords | None:
+        """This rank's stream memory, for stores from any thread; None without stream slots.
+
+        Raises:
+            AgentError: `not-started`.
+        """
+        if self._loop.fence is None:
+            raise self._not_started()
+        return self._loop.stream_words
 
     def _not_started(self) -> AgentError:
         return AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
@@ -332,6 +364,15 @@ class TransferThread:
             self.agent,
             TransferOrder(transfer_id, peer, _NO_INDICES, _NO_INDICES, deadline_s=deadline_s, operation="probe"),
         )
+
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener) -> StreamWatch:
+        """Begin to look at a stream slot of a peer: `listener` is told of its progress, and of tables that the watch asks for.
+
+        Raises:
+            AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that is not there;
+                `peer-rows-unregistered`.
+        """
+        return self.agent.polls.watch(peer, slot, listener)
 
     def cancel(self, transfer_id: str) -> None:
         """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""

@@ -22,6 +22,7 @@ __all__ = [
     "PeerSpec",
     "QuarantineEntry",
     "StallEntry",
+    "StreamLocation",
     "TraceEvent",
     "TransferOrder",
     "TransferResult",
@@ -35,6 +36,9 @@ MemoryRegion = tuple[int, int, int, "MemoryKind"]
 
 FenceLocation = tuple[int, int, int]
 """(address, device, word count) of a fence array."""
+
+StreamLocation = tuple[int, int, int, int]
+"""(address, device, slots, capacity) of stream memory: slots, and block ids that each slot's table has room for."""
 
 PageCheck = Callable[[], "Sequence[str]"]
 """Integrity check that runs after a read: returns one text per page that differs, empty when all agree."""
@@ -79,6 +83,11 @@ class PeerDescription(Protocol):
         ...
 
     @property
+    def streams(self) -> StreamLocation | None:
+        """Location of the peer's stream memory."""
+        ...
+
+    @property
     def agent_prefix(self) -> str:
         """Beginning that the name of the peer's agent must have; empty for any name."""
         ...
@@ -100,6 +109,7 @@ class PeerSpec:
         fence: (address, device, word count) of the peer's fence array; None for a peer without.
         agent_prefix: Beginning that the name of the peer's agent must have, for instance its engine's name; empty for any. A
             peer with it takes the name over from one without.
+        streams: (address, device, slots, capacity) of the peer's stream memory; None for a peer without.
     """
 
     key: str
@@ -110,6 +120,7 @@ class PeerSpec:
     local_kind: MemoryKind | Sequence[MemoryKind] | None = None
     fence: FenceLocation | None = None
     agent_prefix: str = ""
+    streams: StreamLocation | None = None
 
 
 @final

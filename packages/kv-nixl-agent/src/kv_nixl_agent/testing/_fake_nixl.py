@@ -217,6 +217,7 @@ class FakeNixl:
         transfer = _transfer_of(transfer)
         if transfer.polls_left >= 0 and not transfer.is_done:
             raise AgentError("nixl-active", "post: active already")
+        transfer.is_done = False  # a transfer that has ended may be posted again
         transfer.polls_left = self._fabric.latency_polls
         if self._fabric.chance("stall"):
             transfer.polls_left += 50

@@ -1,0 +1,73 @@
+"""Streams that begin, go on and are voided at random, with contents that tell on a torn look; for tests.
+
+Everything that a reader may accept follows from the tag: the id of entry 5 under tag 9 is `entry_id(9, 5)`, and
+progress under tag 9 is 0, void, or a number that ends in 009.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["StreamRewriter", "entries_of", "entry_id", "is_progress_of"]
+
+VOID_TOKENS: Final = (1 << 32) - 1
+_MOST_ENTRIES: Final = 1300
+"""More than one read of a table takes."""
+
+
+def entry_id(tag: int, entry: int) -> int:
+    """Return the id of a table's entry."""
+    return (tag * 2654435761 + entry * 40503) % ((1 << 32) - 1)
+
+
+def entries_of(tokens: int) -> int:
+    """Return the entries that a progress tells of. Example: 4 for 4009."""
+    return tokens // 1000
+
+
+def is_progress_of(tag: int, tokens: int) -> bool:
+    """Return whether a progress may stand under a tag."""
+    return tokens in {0, VOID_TOKENS} or tokens % 1000 == tag % 1000
+
+
+class _Words(Protocol):
+    def open(self, slot: int, generation: int, tag: int) -> None: ...
+    def void(self, slot: int, word: int, tag: int) -> None: ...
+    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None: ...
+    def show(self, slot: int, tag: int, tokens: int) -> None: ...
+
+
+@final
+class StreamRewriter:
+    """Rewrites the words of all slots, one stream after the other, without a pause but for short rests."""
+
+    def __init__(self, words: _Words, slots: int, seed: int, *, rests: bool = True) -> None:
+        self._words = words
+        self._slots = slots
+        self._random = random.Random(seed)  # noqa: S311 - reproducible, no secrets
+        self._rests = rests
+        self.begun = 0
+        """Streams that were begun, and the latest generation."""
+        self._running: dict[int, int] = {}
+
+    def step(self) -> None:
+        """Void the stream of one slot, begin another, and take it some chunks further."""
+        slot = self._random.randrange(self._slots)
+        former = self._running.get(slot)
+        if former is not None and self._random.random() < 0.7:  # a restart may come without a void
+            self._words.void(slot, former | 1 << 63, former)
+        self.begun += 1
+        tag = self._running[slot] = self.begun
+        self._words.open(slot, tag, tag)
+        entries = 0
+        for _ in range(self._random.randrange(6)):
+            first, entries = entries, min(entries + self._random.choice((1, 7, 64, 500)), _MOST_ENTRIES)
+            self._words.put(slot, tag, first, [entry_id(tag, entry) for entry in range(first, entries)])
+            self._words.show(slot, tag, entries * 1000 + tag % 1000)
+            if self._rests and self._random.random() < 0.3:
+                time.sleep(self._random.random() * 2e-3)

@@ -1,0 +1,159 @@
+"""Stream memory of a producer: words that peers read while a prompt is computed.
+
+**Order of stores.** A reader that sees a progress word may read the pages and the entries that it tells of. The entries need no
+order, since each carries its owner's tag: one that is late reads as "not there yet". The pages do: whoever calls `show` has
+seen the device finish them, and its stores must be seen before the progress word. x86 keeps stores in order. ARM does not;
+there, the release of a lock comes between, and after it the acquisition of one: stores before a release are seen before it, a
+release is seen before an acquisition that follows it, and stores after an acquisition are seen after it. NumPy and ctypes give
+plain stores, and Python has no fence of its own. A word of 8 aligned bytes is one store, also within a copy of many, on both.
+
+For a network card on ARM the manufacturers ask for a barrier of the outer domain (`dmb osh`), which Python cannot issue;
+nothing was run there yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from ._errors import AgentError
+from ._stream_layout import LOW_HALF, TAG_SHIFT, StreamLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from ._fences import FenceArray
+    from ._values import StreamLocation
+
+    Words = npt.NDArray[np.uint64]
+
+__all__ = ["StreamWords", "aligned_words"]
+
+_LINE_BYTES = 64
+
+
+def aligned_words(count: int) -> Words:
+    """Return that many zeroed words, the first one at the beginning of a 64-byte line."""
+    raw: Words = np.zeros(count + _LINE_BYTES // 8, dtype=np.uint64)
+    shift = (-raw.ctypes.data % _LINE_BYTES) // 8
+    return raw[shift : shift + count]
+
+
+@final
+class StreamWords:
+    """Progress words and tables of the stream slots; fence word, progress word and table of a slot have the same number.
+
+    Every method may be called on any thread; a lock keeps the stores of one call together. A tag is 0 to 2**32 - 1, as is a
+    block id, without the largest.
+
+    Args:
+        fences: The agent's fence array, of at least as many words.
+        slots: Stream slots.
+        capacity: Ids that a table has room for.
+    """
+
+    __slots__ = ("_fences", "_gate", "_layout", "_lock", "_memory", "_tags")
+
+    def __init__(self, fences: FenceArray, slots: int, capacity: int) -> None:
+        self._fences = fences
+        self._layout = StreamLayout(slots, capacity)
+        self._memory = aligned_words(self._layout.words)
+        # No entry is there: tag 0 is a tag like any other.
+        self._memory[self._layout.first_table :] = (1 << 64) - 1
+        self._tags: list[int | None] = [None] * slots
+        self._lock = threading.Lock()
+        self._gate = threading.Lock()
+
+    @property
+    def location(self) -> StreamLocation:
+        """(address, device, slots, capacity) for peers."""
+        return (int(self._memory.ctypes.data), 0, self._layout.slots, self._layout.capacity)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to register."""
+        return int(self._memory.nbytes)
+
+    def open(self, slot: int, generation: int, tag: int) -> None:
+        """Give a slot to a tag: store the generation as its fence word, then progress 0; its table has no entries.
+
+        Raises:
+            AgentError: `bad-streams`, `bad-fence`, `agent-closed`.
+        """
+        with self._lock:
+            self._check(slot, tag)
+            self._fences.write(slot, generation)
+            self._tags[slot] = tag
+            self._put_progress(slot, tag, 0)
+
+    def void(self, slot: int, word: int, tag: int) -> None:
+        """Store a fence word that no reader accepts, then void progress under the tag; nothing more of it is shown.
+
+        Raises:
+            AgentError: as `open`.
+        """
+        with self._lock:
+            self._check(slot, tag)
+            self._fences.write(slot, word)
+            self._tags[slot] = None
+            self._put_progress(slot, tag, LOW_HALF)
+
+    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None:
+        """Store ids as the entries `first` and following of the tag's table.
+
+        Raises:
+            AgentError: `bad-streams` for ids or entries out of range, or another tag than the slot has.
+        """
+        with self._lock:
+            self._check(slot, tag)
+            numbers = np.array(ids, dtype=np.int64)
+            is_inside = first >= 0 and first + len(numbers) <= self._layout.capacity
+            if self._tags[slot] != tag or not is_inside or ((numbers < 0) | (numbers >= LOW_HALF)).any():
+                raise AgentError(
+                    "bad-streams",
+                    f"{len(numbers)} ids from entry {first} on for tag {tag}: slot {slot} has the tag {self._tags[slot]} and "
+                    f"{self._layout.capacity} entries, and ids are 0 to 2**32-2",
+                    slot=slot,
+                )
+            self._put_entries(slot, first, tag, numbers.astype(np.uint64))
+
+    def show(self, slot: int, tag: int, tokens: int) -> None:
+        """Store the progress, after everything that it tells of; dropped if the slot has another tag by now.
+
+        Raises:
+            AgentError: `bad-streams`.
+        """
+        with self._lock:
+            self._check(slot, tag)
+            if not 0 <= tokens < LOW_HALF:
+                raise AgentError("bad-streams", f"progress of {tokens} tokens: it is 0 to 2**32-2", slot=slot)
+            if self._tags[slot] == tag:
+                self._put_progress(slot, tag, tokens)
+
+    def void_all(self) -> None:
+        """Void the progress of every slot, for good: the fence words are void already and refuse to be written."""
+        with self._lock:
+            self._tags[:] = [None] * len(self._tags)
+            self._memory[: self._layout.slots] |= np.uint64(LOW_HALF)
+
+    def _check(self, slot: int, tag: int) -> None:
+        if not 0 <= slot < self._layout.slots or not 0 <= tag <= LOW_HALF:
+            raise AgentError(
+                "bad-streams",
+                f"stream slot {slot} with tag {tag}: slots are 0 to {self._layout.slots - 1}, tags 0 to 2**32-1",
+                slot=slot,
+            )
+
+    def _put_progress(self, slot: int, tag: int, tokens: int) -> None:
+        with self._gate:  # its end is the release
+            pass
+        with self._gate:  # its beginning is the acquisition
+            self._memory[slot] = tag << TAG_SHIFT | tokens
+
+    def _put_entries(self, slot: int, first: int, tag: int, ids: Words) -> None:
+        begin = self._layout.entry(slot, first)
+        self._memory[begin : begin + len(ids)] = ids | np.uint64(tag << TAG_SHIFT)

@@ -1,0 +1,422 @@
+"""Streams on the fake fabric: the checks that real NIXL passes too, and stores that a reader sees half done."""
+
+import random
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
+from kv_nixl_agent._fences import FenceArray
+from kv_nixl_agent._pacing import Pacer
+from kv_nixl_agent._stream_layout import StreamLayout
+from kv_nixl_agent._stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of, entry_id
+from kv_nixl_agent._stream_words import StreamWords
+from kv_nixl_agent.testing import FakeFabric, RecordingPort, recording_factory
+from kv_nixl_agent.testing._stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Listener, StreamStage
+
+NOTHING = np.empty((0, 5), dtype=np.uint64)
+OPTIONS = AgentOptions(stream_slots=8, stream_capacity=2048)
+
+
+class InProcessStreams:
+    """`StreamControl` over an agent of the same process."""
+
+    def __init__(self, fabric):
+        self._fabric = fabric
+        self.agent = TransferAgent("producer", [], OPTIONS, port_factory=fabric.port)
+        words = self.agent.stream_words
+        assert words is not None
+        self.words = words
+        self._rewriting: threading.Thread | None = None
+        self._begun = 0
+
+    def stream(self, method, *arguments):
+        getattr(self.words, method)(*arguments)
+
+    def begin_rewriting(self, duration_s, seed):
+        def rewrite():
+            rewriter = StreamRewriter(self.words, 8, seed)
+            end_s = time.monotonic() + duration_s
+            while time.monotonic() < end_s:
+                rewriter.step()
+            self._begun = rewriter.begun
+
+        self._rewriting = threading.Thread(target=rewrite)
+        self._rewriting.start()
+
+    def finish_rewriting(self):
+        self._rewriting.join(10)
+        return self._begun
+
+    def stop(self):
+        self._fabric.agent("producer").stop()
+
+    def resume(self):
+        self._fabric.agent("producer").resume()
+
+    def kill(self):
+        self._fabric.agent("producer").die()
+
+    def deregister(self):
+        self.agent.close()
+
+
+def make_stage(latency_polls, ports=None):
+    fabric = FakeFabric(latency_polls=latency_polls)
+    return stage_of(fabric, InProcessStreams(fabric), ports)
+
+
+def stage_of(fabric, producer, ports=None):
+    factory = fabric.port if ports is None else recording_factory(fabric.port, ports)
+    consumer = TransferAgent("consumer", [], OPTIONS, port_factory=factory)
+    metadata, fence = producer.agent.agent_metadata(), producer.agent.fence
+
+    def spec(location):
+        return PeerSpec("p", metadata, NOTHING, NOTHING, fence=fence, streams=location)
+
+    return StreamStage(consumer, producer, spec, producer.words.location)
+
+
+@pytest.mark.parametrize("latency_polls", [0, 3])
+@pytest.mark.parametrize("check", [*STREAM_CHECKS, *STREAM_FAULT_CHECKS], ids=lambda check: check.__name__)
+def test_check(check, latency_polls):
+    ports: list[RecordingPort] = []
+    stage = make_stage(latency_polls, ports)
+    check(stage)
+    stage.consumer.close()
+    assert ports[0].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
+    assert ports[0].double_releases == 0
+
+
+# Stores that a reader sees half done ---------------------------------------------------------------------------------
+
+
+class HalfDone:
+    """Lets a reader look in between any two stores of a producer; `plant` says how a word is stored.
+
+    The right way stores whole words, in any order; `halves` stores a word as two.
+    """
+
+    def __init__(self, monkeypatch, plant, seed):
+        fabric = FakeFabric(latency_polls=0)
+        producer = InProcessStreams(fabric)
+        self.stage = stage_of(fabric, producer)
+        self.stage.connect()
+        self._plant = plant
+        self._random = random.Random(seed)
+        self.watched = [self.stage.watch(slot) for slot in range(8)]
+        self._asked = [0] * 8
+        words = producer.words
+        self._memory, self._layout = words._memory, words._layout
+        monkeypatch.setattr(StreamWords, "_put_progress", self._store)
+        monkeypatch.setattr(StreamWords, "_put_entries", self._put_entries)
+        rewriter = StreamRewriter(words, 8, seed, rests=False)
+        self.run = lambda steps: [rewriter.step() for _ in range(steps)]
+
+    def look(self):
+        if self._random.random() > 0.2:
+            return
+        for polls in self.stage.consumer.polls._peers.values():
+            polls.due_s = 0.0
+            for table in polls.tables:
+                table.due_s = 0.0
+        self.stage.turn()
+        for slot, (listener, watch) in enumerate(self.watched):
+            if len(listener.progressed) == self._asked[slot]:
+                continue
+            tag, tokens = listener.progressed[-1]
+            if tokens not in {0, VOID_TOKENS}:
+                watch.read_table(tag, 0, entries_of(tokens))
+            if len({each for each, _ in listener.progressed}) > 3:
+                watch.end()
+                self.watched[slot] = self.stage.watch(slot)
+            self._asked[slot] = len(self.watched[slot][0].progressed)
+
+    def _store(self, at, tag, low):
+        if self._plant == "halves":
+            halves = self._memory.view(np.uint32)
+            places = [(2 * at + 1, tag), (2 * at, low)]
+            self._random.shuffle(places)
+            for place, half in places:
+                halves[place] = half
+                self.look()
+        else:
+            self._memory[at] = tag << 32 | low
+            self.look()
+
+    def _put_entries(self, slot, first, tag, ids):
+        places = list(enumerate(ids.tolist()))[:40]
+        self._random.shuffle(places)
+        for place, low in places:
+            self._store(self._layout.entry(slot, first + place), tag, low)
+        rest = [self._layout.entry(slot, first + place) for place in range(40, len(ids))]
+        self._memory[rest] = ids[40:] | np.uint64(tag << 32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_look_between_two_stores_is_torn(monkeypatch, seed):
+    reader = HalfDone(monkeypatch, "", seed)
+    reader.run(150)
+    found = reader.stage.consumer.statistics()
+    assert found["stream_changes"] > 100
+    assert found["stream_tables"] > 20
+
+
+def test_a_word_that_is_stored_in_halves_is_found(monkeypatch):
+    reader = HalfDone(monkeypatch, "halves", 1)
+    with pytest.raises(AssertionError, match=r"stored by nobody|not all its own"):
+        reader.run(150)
+
+
+def test_progress_before_its_entries_makes_a_table_late_and_never_wrong(monkeypatch):
+    """Stores that overtake each other, as on ARM, cost a look."""
+    reader = HalfDone(monkeypatch, "", 5)
+    put, show = StreamWords.put, StreamWords.show
+    held: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
+
+    def put_late(words, slot, tag, first, ids):
+        held.setdefault((slot, tag), []).append((first, list(ids)))
+
+    def show_first(words, slot, tag, tokens):
+        show(words, slot, tag, tokens)
+        for _ in range(10):
+            reader.look()
+        for first, ids in held.pop((slot, tag), []):
+            put(words, slot, tag, first, ids)
+        for _ in range(10):
+            reader.look()
+
+    monkeypatch.setattr(StreamWords, "put", put_late)
+    monkeypatch.setattr(StreamWords, "show", show_first)
+    reader.run(150)
+    found = reader.stage.consumer.statistics()
+    assert found["stream_tables_early"] > 20
+    assert found["stream_tables"] > 20
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def make_words(slots=4, capacity=20):
+    fences = FenceArray(8)
+    words = StreamWords(fences, slots, capacity)
+    return fences, words, words._memory
+
+
+def test_the_worked_example_of_the_layout():
+    layout = StreamLayout(5, 20)
+    assert (layout.first_table, layout.row_words, layout.words) == (8, 24, 128)
+    assert 0x10000 + 8 * layout.entry(2, 3) == 66008
+    assert 7 << 32 | 40 == 30064771112
+
+
+def test_stores_of_a_slot():
+    fences, words, memory = make_words()
+    assert words.location == (memory.ctypes.data, 0, 4, 20)
+    assert memory.ctypes.data % 64 == 0
+    words.open(2, 1 << 40 | 7, 7)
+    assert (fences.read(2), int(memory[2])) == (1 << 40 | 7, 7 << 32)
+    words.put(2, 7, 18, [5, 6])
+    words.show(2, 7, 320)
+    at = words._layout.entry(2, 18)
+    assert memory[at : at + 2].tolist() == [7 << 32 | 5, 7 << 32 | 6]
+    assert int(memory[2]) == 7 << 32 | 320
+    assert (memory[8:] != np.uint64((1 << 64) - 1)).sum() == 2, "no other entry"
+    words.void(2, 99, 7)
+    assert (fences.read(2), int(memory[2])) == (99, 7 << 32 | VOID_TOKENS)
+    words.show(2, 7, 336)
+    assert int(memory[2]) == 7 << 32 | VOID_TOKENS, "a chunk that ends after the void"
+    words.open(2, 8, 8)
+    words.show(2, 7, 336)
+    assert int(memory[2]) == 8 << 32, "a chunk that ends after the restart"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda words: words.open(4, 1, 1),
+        lambda words: words.open(-1, 1, 1),
+        lambda words: words.open(0, 1, 1 << 32),
+        lambda words: words.void(4, 1, 1),
+        lambda words: words.put(1, 7, 19, [1, 2]),
+        lambda words: words.put(1, 7, -1, [1]),
+        lambda words: words.put(1, 7, 0, [-1]),
+        lambda words: words.put(1, 7, 0, [VOID_TOKENS]),
+        lambda words: words.put(1, 8, 0, [1]),
+        lambda words: words.put(0, 7, 0, [1]),
+        lambda words: words.show(1, 7, VOID_TOKENS),
+        lambda words: words.show(1, 7, -1),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_changes_nothing(wrong):
+    _, words, memory = make_words()
+    words.open(1, 7, 7)
+    before = memory.copy()
+    with pytest.raises(AgentError) as error:
+        wrong(words)
+    assert error.value.code == "bad-streams"
+    assert np.array_equal(memory, before)
+
+
+def test_a_closed_agent_shows_no_progress_and_takes_none():
+    agent = TransferAgent("a", [], OPTIONS, port_factory=FakeFabric().port)
+    words = agent.stream_words
+    words.open(0, 7, 7)
+    words.put(0, 7, 0, [1])
+    words.show(0, 7, 16)
+    agent.close()
+    assert int(words._memory[0]) == 7 << 32 | VOID_TOKENS
+    words.show(0, 7, 32)
+    assert int(words._memory[0]) == 7 << 32 | VOID_TOKENS
+    for store in (partial(words.open, 0, 8, 8), partial(words.void, 0, 8, 8)):
+        with pytest.raises(AgentError) as error:
+            store()
+        assert error.value.code == "agent-closed"
+
+
+def test_without_slots_nothing_is_registered_and_nobody_watches():
+    fabric = FakeFabric()
+    plain = TransferAgent("plain", [], port_factory=fabric.port)
+    streams = TransferAgent("streams", [], OPTIONS, port_factory=fabric.port)
+    assert plain.stream_words is None
+    assert len(fabric.agent("plain")._all_regions()) == 1
+    assert len(fabric.agent("streams")._all_regions()) == 3
+    location = streams.stream_words.location
+    plain.add_peer(PeerSpec("p", streams.agent_metadata(), NOTHING, NOTHING, fence=streams.fence, streams=location))
+    with pytest.raises(AgentError) as error:
+        plain.polls.watch("p", 0, Listener())
+    assert error.value.code == "bad-streams"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stream_slots": -1},
+        {"stream_slots": 1025},
+        {"stream_slots": 9, "fence_words": 8},
+        {"stream_capacity": 0},
+        {"stream_poll_s": 0.0},
+        {"stream_poll_s": 0.1, "stream_slow_poll_s": 0.01},
+    ],
+)
+def test_options_out_of_range(wrong):
+    with pytest.raises(AgentError) as error:
+        AgentOptions(**wrong)
+    assert error.value.code == "bad-options"
+
+
+# Pace and thread -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pace_follows_the_peer():
+    now = [100.0]
+    fabric = FakeFabric(latency_polls=0)
+    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.001, stream_slow_poll_s=0.05)
+    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
+    consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: now[0])
+    location = producer.stream_words.location
+    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=location))
+
+    def looks(duration_s):
+        before, end_s = consumer.statistics()["stream_looks"], now[0] + duration_s
+        while now[0] < end_s:
+            consumer.advance()
+            now[0] = min(max(consumer.polls.next_look_s, now[0] + 1e-6), end_s)
+        return consumer.statistics()["stream_looks"] - before
+
+    assert consumer.polls.next_look_s == float("inf")
+    assert looks(10.0) == 0
+    watch = consumer.polls.watch("p", 0, Listener())
+    assert 28 <= looks(0.032) <= 34, "every millisecond for the first 32"
+    assert 20 <= looks(0.032) <= 28, "then every 32nd of the time"
+    looks(10.0)
+    assert 18 <= looks(1.0) <= 22, "every 50 ms at last"
+    producer.stream_words.open(0, 1, 1)
+    looks(0.05)
+    assert 24 <= looks(0.03) <= 32, "and fast again after a change"
+    watch.end()
+    assert looks(1.0) == 0
+
+
+def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
+    fabric = FakeFabric()
+    threads = [
+        TransferThread(
+            name,
+            [],
+            on_result=lambda _: None,
+            on_notification=lambda *_: None,
+            options=OPTIONS,
+            thread_options=ThreadOptions(slow_poll_s=0.25),
+            port_factory=fabric.port,
+        )
+        for name in ("producer", "consumer")
+    ]
+    producer, consumer = threads
+    with pytest.raises(AgentError) as error:
+        assert producer.streams
+    assert error.value.code == "not-started"
+    for thread in threads:
+        thread.start()
+    listener, watches = Listener(), []
+    spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, fence=producer.fence, streams=producer.streams)
+    consumer.call_soon(lambda: consumer.add_peer(spec))
+    consumer.call_soon(lambda: watches.append(consumer.watch_stream("p", 1, listener)))
+    consumer.allow_slow_polling(True)
+    wait(lambda: listener.progressed)
+    time.sleep(0.3)  # at rest, but for the watch
+    began_s = time.monotonic()
+    producer.stream_words.open(1, 5, 5)
+    producer.stream_words.put(1, 5, 0, [entry_id(5, 0)])
+    producer.stream_words.show(1, 5, 1005)
+    wait(lambda: (5, 1005) in listener.progressed)
+    assert time.monotonic() - began_s < 0.15, "a watched peer is looked at every 20 ms at least"
+    consumer.call_soon(lambda: watches[0].read_table(5, 0, 1))
+    wait(lambda: listener.tables)
+    consumer.call_soon(watches[0].end)
+    time.sleep(1.0)
+    turns = consumer.health().turns
+    time.sleep(0.5)
+    assert consumer.health().turns - turns < 20, "nobody watches: the thread rests"
+    other = Listener()
+    consumer.call_soon(lambda: consumer.watch_stream("p", 2, other))
+    wait(lambda: other.progressed)
+    consumer.close()
+    assert other.ends == ["agent-closed"]
+    assert listener.ends == []
+    assert consumer.health().callback_errors == 0
+    producer.close()
+
+
+def test_a_watch_that_ends_is_not_told_what_was_found_before():
+    stage = make_stage(latency_polls=0)
+    stage.connect()
+    listener, watch = stage.watch(0)
+    stage.consumer.advance()
+    watch.end()
+    news = stage.consumer.polls.take_news()
+    assert len(news) == 1
+    news[0]()
+    assert listener.progressed == []
+
+
+@pytest.mark.parametrize("may_poll_slowly", [False, True])
+def test_a_look_that_is_due_ends_an_idle_wait(may_poll_slowly):
+    now = [100.0]
+    pacer = Pacer(ThreadOptions(idle_poll_s=5.0, slow_poll_s=5.0, gil_switch_interval_s=None), lambda: now[0])
+    pacer.may_poll_slowly = may_poll_slowly
+    now[0] = 200.0  # at rest, if it may be
+    for look_s in (200.03, 199.0):
+        began_s = time.monotonic()
+        pacer.wait_idle(300.0, lambda: False, look_s=look_s)
+        assert time.monotonic() - began_s < 2.0
+
+
+def wait(condition):
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
