@@ -14,6 +14,7 @@ from scheduler_helpers import scheduler
 import kv_scheduler_state
 from kv_scheduler_state import LeaseTable, prompt_digest
 from kv_scheduler_state.__main__ import main
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state._ticket import KNOWN_KEYS
 from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
@@ -51,7 +52,7 @@ def test_the_module_runs(monkeypatch, capsys):
 def test_the_page_is_printed_and_a_difference_is_told(capsys, tmp_path):
     assert main([]) == 0
     page = capsys.readouterr().out
-    assert page.count("```mermaid") == 3
+    assert page.count("```mermaid") == 6
     other = tmp_path / "page.md"
     other.write_text(page.replace("queued", "parked"))
     assert main(["--check", str(other)]) == 1
@@ -77,7 +78,8 @@ def test_the_readme_lists_every_error_code():
 
 
 def test_every_event_and_effect_has_a_name():
-    for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE):
+    streamed = STREAM_PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_READER_TABLE
+    for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE, *streamed):
         assert all(re.fullmatch(r"[a-z-]+", event) for event in table.events)
         assert all(row.why.endswith(".") for row in table.rows)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state._decisions import BYSTANDER, Admission
+from kv_scheduler_state._early_admission import EarlyAdmissions
+from kv_scheduler_state._early_ticket import EARLY_KEY
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._ticket_reader import TicketReader
 
@@ -27,7 +29,16 @@ _CONSUMER: Final = Admission("consumer")
 class Admissions:
     """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
 
-    __slots__ = ("_backoff_tokens", "_consumers", "_is_bidirectional", "_producers", "_reserved", "_tickets", "seal")
+    __slots__ = (
+        "_backoff_tokens",
+        "_consumers",
+        "_is_bidirectional",
+        "_producers",
+        "_reserved",
+        "_tickets",
+        "early",
+        "seal",
+    )
 
     def __init__(self, consumers: Consumers, producers: Producers) -> None:
         config = producers.config
@@ -37,6 +48,7 @@ class Admissions:
         self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
+        self.early = EarlyAdmissions(consumers, producers, self._tickets)
         self.seal: TicketSeal | None = None
 
     def admit(
@@ -55,8 +67,7 @@ class Admissions:
                     )
                 return _CONSUMER
         except TicketError as error:
-            request.rejected_code = error.code
-            return Admission("none", error.code, str(error))
+            return self._early_or_refused(request_id, request, params, identity, error)
         if kind == "none":
             return BYSTANDER
         if self._reserved and request_id.startswith(self._reserved):
@@ -65,9 +76,12 @@ class Admissions:
                 f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
             )
             return Admission("none", "ticket-id-reserved", message)
-        backoff, prompt_tokens = self._backoff_tokens, request.prompt_tokens
-        truncate_tokens = backoff if prompt_tokens > backoff else 0
-        kept_tokens = prompt_tokens - truncate_tokens
+        kept_tokens, truncate_tokens = request.prompt_tokens, 0
+        if self._backoff_tokens and kept_tokens > self._backoff_tokens:
+            truncate_tokens = self._backoff_tokens
+            kept_tokens -= truncate_tokens
+        if EARLY_KEY in fields and self._begins_early(request_id, request, fields, kept_tokens, identity):
+            return Admission("producer", "", "", truncate_tokens, is_early=True)
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
         if kind == "readback":
             try:
@@ -77,6 +91,31 @@ class Admissions:
                 return Admission("producer", error.code, str(error), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
+
+    def _begins_early(
+        self, request_id: str, request: Request, fields: Fields, tokens: int, identity: PromptIdentity | None
+    ) -> bool:
+        """Begin to stream a prompt; False if it is to be handed over plain."""
+        if not fields.get("remote_block_ids"):
+            request.producer = self.early.producer(request_id, fields, tokens, identity, request.born_s)
+        return request.producer is not None
+
+    def _early_or_refused(
+        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, error: TicketError
+    ) -> Admission:
+        """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
+        fields = _early_fields(params)
+        if fields is not None:
+            try:
+                request.consumer = self.early.consumer(
+                    request_id, fields, request.prompt_tokens, identity, request.born_s
+                )
+            except TicketError as early_error:
+                error = early_error
+            else:
+                return _CONSUMER
+        request.rejected_code = error.code
+        return Admission("none", error.code, str(error))
 
     def _verified(self, fields: Fields, kind: TicketKind, identity: PromptIdentity | None) -> HandoffTicket:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
@@ -109,3 +148,13 @@ class Admissions:
                 field="kv_prompt",
             )
         return ticket
+
+
+def _early_fields(params: object) -> Fields | None:
+    """Return params that ask to read a prompt with no other ticket than an early one, else None."""
+    if not isinstance(params, dict):
+        return None
+    fields = cast("Fields", params)
+    is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
+    is_read = fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
+    return fields if is_alone and is_read else None

@@ -132,6 +132,13 @@ class SchedulerConfig:
         max_leased_blocks: Blocks that all leases together may keep, over all groups; beyond them likewise. None: any number.
         dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
         generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
+        stream_slots: Words of streams, in front of the `fence_slots` words of plain leases in one array; 0 offers no streams.
+        stream_table_entries: Block ids that a stream's table holds; a longer prompt is handed over plain.
+        stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
+        cache_blocks: Blocks of the engine's pool.
+        stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks.
+        stream_retry_s: Time between two questions to a peer that does not know the id yet.
+        stream_max_breaks: Broken streams of one request after which only its final ticket is asked for.
         trace_length: Transitions that are remembered per request and machine.
         reserved_id_prefixes: Request ids that begin with one of these cannot be notified and are refused at arrival.
         limits: Upper bounds for tickets.
@@ -164,6 +171,13 @@ class SchedulerConfig:
     max_leased_blocks: int | None = None
     dialect: int | None = None
     generation: int | None = None
+    stream_slots: int = 0
+    stream_table_entries: int = 8192
+    stream_reserve_fraction: float = 0.0
+    cache_blocks: int = 0
+    stream_ask_s: float = 30.0
+    stream_retry_s: float = 0.1
+    stream_max_breaks: int = 2
     trace_length: int = 16
     reserved_id_prefixes: tuple[str, ...] = ()
     limits: TicketLimits = field(default_factory=TicketLimits)
@@ -216,6 +230,18 @@ class SchedulerConfig:
                 min(1 if quota is None else quota for quota in (self.max_leases, self.max_leased_blocks)) < 1,
                 f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
             ),
+            (
+                min(self.stream_slots, self.stream_table_entries, self.cache_blocks, self.stream_max_breaks) < 0,
+                "stream_slots, stream_table_entries, cache_blocks and stream_max_breaks must not be negative",
+            ),
+            (
+                not 0 <= self.stream_reserve_fraction <= 1,
+                f"stream_reserve_fraction is {self.stream_reserve_fraction}, must be 0 to 1",
+            ),
+            (
+                not (0 < self.stream_ask_s < math.inf and 0 < self.stream_retry_s < math.inf),
+                f"stream_ask_s is {self.stream_ask_s}, stream_retry_s {self.stream_retry_s}; both must be positive and finite",
+            ),
             (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
         )
         return (problem for is_broken, problem in checks if is_broken)
@@ -231,6 +257,11 @@ class SchedulerConfig:
         if self.state_backoff_tokens is not None:
             return self.state_backoff_tokens
         return 1 if self.has_state else 0
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether requests with an early ticket are read while their peer computes them."""
+        return int(self.cache_blocks * self.stream_reserve_fraction) > 0
 
     @property
     def heartbeat_period_s(self) -> float:

@@ -5,53 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import new_tuple
+from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
 from kv_scheduler_state._errors import InvalidEvent, quote
-from kv_scheduler_state._handovers import HandOver, HandOvers
-from kv_scheduler_state._heartbeats import Heartbeats, PeerLeases
-from kv_scheduler_state._machine import NEW, Table, Trace, Transition
+from kv_scheduler_state._handovers import HandOvers
+from kv_scheduler_state._heartbeats import Heartbeats
+from kv_scheduler_state._machine import NEW, Table, Transition
 from kv_scheduler_state._plan import ReadOrder
+from kv_scheduler_state._stream_consumer import StreamConsumers
+from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._blocks import BlockList, BlockRules
     from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+    from kv_scheduler_state._early_ticket import EarlyTicket
     from kv_scheduler_state._outbox import Outbox
-    from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["ConsumerRecord", "Consumers"]
-
-
-@final
-class ConsumerRecord:
-    """A request whose prompt a peer has computed."""
-
-    __slots__ = (
-        "computed_tokens",
-        "hand_over",
-        "loadable_tokens",
-        "peer",
-        "state",
-        "ticket",
-        "trace",
-    )
-
-    def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
-        self.state = arrival.target
-        self.trace: Trace = (now_s, arrival, None)
-        self.ticket = ticket
-        # Only if another request has brought the same ticket, see `HandOvers`.
-        self.hand_over: HandOver | None = None
-        self.loadable_tokens = loadable_tokens
-        # Local prefix hit of the latest look-up, which is the one that an allocation follows.
-        self.computed_tokens: int | None = None
-        self.peer: PeerLeases | None = None
-
-    def advance(self, row: Transition, now_s: float) -> None:
-        """Do what `_machine.advance` says; in a method of its own CPython knows where the record's slots are."""
-        if row.target != self.state:
-            self.state = row.target
-            self.trace = now_s, row, self.trace
 
 
 @final
@@ -78,6 +49,7 @@ class Consumers:
         "on_done",
         "on_failure",
         "on_load",
+        "streams",
         "table",
     )
 
@@ -96,6 +68,7 @@ class Consumers:
         self._is_renewed = self._arrival is not None and "start-heartbeat" in self._arrival.effects
         self._has_state = config.has_state
         self._has_windows = any(group.kind == "window" for group in config.groups)
+        self.streams = StreamConsumers(config, table, outbox)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
         self.hand_overs = HandOvers()
         self._config = config
@@ -115,10 +88,54 @@ class Consumers:
             record.peer = self.heartbeats.start(ticket.peer, record, now_s)
         return record
 
+    def arrive_early(
+        self, request_id: str, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
+    ) -> ConsumerRecord:
+        """Begin the life of a request whose prompt is to be read while its peer computes it."""
+        arrival = self.table.find(request_id, NEW, "arrive-early")
+        # The peer's own names come with its answer.
+        ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
+        record = ConsumerRecord(arrival, ticket, max(0, prompt_tokens - self._backoff_tokens), now_s)
+        record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, now_s)
+        self.streams.begin(record.stream)
+        return record
+
+    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
+        """Apply an event that only streams have, with the ticket that came with it.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        record = stream.record
+        row = self.table.find(stream.request_id, record.state, event)
+        if ticket is not None:
+            record.ticket = ticket
+        if event == "final":
+            record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
+        if row.target != record.state:
+            stream.since_s = now_s
+        self.settle(stream.request_id, record, row, now_s)
+
+    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:
+        """Do what an effect of streams demands."""
+        if effect == "start-heartbeat":
+            record.peer = self.heartbeats.start(record.ticket.peer, record, now_s)
+        elif effect == "join":
+            self.hand_overs.join(record)
+            if record.state == "reading" and record.hand_over is not None:
+                record.hand_over.read()
+        elif effect == "order-stream":
+            self.streams.order_again(record.stream, record.ticket)
+        elif effect == "order-final":
+            self.streams.order_final(record.stream, record.ticket)
+        else:
+            self.streams.follow(request_id, row, effect)
+
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
         """Return the tokens to read beyond a local prefix of `computed_tokens`, None while another request reads them."""
         if record.state != "queued":
-            return 0
+            is_early = record.state in {"asking", "offered"}
+            return self.streams.external_tokens(record, computed_tokens) if is_early else 0
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
         tokens = record.loadable_tokens - computed_tokens
@@ -164,6 +181,9 @@ class Consumers:
         if "order-read" in row.effects:
             order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
             self._outbox.read(request_id, order)
+        elif "order-stream" in row.effects:
+            order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            self.streams.order(request_id, order, start)
 
     def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Read nothing for a request that has a ticket, and tell the peer unless another request needs the hand-over.
@@ -217,6 +237,8 @@ class Consumers:
                 self.hand_overs.read_ended(record, is_passed=True)
                 if record.hand_over is not None and record.hand_over.is_abandoned:
                     self._notify(request_id, record.ticket)
+            else:
+                self._follow(request_id, record, row, effect, now_s)
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order that the peer is told: nobody reads the hand-over."""
@@ -228,6 +250,10 @@ class Consumers:
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
             self._outbox.add(self._outbox.voids, request_id)
+        elif record.state in {"asking", "offered"}:
+            self.give_up(request_id, record, now_s)
+        elif record.state in {"streaming", "awaiting", "stopping"}:
+            self.step_early(record.stream, "reset", None, now_s)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BYSTANDER", "NOT_KEPT", "Admission", "FinishDecision", "FinishReason", "Role"]
+__all__ = ["BYSTANDER", "NOT_KEPT", "Admission", "FinishDecision", "FinishReason", "Role", "not_handed_over"]
 
 Role = Literal["none", "producer", "consumer"]
 FinishReason = Literal["length", "stop", "abort", "error"]
@@ -24,12 +24,14 @@ class Admission(NamedTuple):
         rejected_code: Code of the reason why its ticket was refused (its prompt is then computed here); empty otherwise.
         rejected_message: The same as a sentence.
         truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
+        is_early: Whether a peer may read a producer's prompt while it is computed, so that its chunks must be told.
     """
 
     role: Role
     rejected_code: str = ""
     rejected_message: str = ""
     truncate_tokens: int = 0
+    is_early: bool = False
 
 
 @final
@@ -50,3 +52,10 @@ class FinishDecision(NamedTuple):
 
 BYSTANDER: Final = Admission("none")
 NOT_KEPT: Final = FinishDecision(keep_blocks=False, params=None)
+
+
+def not_handed_over(code: str, *, keep_blocks: bool) -> FinishDecision:
+    """Return the decision on a prompt that gets no ticket; its blocks stay while a reader of its stream may be at them."""
+    if not code and not keep_blocks:
+        return NOT_KEPT
+    return FinishDecision(keep_blocks=keep_blocks, params=None, withheld_code=code)

@@ -31,21 +31,24 @@ class FencePool:
     Args:
         slots: Words of the fence array.
         seed: First generation, 1 to 2**53 - 1.
+        first: First word of the pool; those before it belong to another one.
     """
 
-    __slots__ = ("_next", "_returned", "_unused", "slots")
+    __slots__ = ("_end", "_first", "_next", "_returned", "_unused", "slots")
 
-    def __init__(self, slots: int, seed: int) -> None:
+    def __init__(self, slots: int, seed: int, first: int = 0) -> None:
         self.slots = slots
+        self._first = first
+        self._end = first + slots
         # First slot that was never taken, and behind all of those the slots that were returned, oldest first.
-        self._unused = 0
+        self._unused = first
         self._returned: deque[int] = deque()
         self._next = seed
 
     def take(self) -> tuple[int, int] | None:
         """Return a free slot with a fresh generation, or None if every slot is in use."""
         slot = self._unused
-        if slot < self.slots:
+        if slot < self._end:
             self._unused = slot + 1
         elif self._returned:
             slot = self._returned.popleft()
@@ -69,9 +72,9 @@ class FencePool:
     @property
     def used(self) -> int:
         """Number of slots in use."""
-        return self._unused - len(self._returned)
+        return self._unused - self._first - len(self._returned)
 
     @property
     def free_slots(self) -> tuple[int, ...]:
         """Slots that are not in use, next one first."""
-        return (*range(self._unused, self.slots), *self._returned)
+        return (*range(self._unused, self._end), *self._returned)

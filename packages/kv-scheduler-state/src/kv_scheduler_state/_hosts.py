@@ -80,6 +80,11 @@ class HostPolicy:
         self._is_open = not networks and not hosts
         self._good: set[str] = set()
 
+    @property
+    def names_peers(self) -> bool:
+        """Whether networks or names were given, so that not every well-formed host is allowed."""
+        return not self._is_open
+
     def require(self, host: str) -> None:
         """Refuse a host that is malformed or not allowed.
 

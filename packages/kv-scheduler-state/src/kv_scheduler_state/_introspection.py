@@ -27,12 +27,33 @@ _WAITS_FOR: Final = {
     ("producer", "preempted"): "the engine, to start it again",
     ("producer", "leased"): "the workers, to report that its readers are done or its lease has expired",
     ("producer", "revoked"): "the workers, to report that its lease has ended early",
+    ("producer", "early"): "the engine, to allocate its prompt",
+    ("producer", "opening"): "the engine, to compute its prompt",
+    ("producer", "offered"): "the engine, to compute its prompt",
+    ("producer", "plain"): "the engine, to compute its prompt",
+    ("producer", "complete"): "the engine, to finish it",
+    ("producer", "stale"): "the engine, to start it again or to finish it",
+    ("producer", "voided"): "the engine, to start it again",
+    ("producer", "plain-again"): "the engine, to start it again",
+    ("producer", "voiding"): "the workers, to report that its word has moved",
+    ("producer", "streamed"): "the workers, to report that its readers are done or its lease has expired",
+    ("producer", "taken-back"): "the workers, to report that its lease has ended early",
+    ("consumer", "asking"): "the peer, to offer a stream or to finish the prompt",
+    ("consumer", "offered"): "the engine, to find room for its blocks",
+    ("consumer", "streaming"): "the workers, to report the end of its stream",
+    ("consumer", "awaiting"): "the peer, to offer a new stream or to finish the prompt",
+    ("consumer", "stopping"): "the workers, to report that its stream is given up",
+    ("consumer", "draining-stream"): "the workers, to report that its stream is quiet",
     ("consumer", "queued"): "the engine, to allocate blocks for the read",
     ("consumer", "reading"): "the workers, to report the end of its read",
     ("consumer", "draining"): "the workers, to report that its cancelled read is quiet",
     ("consumer", "local"): "the engine, to finish it",
     ("consumer", "failed"): "the engine, to fail it",
 }
+_AFTER_THE_END: Final = frozenset(
+    {"draining", "leased", "revoked", "voiding", "streamed", "taken-back", "draining-stream"}
+)
+_RENEWED: Final = frozenset({"queued", "reading", "offered", "streaming"})
 
 
 def count_states(requests: Iterable[Request]) -> dict[str, int]:
@@ -115,15 +136,16 @@ def _record_violations(live: Mapping[str, Request], consumer_table: Table, produ
         pending = _pending(entry)
         if entry.is_finished and not pending:
             yield f"{request_id}: ended, but still remembered"
-        if not entry.is_finished and any(record.state in {"draining", "leased", "revoked"} for record in pending):
+        if not entry.is_finished and any(record.state in _AFTER_THE_END for record in pending):
             yield f"{request_id}: waits for the end of a request that has not finished"
 
 
 def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iterator[str]:
     used = [entry.producer.fence for entry in live.values() if entry.producer and entry.producer.fence]
-    slots = [slot for slot, _ in used] + list(producers.fences.free_slots)
-    if sorted(slots) != list(range(producers.fences.slots)):
-        yield f"fence slots in use and free are {sorted(slots)}, of {producers.fences.slots}"
+    streams, plain = producers.streams.fences, producers.fences
+    slots = [slot for slot, _ in used] + [*streams.free_slots, *plain.free_slots]
+    if sorted(slots) != list(range(streams.slots + plain.slots)):
+        yield f"fence slots in use and free are {sorted(slots)}, of {streams.slots} and {plain.slots}"
 
 
 def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> Iterator[str]:
@@ -135,7 +157,7 @@ def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> 
         if record.peer is not None:
             key = key_of(record.ticket)
             wanted[key] = wanted.get(key, 0) + 1
-        should_renew = record.state in {"queued", "reading"} and record.ticket.kind == "handoff"
+        should_renew = record.state in _RENEWED and record.ticket.kind == "handoff"
         if (record.peer is not None) != should_renew:
             yield f"{request_id}: consumer in state '{record.state}' is {'' if record.peer else 'not '}renewed"
     if wanted != consumers.heartbeats.holders():

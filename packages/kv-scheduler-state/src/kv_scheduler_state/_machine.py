@@ -75,6 +75,14 @@ class Table:
         # Every state, in order of first mention.
         self.states = tuple(dict.fromkeys(state for row in rows for state in (row.state, row.target)))
 
+    def joined(self, other: Table) -> Table:
+        """Return a machine with the rows of both, under this one's name.
+
+        Raises:
+            InvalidConfig: `invalid-config`, if two rows share a state and an event.
+        """
+        return Table(self.name, (*self.rows, *other.rows))
+
     @property
     def events(self) -> tuple[str, ...]:
         """Every event, in order of first mention."""

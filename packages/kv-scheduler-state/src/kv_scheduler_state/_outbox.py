@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
+from kv_scheduler_state._stream_orders import StreamOrders
+from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +19,10 @@ __all__ = ["Outbox"]
 
 _COMMON: Final = 4
 """Parts of a plan that every hand-over fills, the first ones: reads, expects, fences, grants."""
-_NONE_RARE: Final[tuple[tuple[object, ...], ...]] = ((),) * (len(StepPlan._fields) - _COMMON)
+_NONE_RARE: Final[tuple[tuple[object, ...], ...]] = (
+    *((),) * (len(StepPlan._fields) - _COMMON - 1),
+    EMPTY_STREAM_PLAN,
+)
 
 
 class _Part(Protocol):
@@ -48,6 +53,7 @@ class Outbox:
         "restarts",
         "revokes",
         "saves",
+        "streams",
         "voids",
     )
 
@@ -69,7 +75,8 @@ class Outbox:
         self.passes: Final[list[str]] = []
         self.voids: Final[list[str]] = []
         self.failures: Final[dict[str, None]] = {}
-        # The parts of a plan in its order. Reads and fences are kept by request and leave as values.
+        self.streams: Final = StreamOrders()
+        # The parts of a plan in its order, but for streams. Reads and fences are kept by request and leave as values.
         self._parts: Final[tuple[_Part, ...]] = (
             self.reads,
             self.expects,
@@ -143,6 +150,11 @@ class Outbox:
             self.heartbeats.extend(orders)
             self.has_orders = self._has_rare = True
 
+    def stream(self) -> StreamOrders:
+        """Return the orders of streams, one of which is about to be given."""
+        self.has_orders = self._has_rare = True
+        return self.streams
+
     def fail(self, request_id: str) -> None:
         """Order the report of a parked request that nobody reads for."""
         self.failures[request_id] = None
@@ -150,11 +162,12 @@ class Outbox:
 
     def is_parting(self, request_id: str) -> bool:
         """Whether the next plan still tells of the end of a request; a second one of that id would mix with it."""
-        return request_id in self.reads or request_id in self.releases or request_id in self.failures
+        is_known = request_id in self.reads or request_id in self.releases or request_id in self.failures
+        return is_known or self.streams.is_parting(request_id)
 
     def holds_orders(self) -> bool:
         """Return whether any part has an order; `has_orders` remembers the same."""
-        return any(self._parts)
+        return any(self._parts) or self.streams.has_orders
 
     def take(self) -> StepPlan:
         """Return all orders that wait and start afresh; for an outbox that has some."""
@@ -182,7 +195,7 @@ class Outbox:
 
     def _take_all(self) -> StepPlan:
         common = tuple(self.reads.values()), tuple(self.expects), tuple(self.fences.values()), tuple(self.grants)
-        plan = new_tuple(StepPlan, common + tuple(map(tuple, self._rare)))
+        plan = new_tuple(StepPlan, (*common, *map(tuple, self._rare), self.streams.take()))
         for part in self._parts:
             part.clear()
         self._has_rare = False

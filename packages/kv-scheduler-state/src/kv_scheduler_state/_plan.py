@@ -1,56 +1,24 @@
 """The step plan: all orders of one scheduler step.
 
-A plan is a plain immutable value that can be pickled. Workers apply its parts in this order: `AnnouncedFences.apply` (words are
-written at once), `LeaseTable.apply` (expects, grants, releases, revokes), then reads, cancels, voids and heartbeats; saves and
-completes as soon as the step's blocks are computed; failures with the next report.
+A plan is a plain immutable value that can be pickled. Workers apply its parts in this order: the words of `streams` before
+anything may write a freed block, `AnnouncedFences.apply` (words are written at once), `LeaseTable.apply` (expects, grants,
+releases, revokes), then reads, cancels, voids and heartbeats; saves and completes as soon as the step's blocks are computed;
+failures with the next report.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
+from kv_scheduler_state._read_order import ReadOrder
+from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
+
 if TYPE_CHECKING:
-    from kv_scheduler_state._blocks import BlockIds, BlockList
+    from kv_scheduler_state._blocks import BlockIds
+    from kv_scheduler_state._stream_values import StreamPlan
     from kv_scheduler_state._ticket import PeerAddress
 
 __all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrder", "StepPlan"]
-
-
-@final
-class ReadOrder(NamedTuple):
-    """A request's read, or the notification that stands in for it.
-
-    Attributes:
-        request_id: The local request.
-        peer: Engine to read from.
-        peer_request_id: The request's id there; notifications carry this one.
-        peer_blocks: Blocks that the peer offers, per group.
-        local_blocks: Blocks to fill, per group. All without ids: nothing to read, only notify the peer.
-        tokens: Prompt tokens that the local KV holds after the read; blocks beyond are not filled.
-        fence: (slot, generation) to verify after the read, or None if the peer has no fences.
-        nonce: Nonce of the grant, to send back in every notification; empty if the ticket has none.
-        lease_s: Lease that the ticket announced, or None.
-        is_reported: Whether the engine waits for the end of this order. True even without blocks, if the engine parked
-            the request before it was aborted.
-        prompt: Digest of the prompt in the ticket, already verified; empty if the ticket has none.
-    """
-
-    request_id: str
-    peer: PeerAddress
-    peer_request_id: str
-    peer_blocks: tuple[BlockList, ...]
-    local_blocks: tuple[BlockList, ...]
-    tokens: int
-    fence: tuple[int, int] | None
-    nonce: str
-    lease_s: float | None
-    is_reported: bool
-    prompt: str = ""
-
-    @property
-    def is_notify_only(self) -> bool:
-        """Whether there is nothing to read."""
-        return not any(blocks.ids for blocks in self.local_blocks)
 
 
 @final
@@ -104,6 +72,7 @@ class StepPlan(NamedTuple):
         passes: The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done.
         voids: Requests whose read, ordered by now, must end badly: the cache was reset.
         failures: Requests that the engine parked for a read that nobody will make; report them as received and failed.
+        streams: Orders of streamed hand-overs.
     """
 
     reads: tuple[ReadOrder, ...] = ()
@@ -120,6 +89,7 @@ class StepPlan(NamedTuple):
     passes: tuple[str, ...] = ()
     voids: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    streams: StreamPlan = EMPTY_STREAM_PLAN
 
     @property
     def is_empty(self) -> bool:

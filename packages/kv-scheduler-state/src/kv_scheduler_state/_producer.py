@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import shake_256
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_GENERATION
@@ -13,21 +13,20 @@ from kv_scheduler_state._machine import NEW, Table, Transition, shortened
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
 from kv_scheduler_state._producer_record import ProducerRecord
-from kv_scheduler_state._ticket import PeerAddress
+from kv_scheduler_state._producer_tickets import own_address, params_template
+from kv_scheduler_state._stream_producer import StreamProducers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._blocks import BlockIds, BlockRules
     from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._early_ticket import EarlyTicket
     from kv_scheduler_state._outbox import Outbox
     from kv_scheduler_state._prompt import PromptIdentity
     from kv_scheduler_state._seal import TicketSeal
 
 __all__ = ["Producers"]
-
-_FIRST_WITH_GENERATION: Final = 15
-"""Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
 
 
 @final
@@ -59,6 +58,7 @@ class Producers:
         "on_sent",
         "outbox",
         "seal",
+        "streams",
         "table",
     )
 
@@ -70,7 +70,8 @@ class Producers:
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self._arrival = table.on("arrive").get(NEW)
-        self.fences = FencePool(config.fence_slots, config.fence_seed)
+        self.fences = FencePool(config.fence_slots, config.fence_seed, config.stream_slots)
+        self.streams = StreamProducers(config, outbox)
         self.config = config
         self._rules = rules
         self.outbox = outbox
@@ -94,16 +95,25 @@ class Producers:
         if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
             raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
         config = self.config
-        self._address = _own_address(config, generation)
+        self._address = own_address(config, generation)
         # The constant part of every ticket, and the lease that it announces.
-        self._handoff = _params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
+        self._handoff = params_template(config, config.lease_s, generation, is_readback=False), config.lease_s
         readback_s = config.readback_lease_s
-        self._readback = _params_template(config, readback_s, generation, is_readback=True), readback_s
+        self._readback = params_template(config, readback_s, generation, is_readback=True), readback_s
 
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self._arrival or self.table.refuse(request_id, NEW, "arrive")
         return ProducerRecord(arrival, prompt_tokens, now_s, is_readback=is_readback)
+
+    def arrive_early(
+        self, request_id: str, early: EarlyTicket, digest: str, *, prompt_tokens: int, now_s: float
+    ) -> ProducerRecord:
+        """Begin the life of a request that a peer may read while it is computed."""
+        arrival = self.table.find(request_id, NEW, "arrive-early")
+        record = ProducerRecord(arrival, prompt_tokens, now_s, is_readback=False)
+        self.streams.begin(request_id, early.hand_over_id, digest, record)
+        return record
 
     def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
         """Return the row of an allocation, which may tell of a preemption at the same time, see `allocate`.
@@ -141,6 +151,10 @@ class Producers:
         elif "restart" in row.effects:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
             self.outbox.restart(request_id, record.fence)
+        elif row.effects and not self.streams.give_slot(request_id, record):
+            record.advance(self.table.find(request_id, record.state, "no-slot"), now_s)
+            record.fence = self.fences.take()
+            self.outbox.expect(request_id, record.fence)
 
     def scheduled(
         self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
@@ -155,9 +169,70 @@ class Producers:
         if "complete" in row.effects:
             self.outbox.complete(request_id)
 
+    def computed(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        tokens: int,
+        held_tokens: int,
+    ) -> None:
+        """Order what a scheduled chunk of a streamed prompt needs, and offer it with the first one."""
+        if self.streams.scheduled(request_id, row, block_ids, tokens, held_tokens):
+            self.streams.offer(request_id, self._offer(request_id, record))
+
+    def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
+        """Return the ticket of an offer: all of a plain one but the blocks."""
+        params, lease_s = self._handoff
+        streams, groups = self.streams, len(self._spans)
+        nonce = streams.nonce_of(request_id)
+        if not nonce:
+            nonce = self._nonces.pop() if self._nonces else self._draw_nonce()
+            streams.keep_nonce(request_id, nonce)
+        no_blocks: list[list[int]] = [[] for _ in range(groups)]
+        offer: dict[str, object] = {
+            **params,
+            "remote_block_ids": no_blocks,
+            "kv_first_tokens": [0] * groups,
+            "remote_request_id": request_id,
+            "remote_num_tokens": record.prompt_tokens,
+            "kv_span_tokens": self._spans.copy(),
+            "kv_nonce": nonce,
+            "kv_fence": list(record.fence or ()),
+            "kv_prompt": streams.digest_of(request_id),
+            "kv_lease_s": lease_s,
+        }
+        return self._sealed(offer)
+
+    def _final(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        identity: PromptIdentity | None,
+    ) -> dict[str, object]:
+        """Return the ticket of a streamed prompt, under the nonce of its offers."""
+        row = self.on_hand_over["prefilled"]
+        params = self.ticket(request_id, record, row, block_ids, computed_tokens, identity) or {}
+        nonce = self.streams.nonce_of(request_id)
+        if nonce:
+            params["kv_nonce"] = nonce
+            params = self._sealed(params)
+        self.streams.finalise(request_id, params)
+        return params
+
+    def _sealed(self, params: dict[str, object]) -> dict[str, object]:
+        if self.seal is not None:
+            params["kv_seal"] = self.seal.of_params(params, self._address)
+        return params
+
     def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Forget what was saved of blocks that are gone."""
         record.advance(row, now_s)
+        if "void" in row.effects:
+            self.streams.end(request_id, row, ends=False)
         record.trace = shortened(record.trace, self._trace_length)
         if "forget-saves" in row.effects:
             self.outbox.drop_saves(request_id)
@@ -169,7 +244,11 @@ class Producers:
         revoke = self.on_revoke.get(record.state)
         if revoke is not None:
             self.revoke(request_id, record, revoke, now_s)
-        record.is_void = record.state in {"prefilling", "prefilled"}
+        record.is_void = record.state in {"prefilling", "prefilled", "offered", "complete", "stale", "plain"}
+        reset = self.table.on("reset").get(record.state)
+        if reset is not None:
+            record.advance(reset, now_s)
+            self.streams.end(request_id, reset, ends=False)
 
     def ending(
         self,
@@ -225,6 +304,8 @@ class Producers:
     ) -> dict[str, object] | None:
         """Return the params of the ticket, None for a row that grants none; `finish` makes it true."""
         if "grant" not in row.effects:
+            if "finalise" in row.effects:
+                return self._final(request_id, record, block_ids, computed_tokens, identity)
             return None
         template, _ = self._readback if record.is_readback else self._handoff
         fence, tokens = record.fence, computed_tokens
@@ -258,6 +339,8 @@ class Producers:
         if params is None:
             if "withdraw" in row.effects:
                 self._withdraw(request_id, record)
+            if "refuse" in row.effects:
+                self.streams.end(request_id, row, ends=True)
             return
         _, lease_s = self._readback if record.is_readback else self._handoff
         outbox = self.outbox
@@ -269,6 +352,7 @@ class Producers:
         """Order the early end of a lease."""
         record.advance(row, now_s)
         self.leases.revoke(request_id, now_s)
+        self.streams.revoked(request_id)
         if "order-revoke" in row.effects:
             self.outbox.add(self.outbox.revokes, request_id)
 
@@ -290,6 +374,10 @@ class Producers:
         if "return-slot" in row.effects and record.fence is not None:
             self.fences.give_back(record.fence[0])
             record.fence = None
+        elif "give-back" in row.effects:
+            plain_slot = self.streams.sent(request_id, record)
+            if plain_slot is not None:
+                self.fences.give_back(plain_slot)
 
     def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
         if not self.outbox.withdraw(request_id):
@@ -307,39 +395,3 @@ class Producers:
         digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
         self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
         return self._nonces.pop()
-
-
-def _own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
-    sizes = config.tp, config.pp, config.dcp
-    return PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
-
-
-def _params_template(
-    config: SchedulerConfig, lease_s: float, generation: int | None, *, is_readback: bool
-) -> dict[str, object]:
-    params: dict[str, object] = {
-        "do_remote_prefill": not is_readback,
-        "do_remote_decode": is_readback,
-        "remote_block_ids": None,
-        "remote_engine_id": config.engine_id,
-        "remote_request_id": None,
-        "remote_host": config.host,
-        "remote_port": config.port,
-        "tp_size": config.tp,
-        "dcp_size": config.dcp,
-        "pp_size": config.pp,
-        "remote_num_tokens": 0,
-        # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        "kv_lease_s": lease_s,
-    }
-    optional: dict[str, int | None] = {
-        "kv_null_block": config.null_block,
-        "kv_generation": generation,
-        "kv_dialect": config.dialect,
-    }
-    params.update((key, value) for key, value in optional.items() if value is not None)
-    if generation is not None and (config.dialect or 0) >= _FIRST_WITH_GENERATION:
-        params["remote_registration_generation"] = generation
-    return params

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._blocks import new_tuple
-from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason
+from kv_scheduler_state._decisions import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason, not_handed_over
 from kv_scheduler_state._errors import (
     DuplicateRequest,
     InvalidEvent,
@@ -27,7 +27,7 @@ from kv_scheduler_state._errors import (
 from kv_scheduler_state._introspection import state_of
 from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._request import Request, forget_if_ended, preempt
-from kv_scheduler_state._scheduler_base import SchedulerBase
+from kv_scheduler_state._scheduler_streams import SchedulerStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ _HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": Fal
 
 
 @final
-class SchedulerState(SchedulerBase):
+class SchedulerState(SchedulerStreams):
     """Both records of every request of one engine's scheduler process.
 
     Not thread-safe: all calls come from the engine's scheduler thread.
@@ -99,7 +99,7 @@ class SchedulerState(SchedulerBase):
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
         """Return the prompt tokens to read from the peer beyond the local prefix hit; orders nothing.
 
-        None: another request with the same ticket is reading; ask again in a later step.
+        None: another request with the same ticket is reading, or a stream has no offer or no room yet; ask again in a later step.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -165,13 +165,26 @@ class SchedulerState(SchedulerBase):
             self._reports.fail_parked(request_id, external_tokens)
             raise
 
-    def scheduled(self, request_id: str, *, new_block_ids: Sequence[Sequence[int]], is_prompt_complete: bool) -> None:
-        """Note that a chunk of a prefill runs in this step, and order its host-buffer save.
+    def scheduled(
+        self,
+        request_id: str,
+        *,
+        new_block_ids: Sequence[Sequence[int]],
+        is_prompt_complete: bool,
+        computed_tokens: int = 0,
+        touched_block_ids: Sequence[Sequence[int]] | None = None,
+        held_tokens: int = 0,
+    ) -> None:
+        """Note that a chunk of a prefill runs in this step; order its host-buffer save, and the words of its stream.
 
         Args:
             request_id: The request; anything but a producer is accepted and changes nothing.
             new_block_ids: Blocks per group that the chunk adds (a request's first chunk: all of them).
             is_prompt_complete: Whether the prompt is computed once this step is done.
+            computed_tokens: Tokens of the prompt that are computed then; a stream needs them.
+            touched_block_ids: Blocks per group to save, which are those that the chunk writes; None for `new_block_ids`. A chunk
+                that ends within a block adds it, and the next one writes it again.
+            held_tokens: Tokens of a prefix hit that nothing in this step computes; a first chunk's only, else without effect.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -182,8 +195,10 @@ class SchedulerState(SchedulerBase):
         if producer is None:
             return
         row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
-        blocks = self._rules.chunk(new_block_ids)
+        blocks = self._rules.chunk(new_block_ids if touched_block_ids is None else touched_block_ids)
         self._producers.scheduled(request_id, producer, row, blocks, self._clock.observed_s)
+        if "publish" in row.effects:
+            self._producers.computed(request_id, producer, row, new_block_ids, computed_tokens, held_tokens)
 
     def preempt(self, request_id: str, *, now_s: float) -> None:
         """Note that the engine took a request's blocks away and will start it again.
@@ -255,7 +270,7 @@ class SchedulerState(SchedulerBase):
         forget_if_ended(self._requests, request_id, request)
         if params is not None:
             return FinishDecision(keep_blocks=True, params=params)
-        return FinishDecision(keep_blocks=False, params=None, withheld_code=code) if code else NOT_KEPT
+        return not_handed_over(code, keep_blocks=producer.state == "voiding")
 
     def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Note the reports of the workers after a step.

@@ -18,6 +18,7 @@ from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._reports import Reports
 from kv_scheduler_state._request import Request, void_all
 from kv_scheduler_state._seal import TicketSeal
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
 
 if TYPE_CHECKING:
@@ -52,13 +53,16 @@ class SchedulerBase:
         secrets: Sequence[bytes] = (),
         producer_table: Table = PRODUCER_TABLE,
         consumer_table: Table = CONSUMER_TABLE,
+        stream_producer_table: Table = STREAM_PRODUCER_TABLE,
+        stream_consumer_table: Table = STREAM_CONSUMER_TABLE,
     ) -> None:
         self._config = config
         self._clock = ObservedClock()
         self._rules = BlockRules(config.groups, config.null_block)
         self._outbox = Outbox()
-        self._producers = Producers(config, producer_table, self._rules, self._outbox)
-        self._consumers = Consumers(config, consumer_table, self._rules, self._outbox)
+        producing = producer_table.joined(stream_producer_table)
+        self._producers = Producers(config, producing, self._rules, self._outbox)
+        self._consumers = Consumers(config, consumer_table.joined(stream_consumer_table), self._rules, self._outbox)
         self._heartbeats = self._consumers.heartbeats
         self._requests: dict[str, Request] = {}
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)
@@ -73,7 +77,7 @@ class SchedulerBase:
             InvalidConfig: `invalid-config`, for none or a short one; nothing is changed then.
         """
         seal = TicketSeal(secrets, self._config.unsealed_networks)
-        self._producers.seal = self._admissions.seal = seal
+        self._producers.seal = self._admissions.seal = self._admissions.early.seal = seal
 
     @property
     def config(self) -> SchedulerConfig:

@@ -112,6 +112,12 @@ class TicketSeal:
         """Return the seal of a ticket that this engine has just written under its own address, as 64 hexadecimal digits."""
         return self._keys[0].mac(canonical_ticket(_written(params, peer)))
 
+    def covers(self, message: bytes, mac: object) -> bool:
+        """Return whether a fleet secret made this MAC, 64 hexadecimal digits, of a message; its tag says what kind it is of."""
+        if type(mac) is not str or not mac.isascii():
+            return False
+        return any(compare_digest(key.mac(message), mac) for key in self._keys)
+
     def opened(self, reader: TicketReader, fields: Fields, kind: TicketKind) -> HandoffTicket:
         """Return the validated ticket if a fleet secret has sealed exactly that, or if it comes from where nobody seals.
 
@@ -128,11 +134,8 @@ class TicketSeal:
             if error.code not in _MAY_BE_DOUBLES:
                 raise
             ticket = reader.ticket_of(_without_doubles(fields, reader.max_blocks), kind)
-        if type(seal) is str and seal.isascii():
-            message = canonical_ticket(ticket)
-            for key in self._keys:
-                if compare_digest(key.mac(message), seal):
-                    return ticket
+        if self.covers(canonical_ticket(ticket), seal):
+            return ticket
         raise TicketError(
             "ticket-seal",
             f"no fleet secret of this engine has sealed this ticket of engine {quote(ticket.peer.engine_id)}: it was changed on "

@@ -10,6 +10,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
+from kv_scheduler_state._early_ticket import EARLY_KEY, EarlyTicket, early_params
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -148,9 +150,17 @@ class HandoffTicket(NamedTuple):
         return params
 
 
-def prefill_request_params() -> dict[str, object]:
-    """Return the `kv_transfer_params` with which a router asks an engine to prefill and hand over."""
-    return {
+def prefill_request_params(
+    early: tuple[str, str, int] | None = None, *, secret: bytes | None = None
+) -> dict[str, object]:
+    """Return the `kv_transfer_params` with which a router asks an engine to prefill and hand over.
+
+    Args:
+        early: (id, host, port) of a streamed hand-over: 32 random lower-case hexadecimal digits, and the side channel of the
+            engine that prefills. The decode engine's request gets the same `kv_stream`, and `do_remote_prefill` alone.
+        secret: A fleet secret, under which the address is covered.
+    """
+    params: dict[str, object] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
@@ -158,3 +168,6 @@ def prefill_request_params() -> dict[str, object]:
         "remote_host": None,
         "remote_port": None,
     }
+    if early is not None:
+        params[EARLY_KEY] = early_params(EarlyTicket(*early), secret)
+    return params

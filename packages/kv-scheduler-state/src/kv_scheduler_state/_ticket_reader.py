@@ -44,18 +44,34 @@ class TicketReader:
     Args:
         config: The engine: its groups, its null block, its limits, the hosts that it may connect to, the ids that it cannot
             notify, and whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
+        takes_offers: Whether a ticket may name no block at all, as that of an offer does.
     """
 
-    __slots__ = ("_groups", "_hosts", "_limits", "_peer_blocks", "_peers", "_reads_back", "_reserved")
+    __slots__ = (
+        "_groups",
+        "_hosts",
+        "_limits",
+        "_peer_blocks",
+        "_peers",
+        "_reads_back",
+        "_reserved",
+        "_takes_offers",
+    )
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, takes_offers: bool = False) -> None:
         self._groups = len(config.groups)
         self._limits = config.limits
         self._hosts = HostPolicy(config.peer_networks, config.peer_hosts, config.peer_ports)
         self._peer_blocks = PeerBlocks(config.groups, config.null_block)
         self._reads_back = config.bidirectional
+        self._takes_offers = takes_offers
         self._reserved = config.reserved_id_prefixes
         self._peers: dict[tuple[object, ...], tuple[tuple[type[object], ...], PeerAddress]] = {}
+
+    @property
+    def hosts(self) -> HostPolicy:
+        """Hosts that a ticket may name."""
+        return self._hosts
 
     @property
     def max_blocks(self) -> int:
@@ -262,7 +278,7 @@ class TicketReader:
                     field="remote_block_ids",
                 )
             blocks.append(tuple(group))
-        if not any(blocks):
+        if not any(blocks) and not self._takes_offers:
             raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
         return tuple(blocks)
 

@@ -15,10 +15,10 @@ from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, cast, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
 from kv_scheduler_state._blocks import BlockRules
-from kv_scheduler_state._config import SchedulerConfig
+from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._ticket import PeerAddress
@@ -39,7 +39,7 @@ __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "pre
 _HEAL_STEPS: Final = 400
 _MAX_TICKS: Final = 12
 _CONSTANT_TYPES: Final = frozenset(
-    (Table, Transition, SchedulerConfig, BlockRules, TicketReader, MappingProxyType, PeerAddress)
+    (Table, Transition, SchedulerConfig, GroupConfig, BlockRules, TicketReader, MappingProxyType, PeerAddress)
 )
 
 
@@ -68,6 +68,34 @@ class Exploration:
         bound = "complete" if self.is_complete else "bounded"
         text = f"{self.states} states, {self.transitions} transitions, depth {self.depth}, {bound}"
         return text if not self.violation else f"{text}; {self.violation} after {' '.join(map(str, self.path))}"
+
+
+class Explorable(Protocol):
+    """A model whose every order of events can be walked."""
+
+    def apply(self, step: Step) -> None:
+        """Let one of `different_steps` happen."""
+        ...
+
+    def probe(self) -> None:
+        """Demand that everything unlawful is refused in this state."""
+        ...
+
+    def key(self) -> bytes:
+        """Return bytes that are equal for states with equal futures."""
+        ...
+
+    def different_steps(self) -> list[Step]:
+        """Return everything that may happen next, once for each kind of future."""
+        ...
+
+    def constants(self) -> list[object]:
+        """Return what never changes and need not be copied."""
+        ...
+
+    def heal(self) -> tuple[Step, ...]:
+        """Do everything that is left to do, without faults, until nothing is left."""
+        ...
 
 
 @final
@@ -155,6 +183,11 @@ class World:
         kinds = {(step[0], keys[int(step[1][1:])], *step[2:]) if len(step) > 1 else step: step for step in self.steps()}
         return list(kinds.values())
 
+    def constants(self) -> list[object]:
+        """Return what the sides hold and never change, besides whole objects: shared by copies of this world."""
+        sides = (self.prefill, self.decode)
+        return [value for side in sides if side is not None for value in _constants(side.state)]
+
     def heal(self) -> tuple[Step, ...]:
         """Do everything that is left to do, without faults, until nothing is left.
 
@@ -219,7 +252,7 @@ def pair_world(tables: Tables | None = None, *, requests: int, readers: int = 2,
 
 
 def explore(
-    make_world: Callable[[], World], *, max_states: int | None = None, max_depth: int | None = None
+    make_world: Callable[[], Explorable], *, max_states: int | None = None, max_depth: int | None = None
 ) -> Exploration:
     """Visit every state within the bounds, heal each of them, and stop at the first broken promise.
 
@@ -277,19 +310,18 @@ def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
 class _Codec:
     """Copies worlds by pickling; what never changes is shared and not copied."""
 
-    def __init__(self, first: World) -> None:
+    def __init__(self, first: Explorable) -> None:
         self._constants = _Constants()
-        for side in (first.prefill, first.decode):
-            for value in _constants(side.state) if side is not None else ():
-                self._constants.add(value)
+        for value in first.constants():
+            self._constants.add(value)
 
-    def save(self, world: World) -> bytes:
+    def save(self, world: Explorable) -> bytes:
         buffer = io.BytesIO()
         _Saver(buffer, self._constants).dump(world)
         return buffer.getvalue()
 
-    def load(self, saved: bytes) -> World:
-        return cast("World", _Loader(io.BytesIO(saved), self._constants).load())
+    def load(self, saved: bytes) -> Explorable:
+        return cast("Explorable", _Loader(io.BytesIO(saved), self._constants).load())
 
 
 @final

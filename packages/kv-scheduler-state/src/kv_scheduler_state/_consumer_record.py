@@ -1,0 +1,99 @@
+"""Records of a request whose prompt is read from a peer: of every one, and of one that is streamed besides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._early_ticket import EarlyTicket
+    from kv_scheduler_state._handovers import HandOver
+    from kv_scheduler_state._heartbeats import PeerLeases
+    from kv_scheduler_state._machine import Trace, Transition
+    from kv_scheduler_state._read_order import ReadOrder
+    from kv_scheduler_state._ticket import HandoffTicket
+
+__all__ = ["ConsumedStream", "ConsumerRecord"]
+
+
+@final
+class ConsumerRecord:
+    """A request whose prompt a peer has computed."""
+
+    __slots__ = (
+        "computed_tokens",
+        "hand_over",
+        "loadable_tokens",
+        "peer",
+        "state",
+        "stream",
+        "ticket",
+        "trace",
+    )
+
+    # Of a request with an early ticket only; nobody looks for it in another state than those of streams.
+    stream: ConsumedStream
+
+    def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
+        self.state = arrival.target
+        self.trace: Trace = (now_s, arrival, None)
+        self.ticket = ticket
+        # Only if another request has brought the same ticket, see `HandOvers`.
+        self.hand_over: HandOver | None = None
+        self.loadable_tokens = loadable_tokens
+        # Local prefix hit of the latest look-up, which is the one that an allocation follows.
+        self.computed_tokens: int | None = None
+        self.peer: PeerLeases | None = None
+
+    def advance(self, row: Transition, now_s: float) -> None:
+        """Do what `_machine.advance` says; in a method of its own CPython knows where the record's slots are."""
+        if row.target != self.state:
+            self.state = row.target
+            self.trace = now_s, row, self.trace
+
+
+@final
+class ConsumedStream:
+    """A request whose prompt is to be read while the peer computes it."""
+
+    __slots__ = (
+        "breaks",
+        "digest",
+        "done",
+        "early",
+        "is_too_large",
+        "number",
+        "prompt_tokens",
+        "read",
+        "record",
+        "request_id",
+        "retry_s",
+        "since_s",
+        "start",
+        "tokens",
+        "torn",
+    )
+
+    def __init__(
+        self, request_id: str, record: ConsumerRecord, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.record = record
+        self.early = early
+        self.digest = digest
+        self.prompt_tokens = prompt_tokens
+        # Tokens under the digest, which are those that are read.
+        self.tokens = record.loadable_tokens
+        # Number of the question that is out; 0 if none is.
+        self.number = 0
+        self.breaks = 0
+        # Time from which the deadline of this state counts; questions that are asked again do not move it.
+        self.since_s = now_s
+        # More blocks than all streams may hold together: it would wait for room in vain.
+        self.is_too_large = False
+        self.retry_s: float | None = None
+        # The read as it was ordered first: every later one fills the same blocks.
+        self.read: ReadOrder | None = None
+        self.start = 0
+        # Workers whose fence held, for good; and those that broke off the current stream.
+        self.done: set[object] = set()
+        self.torn: set[object] = set()

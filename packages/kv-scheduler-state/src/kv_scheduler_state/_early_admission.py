@@ -1,0 +1,113 @@
+"""Admission of requests with an early ticket, and of what peers answer for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state._early_ticket import EARLY_KEY, named_id, read_early
+from kv_scheduler_state._errors import TicketError, quote
+from kv_scheduler_state._stream_values import stream_tag
+from kv_scheduler_state._ticket_reader import TicketReader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kv_scheduler_state._consumer import ConsumerRecord, Consumers
+    from kv_scheduler_state._consumer_record import ConsumedStream
+    from kv_scheduler_state._producer import Producers
+    from kv_scheduler_state._producer_record import ProducerRecord
+    from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._seal import TicketSeal
+    from kv_scheduler_state._ticket import HandoffTicket
+    from kv_scheduler_state._ticket_reader import Fields
+
+__all__ = ["EarlyAdmissions"]
+
+
+@final
+class EarlyAdmissions:
+    """Reads early tickets and answers, trusting nothing."""
+
+    __slots__ = ("_config", "_consumers", "_offers", "_producers", "_tickets", "seal")
+
+    def __init__(self, consumers: Consumers, producers: Producers, tickets: TicketReader) -> None:
+        self._config = producers.config
+        self._consumers = consumers
+        self._producers = producers
+        self._tickets = tickets
+        self._offers = TicketReader(producers.config, takes_offers=True)
+        self.seal: TicketSeal | None = None
+
+    def producer(
+        self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
+    ) -> ProducerRecord | None:
+        """Begin to stream a prompt; None if it is to be handed over plain, whatever the reason."""
+        streams = self._producers.streams
+        try:
+            early = read_early(fields, self._tickets.hosts, self.seal)
+        except TicketError:
+            # The peer may take the same address for a good one, and would ask for this id until its patience ends.
+            named = named_id(fields) if self.seal is None else ""
+            if named:
+                streams.decline(named)
+            return None
+        digest = None if identity is None or identity.refusal else identity.digest(tokens)
+        if not digest or not streams.may_begin(early.hand_over_id):
+            streams.decline(early.hand_over_id)
+            return None
+        return self._producers.arrive_early(request_id, early, digest, prompt_tokens=tokens, now_s=now_s)
+
+    def consumer(
+        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
+    ) -> ConsumerRecord:
+        """Begin to ask a peer for a prompt that it computes at the same time.
+
+        Raises:
+            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
+        """
+        early = read_early(fields, self._tickets.hosts, self.seal)
+        if not self._config.reads_streams:
+            raise TicketError(
+                "ticket-early-off",
+                "this engine reads no prompt while its peer computes it: stream_reserve_fraction is 0",
+                field=EARLY_KEY,
+            )
+        if self._consumers.streams.reads(early.hand_over_id):
+            raise TicketError(
+                "ticket-early-shared",
+                f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
+                field=EARLY_KEY,
+            )
+        if identity is not None and identity.refusal:
+            raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot ask for it")
+        tokens = max(0, prompt_tokens - self._config.backoff_tokens)
+        digest = None if identity is None or not tokens else identity.digest(tokens)
+        if not digest:
+            raise TicketError(
+                "ticket-prompt-unidentified", f"the first {tokens} tokens of this request are not identified"
+            )
+        return self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)
+
+    def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
+        """Return the validated ticket of an offer or a final answer.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-prompt`, `ticket-missing` or `ticket-range`.
+        """
+        is_offer = answer["kind"] == "offer"
+        reader, seal = self._offers if is_offer else self._tickets, self.seal
+        fields = reader.fields_of(answer["ticket"])
+        if reader.kind_of(fields) != "handoff":
+            raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
+        ticket = reader.ticket_of(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
+        self._consumers.streams.require_ticket(stream, ticket, is_offer=is_offer)
+        slot, generation = ticket.fence or (0, 0)
+        told = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
+        if told != (ticket.peer_request_id, slot, generation, stream_tag(generation)):
+            raise TicketError(
+                "ticket-range",
+                f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ",
+                field="fence",
+            )
+        return ticket

@@ -1,0 +1,143 @@
+"""The early ticket: `kv_stream`, which a router puts into both requests of a hand-over that it starts at once.
+
+It says under which id the two engines know the hand-over, and where the prefill engine's side channel is. It grants nothing: the
+decode engine asks there, with the digest of its own prompt, and what it may read is in the answer. But an engine that asks tells
+its prompt's digest to that address. So the address must be *covered*: by the router's MAC under a fleet secret, or without
+secrets by a list of peers. With neither the early ticket is refused, and the hand-over is plain.
+
+Bytes under the MAC (HMAC-SHA-256; integers have 8 bytes, signed, little-endian; a text is its length in bytes, then UTF-8):
+
+| part | content |
+|---|---|
+| tag | `kv-early-1` and one zero byte |
+| texts | id, host |
+| integer | port |
+
+Example: an id of 32 characters, host `10.0.0.1` and a port are 11 + (8 + 32) + (8 + 8) + 8 = 75 bytes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, final
+
+from kv_scheduler_state._errors import TicketError, quote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kv_scheduler_state._hosts import HostPolicy
+
+__all__ = ["EARLY_KEY", "EarlyTicket", "canonical_early", "early_params", "named_id", "read_early"]
+
+EARLY_KEY: Final = "kv_stream"
+_TAG: Final = b"kv-early-1\0"
+_ID: Final = re.compile(r"[0-9a-f]{32}\Z")
+_NUMBER: Final = Struct("<q")
+_KEYS: Final = frozenset(("id", "host", "port"))
+_MOST_HOST_CHARS: Final = 253
+
+
+class _Seal(Protocol):
+    """This engine's secrets: a `TicketSeal`."""
+
+    def covers(self, message: bytes, mac: object) -> bool:
+        """Return whether one of them made this MAC of a message."""
+        ...
+
+
+@final
+class EarlyTicket(NamedTuple):
+    """A hand-over that both engines work at.
+
+    Attributes:
+        hand_over_id: 128 random bits as 32 lower-case hexadecimal digits; both requests carry it.
+        host: Address of the prefill engine's side channel.
+        port: Its port.
+    """
+
+    hand_over_id: str
+    host: str
+    port: int
+
+
+def early_params(early: EarlyTicket, secret: bytes | None = None) -> dict[str, object]:
+    """Return the value of `kv_stream` as a router writes it, with a MAC if it has a fleet secret."""
+    params: dict[str, object] = {"id": early.hand_over_id, "host": early.host, "port": early.port}
+    if secret is not None:
+        params["mac"] = hmac.digest(secret, canonical_early(early), "sha256").hex()
+    return params
+
+
+def canonical_early(early: EarlyTicket) -> bytes:
+    """Return the bytes under an early ticket's MAC; see the top of this module."""
+    identity, host = early.hand_over_id.encode(), early.host.encode()
+    sizes = _NUMBER.pack(len(identity)), _NUMBER.pack(len(host))
+    return b"".join((_TAG, sizes[0], identity, sizes[1], host, _NUMBER.pack(early.port)))
+
+
+def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: _Seal | None) -> EarlyTicket:
+    """Return the early ticket in `kv_transfer_params`.
+
+    Args:
+        fields: The params, with the key `kv_stream`.
+        hosts: Where this engine may connect to.
+        seal: This engine's secrets, None without.
+
+    Raises:
+        TicketError: `ticket-type`, `ticket-missing`, `ticket-text`, `ticket-range`, `ticket-host`, `ticket-seal`, or
+            `ticket-early-uncovered` where neither a secret nor a list of peers says which addresses are good.
+    """
+    value: object = fields.get(EARLY_KEY)
+    if type(value) is not dict:
+        raise TicketError("ticket-type", f"{EARLY_KEY} is {quote(value)}; it must be an object", field=EARLY_KEY)
+    early, mac = _parsed(cast("dict[object, object]", value))
+    hosts.require(early.host)
+    hosts.require_port(early.port)
+    if seal is not None:
+        if not seal.covers(canonical_early(early), mac):
+            raise TicketError(
+                "ticket-seal",
+                f"no fleet secret of this engine covers the address {quote(early.host)} port {early.port} of {EARLY_KEY}: give "
+                "the router one of the fleet's secrets",
+                field="mac",
+            )
+    elif not hosts.names_peers:
+        raise TicketError(
+            "ticket-early-uncovered",
+            f"nothing says whether {quote(early.host)} is an engine of this fleet, so no prompt is streamed from there; "
+            "configure fleet secrets, or the networks of the peers",
+            field="host",
+        )
+    return early
+
+
+def named_id(fields: Mapping[object, Any]) -> str:
+    """Return the hand-over id in an early ticket that may be refused otherwise, empty if there is none."""
+    value: object = fields.get(EARLY_KEY)
+    identity = cast("dict[object, object]", value).get("id") if type(value) is dict else None
+    return identity if type(identity) is str and _ID.match(identity) else ""
+
+
+def _parsed(value: dict[object, object]) -> tuple[EarlyTicket, object]:
+    """Return the early ticket and its MAC, each field checked by itself."""
+    missing = sorted(_KEYS - value.keys())
+    if missing:
+        raise TicketError("ticket-missing", f"{EARLY_KEY} has no {missing[0]}", field=missing[0])
+    unknown = sorted(quote(key) for key in value.keys() - _KEYS - {"mac"})
+    if unknown:
+        raise TicketError(
+            "ticket-type", f"{EARLY_KEY} has the key {unknown[0]}, which no router writes", field=EARLY_KEY
+        )
+    identity, host, port = value["id"], value["host"], value["port"]
+    if type(identity) is not str or not _ID.match(identity):
+        raise TicketError("ticket-text", f"id is {quote(identity)}; it must be 32 digits of 0-9 a-f", field="id")
+    if type(host) is not str or not 0 < len(host) <= _MOST_HOST_CHARS or not host.isascii():
+        raise TicketError("ticket-text", f"host is {quote(host)}; it must be an address or a name", field="host")
+    if type(port) is not int:
+        raise TicketError("ticket-type", f"port is {quote(port)}; it must be an integer", field="port")
+    if not 1 <= port <= 65535:
+        raise TicketError("ticket-range", f"port is {quote(port)}, must be 1 to 65535", field="port")
+    return EarlyTicket(identity, host, port), value.get("mac")

@@ -1,0 +1,53 @@
+"""The parts of an engine's tickets that are the same in all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kv_scheduler_state._ticket import PeerAddress
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._config import SchedulerConfig
+
+__all__ = ["own_address", "params_template"]
+
+_FIRST_WITH_GENERATION: Final = 15
+"""Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
+
+
+def own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
+    """Return the address under which peers know this engine."""
+    sizes = config.tp, config.pp, config.dcp
+    return PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
+
+
+def params_template(
+    config: SchedulerConfig, lease_s: float, generation: int | None, *, is_readback: bool
+) -> dict[str, object]:
+    """Return a ticket without the parts that are the request's own."""
+    params: dict[str, object] = {
+        "do_remote_prefill": not is_readback,
+        "do_remote_decode": is_readback,
+        "remote_block_ids": None,
+        "remote_engine_id": config.engine_id,
+        "remote_request_id": None,
+        "remote_host": config.host,
+        "remote_port": config.port,
+        "tp_size": config.tp,
+        "dcp_size": config.dcp,
+        "pp_size": config.pp,
+        "remote_num_tokens": 0,
+        # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "kv_lease_s": lease_s,
+    }
+    optional: dict[str, int | None] = {
+        "kv_null_block": config.null_block,
+        "kv_generation": generation,
+        "kv_dialect": config.dialect,
+    }
+    params.update((key, value) for key, value in optional.items() if value is not None)
+    if generation is not None and (config.dialect or 0) >= _FIRST_WITH_GENERATION:
+        params["remote_registration_generation"] = generation
+    return params

@@ -1,0 +1,153 @@
+"""The calls of a scheduler state that streamed hand-overs add: questions and answers, and the ends that workers report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_scheduler_state._errors import InvalidEvent, TicketError, quote
+from kv_scheduler_state._request import forget_if_ended
+from kv_scheduler_state._scheduler_base import SchedulerBase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kv_scheduler_state._consumer_record import ConsumedStream
+    from kv_scheduler_state._stream_values import StreamAnswer, StreamQuestion, StreamStanding
+
+__all__ = ["SchedulerStreams"]
+
+
+class SchedulerStreams(SchedulerBase):
+    """Streams of both directions, see `SchedulerState`."""
+
+    __slots__ = ()
+
+    # ---- this engine computes
+
+    def stream_question(self, asker: str, question: Mapping[str, object]) -> None:
+        """Take a peer's question; its answer is among those of `take_stream_answers`, at once or when there is one.
+
+        Args:
+            asker: Name of this very question, unique for ever.
+            question: `hand_over_id`, `number`, `digest`, `tokens` and `wants_final`, checked in form.
+        """
+        self._producers.streams.ask(asker, question)
+
+    def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
+        """Forget a question that nobody waits for any more."""
+        self._producers.streams.cancel(asker, hand_over_id)
+
+    def stream_declined(self, hand_over_id: str) -> None:
+        """Note that the request of this id is handed over plain here: its prompt cannot be read while it is computed."""
+        self._producers.streams.decline(hand_over_id)
+
+    def stream_whole(self, request_id: str) -> None:
+        """Hand a request over whole, although a peer wants to read it early: questions wait for its final ticket.
+
+        To be called between its arrival and its first allocation.
+
+        Raises:
+            UnknownRequest: `unknown-request`, also for a request that is not streamed.
+        """
+        self._producers.streams.keep_whole(request_id)
+
+    def take_stream_answers(self) -> Sequence[StreamAnswer]:
+        """Return new answers, each once."""
+        return self._producers.streams.take_answers()
+
+    def take_stream_standings(self) -> Sequence[StreamStanding]:
+        """Return the answers that stand from now on for every further question for an id, and those that stand no more.
+
+        They are for a side channel that answers while this engine takes no step. A final ticket that is out of date does no harm:
+        its fence decides.
+        """
+        return self._producers.streams.take_standings()
+
+    @property
+    def stream_slots_used(self) -> int:
+        """Stream slots in use; with all of `config.stream_slots` in use prompts are handed over plain."""
+        return self._producers.streams.fences.used
+
+    # ---- this engine reads
+
+    def bind_free_blocks(self, free_blocks: Callable[[], int] | None) -> None:
+        """Ask this for the free blocks of the engine's pool before a stream takes some."""
+        self._consumers.streams.free_blocks = free_blocks
+
+    @property
+    def stream_blocks_held(self) -> int:
+        """Blocks that streams hold before their data is whole."""
+        return self._consumers.streams.reserve.held
+
+    def take_stream_questions(self) -> Sequence[StreamQuestion]:
+        """Return new questions, each once, after giving up what had no answer or no room in time.
+
+        Times are those of the latest event, so call it once a step, after `take_step_plan`.
+        """
+        now_s = self._clock.observed_s
+        for stream, event in self._consumers.streams.due(now_s):
+            self._step(stream, event, now_s)
+        if self._consumers.streams.lack_blocks(now_s):
+            self._producers.relieve(now_s)
+        return self._consumers.streams.take_questions()
+
+    def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
+        """Return (request, number) of questions that nobody waits for any more, each once."""
+        return self._consumers.streams.take_cancels()
+
+    def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
+        """Take the answer to a question; False for one to another than the latest, which means nothing any more.
+
+        An answer that cannot be trusted is taken for a refusal.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a kind of answer that there is not.
+        """
+        at_s = self._clock.observe(now_s)
+        stream = self._consumers.streams.get(request_id)
+        if stream is None or not number or stream.number != number:
+            return False
+        kind = answer.get("kind")
+        if kind == "no":
+            self._refused(stream, str(answer.get("reason")), at_s)
+            return True
+        if kind not in {"offer", "final"}:
+            raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")
+        try:
+            ticket = self._admissions.early.opened(stream, answer)
+        except TicketError as error:
+            self._find(request_id, "answer").rejected_code = error.code
+            self._refused(stream, "digest-mismatch", at_s)
+            return True
+        if kind == "offer" and not self._consumers.streams.fits(ticket):
+            # Nothing is reserved yet: its final ticket makes it a plain hand-over, which needs no share.
+            stream.breaks = self._config.stream_max_breaks
+            self._step(stream, "retry", at_s)
+            return True
+        stream.number = 0
+        self._consumers.step_early(stream, str(kind), ticket, at_s)
+        return True
+
+    def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None:
+        """Take a worker's word that its part of a stream is quiet, and whether its fence held.
+
+        Once all workers are quiet and one's fence did not hold, the peer is asked again.
+        """
+        streams = self._consumers.streams
+        if streams.note_end(request_id, rank, is_done=is_done):
+            self._step(streams.find(request_id, "torn"), "torn", self._clock.observed_s)
+
+    # ---- helpers
+
+    def _refused(self, stream: ConsumedStream, reason: str, now_s: float) -> None:
+        # An id that is not known *yet* is asked for again; one that is not known any more has ended.
+        if reason == "busy" or (reason == "unknown-id" and stream.record.state == "asking"):
+            stream.retry_s = now_s + self._config.stream_retry_s
+            return
+        stream.number = 0
+        self._step(stream, "refuse", now_s)
+
+    def _step(self, stream: ConsumedStream, event: str, now_s: float) -> None:
+        request_id = stream.request_id
+        self._consumers.step_early(stream, event, None, now_s)
+        forget_if_ended(self._requests, request_id, self._requests[request_id])

@@ -1,0 +1,249 @@
+"""Additions of streams to consumer records: questions, reservations and second chances."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state._errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state._stream_reserve import StreamReserve
+from kv_scheduler_state._stream_values import StreamOrder, StreamQuestion, stream_tag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
+    from kv_scheduler_state._machine import Table, Transition
+    from kv_scheduler_state._outbox import Outbox
+    from kv_scheduler_state._read_order import ReadOrder
+    from kv_scheduler_state._ticket import HandoffTicket
+
+__all__ = ["StreamConsumers"]
+
+_WAITS: Final = frozenset({"asking", "offered", "awaiting"})
+_PATIENCE_S: Final = 1.0
+
+
+@final
+class StreamConsumers:
+    """Collects questions and orders for the records that `Consumers` moves from state to state.
+
+    Args:
+        config: The engine.
+        table: The consumer machine.
+        outbox: Orders for the workers.
+    """
+
+    __slots__ = (
+        "_cancels",
+        "_config",
+        "_number",
+        "_questions",
+        "_short",
+        "_streams",
+        "free_blocks",
+        "outbox",
+        "reserve",
+        "table",
+    )
+
+    def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
+        self._config = config
+        self.table = table
+        self.outbox = outbox
+        self.reserve = StreamReserve(config.cache_blocks, config.stream_reserve_fraction)
+        # Blocks of the engine's pool that are free now; without word of the engine all that the share allows are.
+        self.free_blocks: Callable[[], int] | None = None
+        self._streams: dict[str, ConsumedStream] = {}
+        self._number = 0
+        self._questions: list[StreamQuestion] = []
+        self._cancels: list[tuple[str, int]] = []
+        # Offers that found too few free blocks in this step.
+        self._short: list[ConsumedStream] = []
+
+    def begin(self, stream: ConsumedStream) -> None:
+        """Begin with a question."""
+        self._streams[stream.request_id] = stream
+        self._ask(stream)
+
+    def find(self, request_id: str, event: str) -> ConsumedStream:
+        """Return a live stream.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise UnknownRequest(request_id, event)
+        return stream
+
+    def reads(self, hand_over_id: str) -> bool:
+        """Whether a live stream has this id, as those of n > 1 have."""
+        return any(stream.early.hand_over_id == hand_over_id for stream in self._streams.values())
+
+    def get(self, request_id: str) -> ConsumedStream | None:
+        """Return a live stream, or None."""
+        return self._streams.get(request_id)
+
+    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
+        """Return the tokens to read, None while there is no offer, or no room for its blocks."""
+        tokens = record.loadable_tokens - computed_tokens
+        record.computed_tokens = computed_tokens
+        if tokens <= 0:
+            return 0
+        if record.state != "offered":
+            return None
+        stream = record.stream
+        blocks = self._blocks(stream.prompt_tokens, computed_tokens)
+        free = blocks if self.free_blocks is None else self.free_blocks()
+        stream.is_too_large = blocks > self.reserve.limit
+        if blocks > free:
+            self._short.append(stream)
+        return tokens if self.reserve.take(stream.request_id, blocks, free) else None
+
+    def follow(self, request_id: str, row: Transition, effect: str) -> None:
+        """Do what an effect of streams demands."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if effect == "ask":
+            stream.breaks += row.event == "torn"
+            stream.torn.clear()
+            self._ask(stream)
+        elif effect == "cancel-question":
+            if stream.number:
+                self._cancels.append((request_id, stream.number))
+                stream.number = 0
+        elif effect == "stop-stream":
+            orders = self.outbox.stream()
+            orders.stops[request_id] = None
+        elif effect in {"end-stream", "leave"}:
+            if effect == "end-stream":
+                self.outbox.stream().ends[request_id] = None
+            self.reserve.give_back(request_id)
+            del self._streams[request_id]
+
+    def order(self, request_id: str, read: ReadOrder, start: int) -> None:
+        """Order the first stream of a request, into blocks that it keeps for all later ones."""
+        stream = self.find(request_id, "load")
+        stream.read, stream.start = read, start
+        self.order_again(stream, stream.record.ticket)
+
+    def order_again(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:
+        """Order a stream into the blocks of the request."""
+        if stream.read is None or ticket.fence is None:
+            raise UnknownRequest(stream.request_id, "stream")
+        read = stream.read._replace(
+            peer=ticket.peer,
+            peer_request_id=ticket.peer_request_id,
+            peer_blocks=(),
+            fence=ticket.fence,
+            nonce=ticket.nonce,
+            lease_s=ticket.lease_s,
+        )
+        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
+        self.outbox.stream().watches[stream.request_id] = order
+
+    def order_final(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:
+        """Order the plain read of the final ticket into the blocks of the request."""
+        if stream.read is None:
+            raise UnknownRequest(stream.request_id, "final")
+        read = stream.read._replace(
+            peer=ticket.peer,
+            peer_request_id=ticket.peer_request_id,
+            peer_blocks=ticket.peer_blocks,
+            fence=ticket.fence,
+            nonce=ticket.nonce,
+            lease_s=ticket.lease_s,
+        )
+        self.outbox.read(stream.request_id, read)
+
+    def require_ticket(self, stream: ConsumedStream, ticket: HandoffTicket, *, is_offer: bool) -> None:
+        """Refuse a ticket that is not for this prompt, or an offer without a fence.
+
+        Raises:
+            TicketError: `ticket-prompt` or `ticket-missing`.
+        """
+        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.tokens:
+            raise TicketError(
+                "ticket-prompt",
+                f"the answer for hand-over {quote(stream.early.hand_over_id)} is of another prompt",
+                field="kv_prompt",
+            )
+        if is_offer and ticket.fence is None:
+            raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
+
+    def fits(self, ticket: HandoffTicket) -> bool:
+        """Whether both engines' blocks stand for as many tokens, so that a prompt can be read in parts.
+
+        Example: blocks of 16 tokens here and of 8 there: only as a whole, from its final ticket.
+        """
+        return not ticket.span_tokens or all(
+            group.kind == "state" or group.span_tokens == span
+            for group, span in zip(self._config.groups, ticket.span_tokens, strict=True)
+        )
+
+    def lack_blocks(self, now_s: float) -> bool:
+        """Whether an offer has waited long for free blocks, and was asked for since the last call.
+
+        The engine asks its leases back where an allocation fails, and none is tried for an offer without room. Of two engines
+        whose blocks are all leased to each other neither would read.
+        """
+        short, self._short = self._short, []
+        return any(each.record.state == "offered" and now_s - each.since_s >= _PATIENCE_S for each in short)
+
+    def due(self, now_s: float) -> list[tuple[ConsumedStream, str]]:
+        """Return the streams that wait for nothing more, with the event that is due: `retry` or `expire`."""
+        due: list[tuple[ConsumedStream, str]] = []
+        for stream in self._streams.values():
+            if stream.record.state not in _WAITS:
+                continue
+            if now_s - stream.since_s >= self._config.stream_ask_s or stream.is_too_large:
+                due.append((stream, "expire"))
+            elif stream.retry_s is not None and now_s >= stream.retry_s:
+                stream.retry_s = None
+                due.append((stream, "retry"))
+        return due
+
+    def note_end(self, request_id: str, rank: object, *, is_done: bool) -> bool:
+        """Note that a worker is quiet; True if all are and not all are done."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        (stream.done if is_done else stream.torn).add(rank)
+        workers = self._config.tp * self._config.pp
+        return bool(stream.torn) and len(stream.done | stream.torn) >= workers
+
+    def take_questions(self) -> list[StreamQuestion]:
+        """Return new questions, each once."""
+        questions, self._questions = self._questions, []
+        return questions
+
+    def take_cancels(self) -> list[tuple[str, int]]:
+        """Return (request, number) of questions that nobody waits for any more, each once."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
+    def _ask(self, stream: ConsumedStream) -> None:
+        self._number += 1
+        stream.number = self._number
+        stream.retry_s = None
+        wants_final = stream.breaks >= self._config.stream_max_breaks
+        hand_over_id, host, port = stream.early
+        self._questions.append(
+            StreamQuestion(
+                stream.request_id, self._number, host, port, hand_over_id, stream.digest, stream.tokens, wants_final
+            )
+        )
+
+    def _blocks(self, prompt_tokens: int, computed_tokens: int) -> int:
+        """Return the blocks that the engine is about to take for a request, at most.
+
+        Example: a prompt of 100 tokens, of which 32 are a prefix hit, in one group with blocks of 16: 7 - 2 = 5.
+        """
+        return sum(
+            1 + group.scratch_blocks
+            if group.kind == "state"
+            else -(-prompt_tokens // group.span_tokens) - computed_tokens // group.span_tokens
+            for group in self._config.groups
+        )

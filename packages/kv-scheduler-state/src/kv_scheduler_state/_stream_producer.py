@@ -1,0 +1,304 @@
+"""Additions of streams to producer records: offers, tables, and words that move in time."""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state._errors import UnknownRequest
+from kv_scheduler_state._fences import FencePool, ended_generation
+from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._stream_places import StreamPlaces
+from kv_scheduler_state._stream_values import (
+    StreamAnswer,
+    StreamChunk,
+    StreamOpen,
+    StreamStanding,
+    StreamVoid,
+    stream_tag,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._machine import Transition
+    from kv_scheduler_state._outbox import Outbox
+    from kv_scheduler_state._producer_record import ProducerRecord
+    from kv_scheduler_state._stream_values import NoReason
+
+__all__ = ["ProducedStream", "StreamProducers"]
+
+_RUNNING: Final = frozenset({"offered", "complete"})
+_PARKED_PER_REQUEST: Final = 8
+_REMEMBERED_IDS: Final = 1024
+
+Question = tuple[int, bool]
+"""Number of a parked question, and whether only the final ticket is of use."""
+
+
+@final
+class ProducedStream:
+    """A request that a peer may read while it is computed."""
+
+    __slots__ = ("digest", "hand_over_id", "is_whole", "nonce", "parked", "places", "record", "request_id", "ticket")
+
+    def __init__(
+        self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord, places: StreamPlaces
+    ) -> None:
+        self.request_id = request_id
+        self.hand_over_id = hand_over_id
+        self.digest = digest
+        self.record = record
+        self.places = places
+        # Nobody may read it before it is finished.
+        self.is_whole = False
+        # The same for all its starts: a reader of an earlier one has nothing to answer with it.
+        self.nonce = ""
+        # Ticket of the offer, or the final one.
+        self.ticket: dict[str, object] | None = None
+        # Questions without an answer yet, by the asker's name.
+        self.parked: dict[str, Question] = {}
+
+
+@final
+class StreamProducers:
+    """Gives slots, orders and answers for the records that `Producers` moves from state to state.
+
+    Its slots are a range of their own, in front of those of plain leases: a slot comes with a table for the ids of a whole
+    prompt (64 KiB of 8192 entries), and the progress words of a peer are read at once, which 64 words are short enough for and
+    the 4096 of plain leases are not.
+    """
+
+    __slots__ = ("_answers", "_by_id", "_config", "_ended_ids", "_finals", "_standings", "_streams", "fences", "outbox")
+
+    def __init__(self, config: SchedulerConfig, outbox: Outbox) -> None:
+        self._config = config
+        self.outbox = outbox
+        self.fences = FencePool(config.stream_slots, config.fence_seed)
+        self._streams: dict[str, ProducedStream] = {}
+        self._by_id: dict[str, ProducedStream] = {}
+        # The newest last. A question may come after the end of what it asks for.
+        self._ended_ids: dict[str, NoReason] = {}
+        self._answers: list[tuple[str, int, dict[str, object]]] = []
+        # News of answers that stand, by id: nobody need take them.
+        self._standings: dict[str, StreamStanding] = {}
+        self._finals: list[str] = []
+
+    # ---- the engine's events
+
+    def may_begin(self, hand_over_id: str) -> bool:
+        """Whether a request may be streamed under this id: no other live one is, as those of n > 1 would be."""
+        return self._config.stream_slots > 0 and hand_over_id not in self._by_id
+
+    def begin(self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord) -> None:
+        """Begin a stream."""
+        places = StreamPlaces(self._config.groups, record.prompt_tokens)
+        stream = ProducedStream(request_id, hand_over_id, digest, record, places)
+        self._streams[request_id] = self._by_id[hand_over_id] = stream
+        if hand_over_id in self._ended_ids:
+            self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
+
+    def decline(self, hand_over_id: str) -> None:
+        """Answer questions for an id from now on that its request is not streamed."""
+        if hand_over_id not in self._by_id:
+            self._remember(hand_over_id, "not-streamed")
+
+    def keep_whole(self, request_id: str) -> None:
+        """Give a request no slot, so that it is read once it is finished."""
+        self._require(request_id, "whole").is_whole = True
+
+    def give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+        """Give a request that starts, or starts again, a slot with a fresh generation; False if there is none for it."""
+        stream = self._require(request_id, "allocate")
+        if record.fence is not None:
+            record.fence = self.fences.renew(record.fence[0])
+            stream.places.restart()
+            self.outbox.restart(request_id, None)
+            return True
+        if not stream.is_whole and stream.places.total <= self._config.stream_table_entries:
+            record.fence = self.fences.take()
+        if record.fence is not None:
+            self.outbox.expect(request_id, None)
+        return record.fence is not None
+
+    def scheduled(
+        self, request_id: str, row: Transition, block_ids: Sequence[Sequence[int]], tokens: int, held_tokens: int
+    ) -> bool:
+        """Order what a scheduled chunk needs; True if an offer can be made with it."""
+        if "publish" not in row.effects:
+            return False
+        stream = self._require(request_id, "chunk")
+        slot, generation = _fence(stream)
+        tag, orders = stream_tag(generation), self.outbox.stream()
+        if "open" in row.effects:
+            orders.open(StreamOpen(request_id, slot, generation, tag))
+        else:
+            held_tokens = 0
+        runs = stream.places.fill(block_ids, is_last=row.target == "complete")
+        known = orders.chunks.get(request_id)
+        if known is not None:
+            runs, held_tokens = (*known.runs, *runs), known.held_tokens
+        orders.chunks[request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
+        return "open" in row.effects
+
+    def offer(self, request_id: str, ticket: dict[str, object]) -> None:
+        """Answer the questions that an offer is of use for with this ticket, from now on."""
+        stream = self._require(request_id, "offer")
+        stream.ticket = ticket
+        self._answer_parked(stream)
+
+    def nonce_of(self, request_id: str) -> str:
+        """Return the nonce of a stream's tickets, empty before the first offer."""
+        return self._require(request_id, "nonce").nonce
+
+    def keep_nonce(self, request_id: str, nonce: str) -> None:
+        """Note the nonce of a stream's tickets."""
+        self._require(request_id, "nonce").nonce = nonce
+
+    def digest_of(self, request_id: str) -> str:
+        """Return the digest of a stream's prompt."""
+        return self._require(request_id, "digest").digest
+
+    def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
+        """Keep the final ticket; it answers the questions once the lease runs."""
+        self._require(request_id, "hand-over").ticket = ticket
+        self._finals = [each for each in self._finals if each in self._streams]
+        self._finals.append(request_id)
+
+    def revoked(self, request_id: str) -> None:
+        """Let the final ticket of a stream stand no more."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._stand(stream.hand_over_id, "withdrawn")
+
+    def take_standings(self) -> list[StreamStanding]:
+        """Return what stands for whom since the last call."""
+        finals, self._finals = self._finals, []
+        for request_id in finals:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.record.state == "streamed" and stream.ticket is not None:
+                final = _granting("final", stream, stream.ticket)
+                self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
+        standings, self._standings = self._standings, {}
+        return list(standings.values())
+
+    def end(self, request_id: str, row: Transition, *, ends: bool) -> None:
+        """Do what the row of a preemption, a reset or an end demands."""
+        stream = self._require(request_id, row.event)
+        if "void" in row.effects:
+            slot, generation = _fence(stream)
+            word, tag = ended_generation(generation), stream_tag(generation)
+            self.outbox.stream().void(StreamVoid(request_id, slot, word, tag, ends))
+            if ends and not self.outbox.withdraw(request_id):
+                self.outbox.add(self.outbox.releases, request_id)
+        if "refuse" in row.effects:
+            self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
+        if row.target == GONE:
+            self._forget(stream)
+
+    def sent(self, request_id: str, record: ProducerRecord) -> int | None:
+        """Forget a stream that every worker has ended, and take back its slot; return a slot that was that of a plain lease."""
+        self._forget(self._require(request_id, "sent"))
+        fence, record.fence = record.fence, None
+        if fence is None or fence[0] >= self._config.stream_slots:
+            return None if fence is None else fence[0]
+        self.fences.give_back(fence[0])
+        return None
+
+    # ---- the consumers' questions
+
+    def ask(self, asker: str, question: Mapping[str, object]) -> None:
+        """Answer a question, or park it until the next chunk or the end."""
+        hand_over_id, digest = str(question["hand_over_id"]), str(question["digest"])
+        number, wants_final = question["number"], bool(question["wants_final"])
+        stream = self._by_id.get(hand_over_id)
+        if type(number) is not int:
+            return
+        if stream is None:
+            self._refuse(asker, number, self._ended_ids.get(hand_over_id, "unknown-id"))
+        elif not compare_digest(stream.digest.encode(), digest.encode()):
+            self._refuse(asker, number, "digest-mismatch")
+        elif len(stream.parked) >= _PARKED_PER_REQUEST and asker not in stream.parked:
+            self._refuse(asker, number, "busy")
+        else:
+            stream.parked[asker] = number, wants_final
+            self._answer_parked(stream)
+
+    def cancel(self, asker: str, hand_over_id: str) -> None:
+        """Forget the asker's parked question."""
+        stream = self._by_id.get(hand_over_id)
+        if stream is not None:
+            stream.parked.pop(asker, None)
+
+    def take_answers(self) -> list[StreamAnswer]:
+        """Return new answers, each once."""
+        for stream in self._streams.values():
+            if stream.parked and stream.record.state == "streamed":
+                self._answer_parked(stream)
+        answers, self._answers = self._answers, []
+        return [StreamAnswer(*each) for each in answers]
+
+    # ---- helpers
+
+    def _require(self, request_id: str, event: str) -> ProducedStream:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise UnknownRequest(request_id, event)
+        return stream
+
+    def _forget(self, stream: ProducedStream) -> None:
+        del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
+        # A revocation that crossed with the lease's own end must not meet the slot's next owner.
+        self.outbox.streams.voids.pop(stream.request_id, None)
+        self.outbox.has_orders = self.outbox.holds_orders()
+        self._remember(stream.hand_over_id, "withdrawn")
+
+    def _remember(self, hand_over_id: str, reason: NoReason) -> None:
+        self._ended_ids[hand_over_id] = reason
+        self._stand(hand_over_id, reason)
+        if len(self._ended_ids) > _REMEMBERED_IDS:
+            oldest = next(iter(self._ended_ids))
+            del self._ended_ids[oldest]
+            if self._standings.pop(oldest, None) is None and oldest not in self._by_id:
+                self._standings[oldest] = StreamStanding(oldest, "", None)
+
+    def _stand(self, hand_over_id: str, reason: NoReason) -> None:
+        self._standings[hand_over_id] = StreamStanding(hand_over_id, "", {"kind": "no", "reason": reason})
+
+    def _answer_parked(self, stream: ProducedStream) -> None:
+        """Answer the questions that this state has an answer for."""
+        state = stream.record.state
+        if state == "streamed" and stream.ticket is not None:
+            self._answer_all(stream, _granting("final", stream, stream.ticket))
+        elif state in _RUNNING and stream.ticket is not None:
+            offer = _granting("offer", stream, stream.ticket)
+            for asker, (number, wants_final) in list(stream.parked.items()):
+                if not wants_final:
+                    del stream.parked[asker]
+                    self._answers.append((asker, number, offer))
+        elif state in {"voiding", "taken-back"}:
+            self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
+
+    def _answer_all(self, stream: ProducedStream, answer: dict[str, object]) -> None:
+        self._answers += [(asker, number, answer) for asker, (number, _) in stream.parked.items()]
+        stream.parked.clear()
+
+    def _refuse(self, asker: str, number: int, reason: NoReason) -> None:
+        self._answers.append((asker, number, {"kind": "no", "reason": reason}))
+
+
+def _fence(stream: ProducedStream) -> tuple[int, int]:
+    if stream.record.fence is None:
+        raise UnknownRequest(stream.request_id, "fence")
+    return stream.record.fence
+
+
+def _granting(kind: str, stream: ProducedStream, ticket: dict[str, object]) -> dict[str, object]:
+    """Return an offer or a final answer; a prompt without a fence has slot and generation 0."""
+    slot, generation = stream.record.fence or (0, 0)
+    answer: dict[str, object] = {"kind": kind, "request_id": stream.request_id, "slot": slot, "generation": generation}
+    if kind == "offer":
+        answer["tag"] = stream_tag(generation)
+    answer["ticket"] = ticket
+    return answer

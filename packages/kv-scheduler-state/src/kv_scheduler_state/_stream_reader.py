@@ -1,0 +1,204 @@
+"""The reader of a streamed hand-over in a worker of the consumer: what to read next, and whether it counts.
+
+It sees a peer's progress word as often as somebody polls it, tells which table entries are whole, counts the parts that are
+on the wire, and asks for the fence word once the last part of all chunks has landed. It reports once, when nothing is on the
+wire any more.
+
+Worked example. Blocks of 16 tokens, a prompt of 100, chunks of 40. Progress 40: entries 0 and 1 (32 tokens) are whole and
+ordered. Progress 80: entries 2 to 4. Progress 100: entries 5 and 6, the last of which holds 4 tokens, with the states and
+the last window. A prefix that the consumer holds itself (`first_entry`) is never ordered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, final
+
+from kv_scheduler_state._errors import DuplicateRequest, UnknownRequest
+from kv_scheduler_state._machine import GONE, NEW, Table, Transition
+from kv_scheduler_state._stream_tables import STREAM_READER_TABLE
+from kv_scheduler_state._stream_values import StreamPart, is_later_tag
+
+__all__ = ["Stream", "StreamReaders", "StreamReport"]
+
+
+class StreamFacts(Protocol):
+    """A stream to be read, as `Stream` has it."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def tag(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def entry_tokens(self) -> int: ...
+    @property
+    def first_entry(self) -> int: ...
+
+
+class Stream(NamedTuple):
+    """A stream to be read."""
+
+    generation: int
+    tag: int
+    prompt_tokens: int
+    entry_tokens: int
+    """Tokens of a table entry: the common block size of both engines."""
+    first_entry: int = 0
+    """Entries before it are here already."""
+
+
+class StreamReport(NamedTuple):
+    """End of a stream on this worker; its memory is quiet."""
+
+    request_id: str
+    is_done: bool
+
+
+@final
+class _Reading:
+    __slots__ = ("in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
+
+    def __init__(self, stream: StreamFacts, state: str, now_s: float) -> None:
+        self.stream = stream
+        self.state = state
+        self.tokens = 0
+        self.next_entry = stream.first_entry
+        self.in_flight = 0
+        self.progress_s = now_s
+
+
+@final
+class StreamReaders:
+    """Readers of one worker.
+
+    Args:
+        stall_s: Seconds without progress after which a stream is given up.
+        table: Its transitions; tests plant bugs there.
+    """
+
+    __slots__ = ("_readings", "_reports", "_stall_s", "_table", "_wanted")
+
+    def __init__(self, stall_s: float, *, table: Table = STREAM_READER_TABLE) -> None:
+        self._stall_s = stall_s
+        self._table = table
+        self._readings: dict[str, _Reading] = {}
+        self._wanted: list[str] = []
+        self._reports: list[StreamReport] = []
+
+    def state_of(self, request_id: str) -> str:
+        """Return the state of a request; `gone` for one that is not read."""
+        reading = self._readings.get(request_id)
+        return GONE if reading is None else reading.state
+
+    def watch(self, request_id: str, stream: StreamFacts, now_s: float) -> None:
+        """Begin to read behind a progress word.
+
+        Raises:
+            DuplicateRequest: `duplicate-request`.
+        """
+        known = self._readings.get(request_id)
+        if known is not None:
+            raise DuplicateRequest(request_id, known.state)
+        row = self._table.find(request_id, NEW, "watch")
+        self._readings[request_id] = _Reading(stream, row.target, now_s)
+
+    def observed(self, request_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
+        """Take a progress word; return the part that is to be read now, if any. Only `watching` readers have use for one."""
+        reading = self._readings.get(request_id)
+        if reading is None or reading.state != "watching":
+            return None
+        stream = reading.stream
+        if tag != stream.tag:
+            # An offer may be here before the words are stored over there: zeros and older tags mean that it has not begun.
+            if is_later_tag(tag, stream.tag) and (tag or tokens):
+                self._step(request_id, reading, "changed")
+            return None
+        if tokens > stream.prompt_tokens or tokens < reading.tokens:
+            self._step(request_id, reading, "changed")
+            return None
+        if tokens == reading.tokens:
+            return None
+        reading.tokens = tokens
+        reading.progress_s = now_s
+        if tokens == stream.prompt_tokens:
+            row = self._step(request_id, reading, "whole")
+            return self._order_rest(reading) if "order-rest" in row.effects else None
+        stop = tokens // stream.entry_tokens
+        row = self._step(request_id, reading, "progress")
+        if stop <= reading.next_entry or "order-part" not in row.effects:
+            return None
+        part = StreamPart(reading.next_entry, stop, has_rest=False)
+        reading.next_entry = stop
+        reading.in_flight += 1
+        return part
+
+    def landed(self, request_id: str, *, is_good: bool, now_s: float) -> None:
+        """Count a part as quiet: its bytes are here, or it failed and writes no more.
+
+        Raises:
+            UnknownRequest: `unknown-request`.
+        """
+        reading = self._readings.get(request_id)
+        if reading is None or not reading.in_flight:
+            raise UnknownRequest(request_id, "landed")
+        reading.in_flight -= 1
+        reading.progress_s = now_s
+        if not is_good and reading.state != "breaking":
+            self._step(request_id, reading, "part-lost")
+        else:
+            self._settle(request_id, reading)
+
+    def fence_found(self, request_id: str, word: int | None) -> None:
+        """Take the fence word, None if it could not be read. A late one, of a stream that has ended, means nothing."""
+        reading = self._readings.get(request_id)
+        if reading is not None and reading.state == "fencing":
+            self._step(request_id, reading, "held" if word == reading.stream.generation else "lost")
+
+    def cancel(self, request_id: str) -> None:
+        """Stop reading; the report follows once the memory is quiet."""
+        reading = self._readings.get(request_id)
+        if reading is not None and reading.state != "breaking":
+            self._step(request_id, reading, "cancel")
+
+    def tick(self, now_s: float) -> None:
+        """Give up the streams that made no progress in time."""
+        for request_id, reading in list(self._readings.items()):
+            if reading.state != "breaking" and now_s - reading.progress_s >= self._stall_s:
+                self._step(request_id, reading, "stall")
+
+    def take_fences(self) -> list[str]:
+        """Return the requests whose fence word is to be read now, each once."""
+        wanted, self._wanted = self._wanted, []
+        return [each for each in wanted if self.state_of(each) == "fencing"]
+
+    def take_reports(self) -> list[StreamReport]:
+        """Return the ends, each once."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _order_rest(self, reading: _Reading) -> StreamPart:
+        stream = reading.stream
+        stop = -(-stream.prompt_tokens // stream.entry_tokens)
+        part = StreamPart(reading.next_entry, stop, has_rest=True)
+        reading.next_entry = stop
+        reading.in_flight += 1
+        return part
+
+    def _step(self, request_id: str, reading: _Reading, event: str) -> Transition:
+        row = self._table.find(request_id, reading.state, event)
+        reading.state = row.target
+        if "read-fence" in row.effects:
+            self._wanted.append(request_id)
+        for effect in ("report-done", "report-broken"):
+            if effect in row.effects:
+                self._reports.append(StreamReport(request_id, effect == "report-done"))
+        if row.target == GONE:
+            del self._readings[request_id]
+        elif row.target == "breaking":
+            self._settle(request_id, reading)
+        return row
+
+    def _settle(self, request_id: str, reading: _Reading) -> None:
+        if not reading.in_flight and reading.state in {"finishing", "breaking"}:
+            self._step(request_id, reading, "quiet")

@@ -1,0 +1,162 @@
+"""The machines of a streamed hand-over.
+
+Theory of operation. A router sends one request to two engines at once, under one hand-over id. The rows here are those
+that streams add to the producer's and the consumer's machine; a *reader* lives in every worker of the consumer while a
+stream runs there. The prompt's blocks are read while it is computed: a worker of the producer tells by a progress word how
+many tokens the device has finished, and a reader orders the whole blocks behind it.
+
+Nothing that was read counts until the fence word, read after the last part of all chunks has landed, still shows the
+generation of the offer. The generation changes at every restart, so blocks that were read of an earlier start never
+count. From the moment an offer may be out, blocks and slot come back only after every worker has voided the word and said so
+(`sent`): `early` may end at once, every other state of a streamed producer ends by way of `voiding` or `streamed`.
+
+A reader reports once its memory is quiet, never before. So the consumer needs no state for a broken read that is still on the
+wire, and `awaiting` may give the same blocks to another stream, or to the plain read of the final ticket.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kv_scheduler_state._machine import GONE, NEW, Table, Transition
+
+__all__ = ["STREAM_CONSUMER_TABLE", "STREAM_PRODUCER_TABLE", "STREAM_READER_TABLE"]
+
+_T = Transition
+_VOIDED = "Its blocks were taken: the word moves before they are written."
+_AGAIN = "Engines may allocate a second time."
+_LATER = "Nobody reads it yet; questions stay parked."
+_GIVEN_UP = "Read no more; the workers report it as failed once they are quiet."
+
+STREAM_PRODUCER_TABLE: Final = Table(
+    "producer",
+    (
+        _T(NEW, "arrive-early", "early", (), "The prompt is queued; questions for it are parked."),
+        _T("early", "allocate", "opening", ("take-slot",), "Its words have a place from now on."),
+        _T("early", "drop", GONE, ("refuse",), "Ended before any word was written."),
+        _T("opening", "no-slot", "plain", ("announce",), "No place is free: it is read once it is finished."),
+        _T("opening", "allocate", "opening", (), _AGAIN),
+        _T(
+            "opening",
+            "chunk",
+            "offered",
+            ("open", "publish", "save"),
+            "The first part is scheduled: now it is offered.",
+        ),
+        _T(
+            "opening",
+            "last-chunk",
+            "complete",
+            ("open", "publish", "save", "complete"),
+            "The whole prompt is one part.",
+        ),
+        _T("opening", "preempt", "voided", ("void",), _VOIDED),
+        _T("opening", "reset", "opening", (), "Nothing of this start has been computed."),
+        _T("opening", "drop", "voiding", ("void", "refuse"), "The word of an earlier start may still be on its way."),
+        _T("offered", "allocate", "offered", (), _AGAIN),
+        _T("offered", "chunk", "offered", ("publish", "save"), "Another part, with the ids of its blocks."),
+        _T(
+            "offered",
+            "last-chunk",
+            "complete",
+            ("publish", "save", "complete"),
+            "The rest of the prompt runs in this step.",
+        ),
+        _T("offered", "preempt", "voided", ("void", "forget-saves"), _VOIDED),
+        _T("offered", "reset", "stale", ("void",), "What was computed before now must not be used."),
+        _T("offered", "drop", "voiding", ("void", "refuse"), "Aborted: blocks and slot stay until the word has moved."),
+        _T("complete", "allocate", "complete", (), _AGAIN),
+        _T("complete", "last-chunk", "complete", (), "Steps of a longer answer; the prompt is what is handed over."),
+        _T("complete", "preempt", "voided", ("void", "forget-saves"), _VOIDED),
+        _T("complete", "reset", "stale", ("void",), "What was computed before now must not be used."),
+        _T("complete", "drop", "voiding", ("void", "refuse"), "Failed: blocks and slot stay until the word has moved."),
+        _T("complete", "hand-over", "streamed", ("finalise",), "The same generation goes on as a lease."),
+        _T("stale", "allocate", "stale", (), _AGAIN),
+        _T("stale", "chunk", "stale", (), "Only a restart makes it whole again."),
+        _T("stale", "last-chunk", "stale", (), "Only a restart makes it whole again."),
+        _T("stale", "reset", "stale", (), "It is void already."),
+        _T("stale", "preempt", "voided", ("forget-saves",), "It is void already."),
+        _T("stale", "drop", "voiding", ("void", "refuse"), "Blocks and slot stay until the word has moved."),
+        _T("voided", "allocate", "opening", ("renew-slot",), "It starts again under a new generation."),
+        _T("voided", "reset", "voided", (), "It is void already."),
+        _T("voided", "drop", "voiding", ("void", "refuse"), "The workers say when the word has moved."),
+        _T("voiding", "sent", GONE, ("give-back",), "Every worker moved its word; the engine frees the blocks."),
+        _T("plain", "allocate", "plain", (), _AGAIN),
+        _T("plain", "chunk", "plain", ("save",), _LATER),
+        _T("plain", "last-chunk", "plain", ("save", "complete"), _LATER),
+        _T("plain", "preempt", "plain-again", ("forget-saves",), "Nobody has read any of it."),
+        _T("plain", "drop", GONE, ("withdraw", "refuse"), "Ended; no word of a stream was written."),
+        _T("plain", "hand-over", "streamed", ("finalise",), "Finished: its ticket answers the questions."),
+        _T("plain-again", "allocate", "plain", ("restart",), "It starts again, under the same id and a new fence."),
+        _T("plain-again", "drop", GONE, ("withdraw", "refuse"), "Ended; no word of a stream was written."),
+        _T("streamed", "revoke", "taken-back", ("order-revoke",), "Memory is short: the workers end the lease early."),
+        _T("streamed", "sent", GONE, ("give-back",), "Every worker's lease ended, and each moved its word before."),
+        _T("taken-back", "sent", GONE, ("give-back",), "Every worker's lease ended; the engine frees the blocks."),
+    ),
+)
+
+STREAM_CONSUMER_TABLE: Final = Table(
+    "consumer",
+    (
+        _T(NEW, "arrive-early", "asking", ("ask",), "Nothing is reserved; the engine looks at those behind."),
+        _T("asking", "offer", "offered", ("start-heartbeat",), "It runs; blocks are reserved once there is room."),
+        _T("asking", "final", "queued", ("join", "start-heartbeat", "leave"), "The prompt is finished: as any other."),
+        _T("asking", "retry", "asking", ("ask",), "The peer does not know the id yet, or had no place to park."),
+        _T("asking", "refuse", "local", ("leave",), "No stream, and nothing is reserved: computed here."),
+        _T("asking", "expire", "local", ("cancel-question", "leave"), "No answer in time: computed here."),
+        _T("asking", "hit", "local", ("cancel-question", "leave"), "Nothing is left to read."),
+        _T("asking", "preempt", "asking", (), "It had computed nothing."),
+        _T("asking", "finish", GONE, ("cancel-question", "leave"), "Ended here; the peer need not keep a place."),
+        _T("offered", "load", "streaming", ("order-stream",), "Blocks are allocated; the engine parks the request."),
+        _T("offered", "hit", "local", ("order-notify", "stop-heartbeat", "leave"), "Nothing is left to read."),
+        _T("offered", "expire", "local", ("order-notify", "stop-heartbeat", "leave"), "No room in time."),
+        _T("offered", "finish", GONE, ("order-notify", "stop-heartbeat", "leave"), "Ended here first."),
+        _T("streaming", "done", "local", ("end-stream", "stop-heartbeat"), "Every worker's fence held."),
+        _T(
+            "streaming", "torn", "awaiting", ("stop-heartbeat", "ask"), "All workers are quiet: the blocks may be read."
+        ),
+        _T("streaming", "broken", "local", ("end-stream", "stop-heartbeat"), "The workers were told to fail it."),
+        _T("streaming", "broken-for-good", "failed", ("end-stream", "stop-heartbeat"), "Told to fail it, for good."),
+        _T("streaming", "reset", "stopping", ("stop-stream", "stop-heartbeat"), _GIVEN_UP),
+        _T("streaming", "finish", "draining-stream", ("stop-stream", "stop-heartbeat"), "The blocks stay until then."),
+        _T("awaiting", "offer", "streaming", ("start-heartbeat", "order-stream"), "It started again: read anew."),
+        _T("awaiting", "final", "reading", ("join", "start-heartbeat", "order-final", "leave"), "Same blocks."),
+        _T("awaiting", "retry", "awaiting", ("ask",), "The peer had no place to park the question."),
+        _T("awaiting", "refuse", "stopping", ("stop-stream",), _GIVEN_UP),
+        _T("awaiting", "expire", "stopping", ("cancel-question", "stop-stream"), _GIVEN_UP),
+        _T("awaiting", "reset", "stopping", ("cancel-question", "stop-stream"), _GIVEN_UP),
+        _T("awaiting", "finish", "draining-stream", ("cancel-question", "stop-stream"), "The workers report the end."),
+        _T("stopping", "torn", "stopping", (), "A report that crossed with the order."),
+        _T("stopping", "done", "local", ("end-stream",), "All workers had read it before the order came."),
+        _T("stopping", "broken", "local", ("end-stream",), "The prompt is computed here."),
+        _T("stopping", "broken-for-good", "failed", ("end-stream",), "The policy is to fail."),
+        _T("stopping", "reset", "stopping", (), "It is given up already."),
+        _T("stopping", "finish", "draining-stream", (), "The workers have been told already."),
+        _T("draining-stream", "torn", "draining-stream", (), "A report that crossed with the order."),
+        _T("draining-stream", "done", GONE, ("end-stream",), "The engine frees the blocks."),
+        _T("draining-stream", "broken", GONE, ("end-stream",), "The engine frees the blocks."),
+        _T("draining-stream", "broken-for-good", GONE, ("end-stream",), "The engine frees the blocks."),
+    ),
+)
+
+STREAM_READER_TABLE: Final = Table(
+    "stream-reader",
+    (
+        _T(NEW, "watch", "watching", (), "The peer's progress word is polled."),
+        _T("watching", "progress", "watching", ("order-part",), "Whole blocks up to the finished tokens are read."),
+        _T("watching", "whole", "finishing", ("order-rest",), "All is finished: last blocks, windows and states."),
+        _T("watching", "changed", "breaking", (), "Another generation: nothing that was read counts."),
+        _T("watching", "stall", "breaking", (), "No progress in time."),
+        _T("watching", "part-lost", "breaking", (), "A part failed on the wire."),
+        _T("watching", "cancel", "breaking", (), "The request ended here."),
+        _T("finishing", "quiet", "fencing", ("read-fence",), "All parts of all chunks landed: now the fence decides."),
+        _T("finishing", "stall", "breaking", (), "The last parts did not land in time."),
+        _T("finishing", "part-lost", "breaking", (), "A part failed on the wire."),
+        _T("finishing", "cancel", "breaking", (), "The request ended here."),
+        _T("fencing", "held", GONE, ("report-done",), "The generation is that of the offer: the data counts."),
+        _T("fencing", "lost", GONE, ("report-broken",), "Another generation, or the word could not be read."),
+        _T("fencing", "stall", GONE, ("report-broken",), "No word in time; the pages have been quiet for long."),
+        _T("fencing", "cancel", GONE, ("report-broken",), "The request ended here; the pages are quiet."),
+        _T("breaking", "quiet", GONE, ("report-broken",), "Nothing is on the wire any more."),
+    ),
+)

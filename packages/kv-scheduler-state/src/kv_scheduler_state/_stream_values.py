@@ -1,0 +1,161 @@
+"""Values of a streamed hand-over: what crosses between engines, and what the schedulers order of their workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._read_order import ReadOrder
+
+__all__ = [
+    "EMPTY_STREAM_PLAN",
+    "NoReason",
+    "StreamAnswer",
+    "StreamChunk",
+    "StreamOpen",
+    "StreamOrder",
+    "StreamPart",
+    "StreamPlan",
+    "StreamQuestion",
+    "StreamRun",
+    "StreamStanding",
+    "StreamVoid",
+    "VOID_TOKENS",
+    "is_later_tag",
+    "stream_tag",
+]
+
+NoReason: TypeAlias = Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
+_TAG_BITS: Final = 32
+
+VOID_TOKENS: Final = (1 << 32) - 1
+"""Progress of a tag that was voided: more than any prompt has."""
+
+
+def stream_tag(generation: int) -> int:
+    """Return the tag of a generation: its low 32 bits.
+
+    A tag paces reads and names the table's owner; it repeats after 2**32 generations, so it never decides. Example: the
+    generations 7 and 2**32 + 7 share the tag 7, and a reader that took one for the other fails at the fence.
+    """
+    return generation % (1 << _TAG_BITS)
+
+
+def is_later_tag(tag: int, other: int) -> bool:
+    """Return whether `tag` was given out after `other`, as far as half of all tags tell.
+
+    Examples: 8 is later than 7; 1 is later than 2**32 - 1, since tags go round; 7 is not later than 7.
+    """
+    return 0 < (tag - other) % (1 << _TAG_BITS) < 1 << (_TAG_BITS - 1)
+
+
+class StreamQuestion(NamedTuple):
+    """Question of a consumer for a hand-over id. `number` comes back with the answer, so late answers are told apart."""
+
+    request_id: str
+    """The consumer's own request; means nothing to the peer."""
+    number: int
+    host: str
+    port: int
+    hand_over_id: str
+    digest: str
+    """Digest of the consumer's own prompt, see `prompt_digest`."""
+    tokens: int
+    """Tokens under the digest."""
+    wants_final: bool
+    """Whether only the final ticket is of use: streams of it broke too often."""
+
+
+class StreamAnswer(NamedTuple):
+    """Answer for the asker of a question: `{"kind": "offer" | "final" | "no", ...}`, all of builtins."""
+
+    asker: str
+    number: int
+    answer: dict[str, object]
+
+
+class StreamStanding(NamedTuple):
+    """Answer that every further question for an id gets, whatever steps the engine takes; None for none any more.
+
+    Only questions with this digest get it, all others are of another prompt; an empty one is equal to any.
+    """
+
+    hand_over_id: str
+    digest: str
+    answer: dict[str, object] | None
+
+
+class StreamRun(NamedTuple):
+    """Block ids for the table of a slot, at its places from `first` on, see `StreamTable`."""
+
+    first: int
+    ids: tuple[int, ...]
+
+
+class StreamOpen(NamedTuple):
+    """Order: store a generation, reset the progress, and give the table to this tag; before the forward pass."""
+
+    request_id: str
+    slot: int
+    generation: int
+    tag: int
+
+
+class StreamVoid(NamedTuple):
+    """Order: move the fence word; before the forward pass, since that may write freed blocks. `ends`: report it as sent."""
+
+    request_id: str
+    slot: int
+    word: int
+    tag: int
+    ends: bool
+
+
+class StreamChunk(NamedTuple):
+    """Order: put block ids into the table before the forward pass, and show `tokens` once the device has finished it."""
+
+    request_id: str
+    slot: int
+    tag: int
+    runs: tuple[StreamRun, ...]
+    tokens: int
+    held_tokens: int = 0
+    """Tokens whose pages are there once all steps before this one have ended on the device; 0 for none that are known."""
+
+
+class StreamOrder(NamedTuple):
+    """Order: read behind a peer's progress word.
+
+    `read` is the whole read without the peer's blocks, which its table lists. `start` is the first token to read.
+    """
+
+    read: ReadOrder
+    tag: int
+    start: int
+
+
+class StreamPlan(NamedTuple):
+    """Orders of one step. Within a plan the orders of one request hold in this order; between requests no order is promised.
+
+    A producer's worker applies `voids`, `opens` and `chunks` before the forward pass, a consumer's `ends`, `watches` and `stops`
+    with its reads. `ends`: forget these streams. `stops`: read no more, and report the request as received and failed once
+    that is quiet, without a second report as received of one that this worker has read to the end.
+    """
+
+    voids: tuple[StreamVoid, ...] = ()
+    opens: tuple[StreamOpen, ...] = ()
+    chunks: tuple[StreamChunk, ...] = ()
+    ends: tuple[str, ...] = ()
+    watches: tuple[StreamOrder, ...] = ()
+    stops: tuple[str, ...] = ()
+
+
+EMPTY_STREAM_PLAN: Final = StreamPlan()
+
+
+class StreamPart(NamedTuple):
+    """Order: read the table's entries `first` to `stop - 1`, and the states and windows as well if `has_rest`."""
+
+    first: int
+    stop: int
+    has_rest: bool

@@ -1,0 +1,122 @@
+"""The worker's side of produced streams: which words are stored when.
+
+`before_forward` runs before anything may write a freed block (`handle_preemptions` of the engine); `chunk_ended` runs
+when the *device* has finished the chunk, never when it was scheduled: the scheduler may be two steps ahead by then.
+
+A chunk of an earlier start may end after the slot was opened anew, or belongs to somebody else. Its tag differs
+from the slot's then, and it is not shown.
+
+A finished prompt goes on as a lease of the same slot and generation. `LeaseTable` ends it; its ends go through `leases_ended`
+before they are reported, so that readers see the end in the progress word, too.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, final
+
+from kv_scheduler_state._fences import ended_generation
+from kv_scheduler_state._stream_values import stream_tag
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from kv_scheduler_state._orders import EndedLease, WordChunk, WordOpening, WordOrders
+
+__all__ = ["StreamWords", "StreamWorker"]
+
+
+class StreamWords(Protocol):
+    """Registered words that peers read."""
+
+    def open(self, slot: int, generation: int, tag: int) -> None:
+        """Store the generation, progress 0 under the tag, and give the table to the tag."""
+        ...
+
+    def void(self, slot: int, word: int, tag: int) -> None:
+        """Store a word that no reader accepts, then `VOID_TOKENS` as the tag's progress, so that readers stop early."""
+        ...
+
+    def put(self, slot: int, tag: int, first: int, ids: tuple[int, ...]) -> None:
+        """Store ids at the places of the tag's table from `first` on."""
+        ...
+
+    def show(self, slot: int, tag: int, tokens: int) -> None:
+        """Store the progress, after everything that it tells of."""
+        ...
+
+
+@final
+class StreamWorker:
+    """Applies plans to the words of one worker.
+
+    Args:
+        words: The words.
+        slots: Slots of streams; leases of the slots behind them are plain.
+    """
+
+    __slots__ = ("_ended", "_slots", "_tags", "_words")
+
+    def __init__(self, words: StreamWords, slots: int) -> None:
+        self._words = words
+        self._slots = slots
+        self._tags: dict[int, int] = {}
+        self._ended: list[str] = []
+
+    def before_forward(self, plan: WordOrders) -> tuple[tuple[str, Exception], ...]:
+        """Move words, open slots and publish the ids of this step's chunks; return the orders that the words refused.
+
+        Each order fails alone. A void counts as done all the same: words refuse one only when they are gone.
+        """
+        refused: list[tuple[str, Exception]] = []
+        for void in plan.voids:
+            with _collecting(refused, void.request_id):
+                self._words.void(void.slot, void.word, void.tag)
+            self._tags.pop(void.slot, None)
+            if void.ends:
+                self._ended.append(void.request_id)
+        for opening in plan.opens:
+            with _collecting(refused, opening.request_id):
+                self._words.open(opening.slot, opening.generation, opening.tag)
+                self._tags[opening.slot] = opening.tag
+        for chunk in plan.chunks:
+            with _collecting(refused, chunk.request_id):
+                for run in chunk.runs:
+                    self._words.put(chunk.slot, chunk.tag, run.first, run.ids)
+        return tuple(refused)
+
+    def chunk_ended(self, chunk: WordChunk) -> None:
+        """Show the tokens of a chunk that the device has finished."""
+        if self._tags.get(chunk.slot) == chunk.tag:
+            self._words.show(chunk.slot, chunk.tag, chunk.tokens)
+
+    def held(self, chunk: WordChunk) -> None:
+        """Show the tokens whose pages were there before a chunk's step, once the device has finished the steps before."""
+        if self._tags.get(chunk.slot) == chunk.tag:
+            self._words.show(chunk.slot, chunk.tag, chunk.held_tokens)
+
+    def spoil(self, opening: WordOpening) -> None:
+        """Store words that no reader accepts, for a prompt whose pages are no good; its end is ordered later, as any other's."""
+        self._words.void(opening.slot, ended_generation(opening.generation), opening.tag)
+        self._tags.pop(opening.slot, None)
+
+    def leases_ended(self, ends: Iterable[EndedLease]) -> None:
+        """Move the words of streams whose lease has ended on this worker."""
+        for end in ends:
+            if end.fence is not None and end.fence[0] < self._slots:
+                slot, word = end.fence
+                self._words.void(slot, word, stream_tag(word))
+                self._tags.pop(slot, None)
+
+    def take_sent(self) -> list[str]:
+        """Return the requests that ended without a lease and whose words have moved for good, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+
+@contextmanager
+def _collecting(refused: list[tuple[str, Exception]], request_id: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+        refused.append((request_id, error))

@@ -1,0 +1,372 @@
+"""A streaming prefill engine as small as it can be: scheduler, workers, devices that lag behind, and pages with contents.
+
+A prompt has a few chunks of one block each, and a recurrent state that every chunk overwrites. The scheduler runs ahead of
+the devices: it may schedule, preempt and abort while steps are queued. What it decides are `SchedulerState`'s own plans, and
+what the workers do with them is done by `StreamWorker` and `LeaseTable`.
+"""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast, final
+
+from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+from kv_scheduler_state._leases import LeaseTable
+from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._plan import EMPTY_PLAN
+from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
+from kv_scheduler_state._stream_worker import StreamWorker
+from kv_scheduler_state.testing._freeze import freeze
+from kv_scheduler_state.testing._model import Step, demand
+from kv_scheduler_state.testing._stream_words import Device, Identity, Job, StreamRules, Words, early_ticket
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._lease import LeaseEnd
+    from kv_scheduler_state._machine import Table
+    from kv_scheduler_state._plan import StepPlan
+    from kv_scheduler_state._stream_values import StreamChunk
+
+__all__ = ["GROUPS", "StreamPrefill"]
+
+GROUPS = (GroupConfig("full", block_tokens=1), GroupConfig("state", block_tokens=1))
+
+
+@final
+class Prompt:
+    """The eye's knowledge of a request."""
+
+    def __init__(self) -> None:
+        self.status = "absent"
+        self.pages: tuple[int, ...] = ()
+        self.chunks = 0
+        self.fence: tuple[int, int] = (0, 0)
+        self.reported: set[int] = set()
+
+
+@final
+class Worker:
+    """A worker: words, leases, a device, and what it has yet to do."""
+
+    def __init__(self, slots: int, plain: int, pages: int) -> None:
+        self.words = Words(slots + plain)
+        self.streams = StreamWorker(self.words, slots)
+        self.leases = LeaseTable(max_pause_s=math.inf)
+        self.device = Device(pages)
+        self.inbox: list[tuple[StepPlan, Job]] = []
+        self.stage = 0
+        self.notes: list[StreamChunk] = []
+
+    def work(self, rules: StreamRules, now_s: float) -> None:
+        """Do the first or second half of a step: the words of streams, then the forward pass and all other orders."""
+        plan, job = self.inbox[0]
+        streams = plan.streams
+        voids = EMPTY_STREAM_PLAN._replace(voids=streams.voids)
+        if not self.stage:
+            if rules.voids_last or rules.voids_after_forward:
+                self.streams.before_forward(streams._replace(voids=()))
+            if rules.voids_after_forward:
+                self._forward(job, rules)
+            else:
+                self.streams.before_forward(voids if rules.voids_last else streams)
+            self.stage = 1
+            return
+        if rules.voids_after_forward:
+            self.streams.before_forward(voids)
+        else:
+            self._forward(job, rules)
+        for order in plan.fences:
+            self.words.fences[order.slot] = order.generation
+        refusals = self.leases.apply(plan, now_s=now_s)
+        demand(not refusals, f"the workers refuse {refusals}")
+        self.stage = 0
+        self.inbox.pop(0)
+
+    def _forward(self, job: Job, rules: StreamRules) -> None:
+        self.device.submit(job)
+        if job[1] is not None and rules.shows_before_event:
+            self.notes.append(job[1])
+
+    def event(self, rules: StreamRules) -> None:
+        """Let the device finish a step."""
+        chunk = self.device.finish()
+        if chunk is not None and not rules.shows_before_event:
+            self.notes.append(chunk)
+
+    def take_sent(self, now_s: float) -> list[str]:
+        """Return what this worker reports as sent."""
+        ends: tuple[LeaseEnd, ...] = self.leases.take_ended(now_s=now_s)
+        for end in ends:
+            if end.fence is not None:
+                self.words.fences[end.fence[0]] = end.fence[1]
+        self.streams.leases_ended(ends)
+        return [*self.streams.take_sent(), *[end.request_id for end in ends if end.is_reported]]
+
+
+@final
+class StreamPrefill:
+    """The prefill engine.
+
+    Args:
+        table: Rows that streams add to the producer machine.
+        requests: Requests, `s0` and so on.
+        slots: Words of streams.
+        adversity: Preemptions, and steps of other requests into freed pages, that may happen.
+        rules: Order in which things are done.
+        workers: Its workers.
+    """
+
+    def __init__(
+        self, table: Table, *, requests: int, slots: int, adversity: int, rules: StreamRules, workers: int
+    ) -> None:
+        config = SchedulerConfig(
+            *("prefill-0", "10.0.0.1", 5600),
+            tp=workers,
+            groups=GROUPS,
+            lease_s=1000.0,
+            fence_slots=requests,
+            stream_slots=slots,
+            peer_networks=("10.0.0.0/8",),
+            trace_length=1,
+        )
+        self.state = SchedulerState(config, stream_producer_table=table)
+        self.rules = rules
+        self.prompts = {f"s{index}": Prompt() for index in range(requests)}
+        pages = (1 + rules.chunks) * requests
+        self.workers = [Worker(slots, requests, pages) for _ in range(workers)]
+        self.free = set(range(pages))
+        self.others = self.preemptions = self.decodes = self.revocations = adversity
+        self.is_dead = False
+        self.now_s = 0.0
+        # Generations that were ended for a reason: a reader may be refused by these, and by no others.
+        self.ended: set[int] = set()
+
+    # ---- what can happen
+
+    def steps(self) -> list[Step]:
+        """Return everything that may happen here next."""
+        if self.is_dead:
+            return []
+        names: list[Step] = []
+        for number, worker in enumerate(self.workers):
+            names += [("p-work", str(number))] if worker.inbox else []
+            names += [("p-event", str(number))] if worker.device.queue else []
+            names += [("p-note", str(number))] if worker.notes else []
+        if not any(worker.inbox for worker in self.workers):
+            names += self._scheduling()
+        for request_id, prompt in self.prompts.items():
+            names += [(name, request_id) for name in self._endings(request_id, prompt)]
+            if prompt.status == "leased":
+                names += [("p-end", request_id, str(number)) for number in self._holders(request_id)]
+        return names
+
+    def _holders(self, request_id: str) -> list[int]:
+        tables = [worker.leases for worker in self.workers]
+        return [number for number, table in enumerate(tables) if request_id in table._leases]  # noqa: SLF001
+
+    def _scheduling(self) -> list[Step]:
+        names: list[Step] = [("p-idle",)] if self.state.has_work() else []
+        for request_id, prompt in self.prompts.items():
+            missing = 1 + (not prompt.pages)
+            is_due = prompt.status == "waiting" or (prompt.status == "running" and prompt.chunks < self.rules.chunks)
+            if is_due and len(self.free) >= missing:
+                names.append(("p-chunk", request_id))
+        if self.others and self.free:
+            names.append(("p-other",))
+        return names
+
+    def _endings(self, request_id: str, prompt: Prompt) -> list[str]:
+        if prompt.status == "absent":
+            return ["p-arrive"]
+        if prompt.status == "waiting":
+            return ["p-abort"]
+        if prompt.status == "leased":
+            return ["p-revoke"] if self.revocations and self.state_of(request_id) == "streamed" else []
+        if prompt.status != "running":
+            return []
+        names = ["p-abort"]
+        if self.preemptions:
+            names.append("p-preempt")
+        if prompt.chunks == self.rules.chunks:
+            names += ["p-decode"] if self.decodes else []
+            names += [] if self._is_computing(request_id) else ["p-finish"]
+        return names
+
+    def state_of(self, request_id: str) -> str:
+        """Return the state of the request's producer record."""
+        request = self.state._requests.get(request_id)  # noqa: SLF001
+        return GONE if request is None or request.producer is None else request.producer.state
+
+    def _is_computing(self, request_id: str) -> bool:
+        waiting = [job[1] for worker in self.workers for _, job in worker.inbox]
+        is_waiting = any(chunk is not None and chunk.request_id == request_id for chunk in waiting)
+        return is_waiting or any(worker.device.computes(request_id) for worker in self.workers)
+
+    # ---- events
+
+    def apply(self, step: Step) -> None:
+        """Do one of `steps`."""
+        name, argument = step[0], step[1] if len(step) > 1 else ""
+        if name == "p-work":
+            self.workers[int(argument)].work(self.rules, self.now_s)
+        elif name == "p-event":
+            self.workers[int(argument)].event(self.rules)
+        elif name == "p-note":
+            worker = self.workers[int(argument)]
+            worker.streams.chunk_ended(worker.notes.pop(0))
+        elif name in {"p-idle", "p-other"}:
+            self._idle(is_other=name == "p-other")
+        elif name == "p-chunk":
+            self._chunk(argument, self.prompts[argument])
+        elif name == "p-end" and len(step) > 2:
+            self.ended.add(self.prompts[argument].fence[1])
+            self.workers[int(step[2])].leases.release(argument, now_s=self.now_s)
+        else:
+            self._request_step(name, argument, self.prompts[argument])
+
+    def _request_step(self, name: str, request_id: str, prompt: Prompt) -> None:
+        state, now_s = self.state, self.now_s
+        if name == "p-arrive":
+            params, tokens = early_ticket(request_id, serves=True), self.rules.chunks + 1
+            admission = state.arrive(request_id, params, prompt_tokens=tokens, identity=Identity(), now_s=now_s)
+            demand(admission.truncate_tokens == 1, "the consumer computes the last token")
+            prompt.status = "waiting"
+        elif name == "p-finish":
+            self._end(request_id, prompt, "length")
+            slot, generation = prompt.fence
+            is_shown = all(worker.words.fences[slot] == generation for worker in self.workers)
+            demand(prompt.status == "leased" and is_shown, "the word shows the generation of the lease")
+        elif name == "p-decode":
+            self.decodes -= 1
+            state.scheduled(request_id, new_block_ids=[[], []], is_prompt_complete=True, computed_tokens=prompt.chunks)
+        elif name == "p-preempt":
+            self.preemptions -= 1
+            self.ended.add(prompt.fence[1])
+            state.preempt(request_id, now_s=now_s)
+            self._release(prompt, "waiting")
+        elif name == "p-abort":
+            self.ended.add(prompt.fence[1])
+            self._end(request_id, prompt, "abort")
+        else:
+            self.revocations -= 1
+            self.ended.add(prompt.fence[1])
+            state.revoke(request_id, now_s=now_s)
+
+    def _end(self, request_id: str, prompt: Prompt, reason: str) -> None:
+        decision = self.state.finish(
+            request_id,
+            reason="length" if reason == "length" else "abort",
+            block_ids=self._block_ids(prompt.pages),
+            computed_tokens=prompt.chunks,
+            identity=Identity(),
+            now_s=self.now_s,
+        )
+        if not decision.keep_blocks:
+            self._release(prompt, "over")
+            return
+        prompt.status = "kept" if decision.params is None else "leased"
+        if decision.params is not None:
+            fence = decision.params["kv_fence"]
+            demand(isinstance(fence, list), "a ticket has a fence")
+            slot, generation = cast("list[int]", fence)
+            prompt.fence = slot, generation
+
+    def _block_ids(self, pages: tuple[int, ...]) -> list[list[int]]:
+        return [list(pages[1:]), list(pages[:1])]
+
+    def _chunk(self, request_id: str, prompt: Prompt) -> None:
+        is_first = not prompt.pages
+        taken = tuple([self._take_page() for _ in range(1 + is_first)])
+        prompt.pages = (*prompt.pages, *taken)
+        prompt.status = "running"
+        prompt.chunks += 1
+        new = self._block_ids(taken) if is_first else [list(taken), []]
+        if is_first:
+            self.state.allocate(request_id, block_ids=new, new_block_ids=new, external_tokens=0, now_s=self.now_s)
+        self.state.scheduled(
+            request_id,
+            new_block_ids=new,
+            is_prompt_complete=prompt.chunks == self.rules.chunks,
+            computed_tokens=prompt.chunks,
+        )
+        record = self.state._requests[request_id].producer  # noqa: SLF001
+        if record is not None and record.fence is not None:
+            prompt.fence = record.fence
+        state = (prompt.pages[0], f"state {request_id} {prompt.chunks}")
+        entry = (taken[-1], f"kv {request_id} {prompt.chunks - 1}")
+        self._send((state, entry), request_id)
+
+    def _send(self, writes: tuple[tuple[int, str], ...], request_id: str = "") -> None:
+        plan = self.state.take_step_plan(now_s=self.now_s)
+        chunk = next((each for each in plan.streams.chunks if each.request_id == request_id), None)
+        for worker in self.workers:
+            if plan is not EMPTY_PLAN or writes:
+                worker.inbox.append((plan, (writes, chunk)))
+
+    def _idle(self, *, is_other: bool) -> None:
+        self.others -= is_other
+        self._send(((min(self.free), "other"),) if is_other else ())
+
+    def settle(self) -> None:
+        """Free what every worker has reported as sent."""
+        if self.is_dead:
+            return
+        for number, worker in enumerate(self.workers):
+            for request_id in worker.take_sent(self.now_s):
+                prompt = self.prompts[request_id]
+                is_new = number not in prompt.reported
+                demand(
+                    prompt.status in {"kept", "leased"} and is_new, "sent is reported once, for blocks that are kept"
+                )
+                prompt.reported.add(number)
+        for request_id, prompt in self.prompts.items():
+            if prompt.status in {"kept", "leased"} and len(prompt.reported) == len(self.workers):
+                self.state.report(sent=[request_id], received=[], failed=[])
+                self._release(prompt, "over")
+        problems = self.state.check_invariants()
+        demand(not problems, "; ".join(problems))
+
+    def _take_page(self) -> int:
+        page = min(self.free)
+        self.free.remove(page)
+        return page
+
+    def _release(self, prompt: Prompt, status: str) -> None:
+        demand(not self.free & set(prompt.pages), "a page is freed once")
+        self.free |= set(prompt.pages)
+        prompt.pages, prompt.chunks, prompt.status = (), 0, status
+
+    # ---- the end
+
+    def heal_step(self) -> Step | None:
+        """Return what this side has left to do."""
+        steps = self.steps()
+        for name in ("p-work", "p-event", "p-note", "p-idle", "p-arrive", "p-chunk", "p-finish"):
+            step = next((each for each in steps if each[0] == name), None)
+            if step is not None:
+                return step
+        return None
+
+    def expire_one(self) -> Step | None:
+        """Return the end of a lease that nobody read, or took back."""
+        return next((each for each in self.steps() if each[0] == "p-end"), None)
+
+    def leftovers(self) -> list[str]:
+        """Return what should not be left once all is over."""
+        if self.is_dead:
+            return []
+        left = [
+            f"{request_id} is {prompt.status}" for request_id, prompt in self.prompts.items() if prompt.status != "over"
+        ]
+        used = self.state.stream_slots_used + self.state.fence_slots_used
+        pages = len(self.workers[0].device.pages) - len(self.free)
+        if used or pages or self.state.live_count:
+            left.append(f"{used} slots, {pages} pages and {self.state.live_count} requests are in use")
+        leases = [worker.leases.live_count() for worker in self.workers]
+        return [*left, f"{leases} leases are left"] if any(leases) else left
+
+    def key(self) -> object:
+        """Return all that the future depends on."""
+        return "dead" if self.is_dead else freeze(self)

@@ -1,0 +1,234 @@
+"""A worker of the streaming decode engine of the model: what it reads of its peer's memory, and what it reports."""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+from kv_scheduler_state._stream_ends import StreamEnds
+from kv_scheduler_state._stream_reader import Stream, StreamReaders
+from kv_scheduler_state._stream_values import StreamPart, is_later_tag
+from kv_scheduler_state.testing._model import Step, demand
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state._machine import Table
+    from kv_scheduler_state._plan import ReadOrder, StepPlan
+    from kv_scheduler_state.testing._stream_prefill import StreamPrefill, Worker
+
+__all__ = ["Reader"]
+
+_STALL_S: Final = 2.0
+
+
+class Part(NamedTuple):
+    """Pages on the wire: (own entry, the peer's page) each; entry -1 is the state."""
+
+    request_id: str
+    pages: tuple[tuple[int, int], ...]
+
+
+@final
+class Reader:
+    """A worker; what it reads of a peer's memory goes through `opposite` alone."""
+
+    def __init__(self, number: int, table: Table, peer: StreamPrefill) -> None:
+        self.number = number
+        self.opposite = peer
+        self.streams = StreamReaders(_STALL_S, table=table)
+        self.ends = StreamEnds()
+        self.entries: dict[str, dict[int, str]] = {}
+        self.orders: dict[str, ReadOrder] = {}
+        self.plain: set[str] = set()
+        self.wire: list[Part] = []
+        self.wanted: set[str] = set()
+        self.inbox: list[StepPlan] = []
+        # (request, whether it failed) for the engine.
+        self.received: list[tuple[str, bool]] = []
+
+    @property
+    def _words(self) -> Worker:
+        return self.opposite.workers[self.number]
+
+    # ---- what can happen
+
+    def steps(self) -> list[Step]:
+        """Return everything that may happen here next, but for lost parts."""
+        number = str(self.number)
+        names: list[Step] = [("c-work", number)] if self.inbox else []
+        if self.has_news():
+            names.append(("c-report", number))
+        names += [("c-land", number, str(index)) for index in range(len(self.wire))]
+        for request_id, reading in self.streams._readings.items():  # noqa: SLF001
+            if reading.state == "watching" and self._has_progress(request_id):
+                names.append(("c-poll", number, request_id))
+        names += [("c-fence", number, request_id) for request_id in sorted(self.wanted)]
+        return names
+
+    def has_news(self) -> bool:
+        """Whether something is to be reported."""
+        ends = self.ends
+        return bool(self.received or ends._received or ends._failed or ends._ends)  # noqa: SLF001
+
+    def _has_progress(self, request_id: str) -> bool:
+        if self.opposite.is_dead:
+            return False
+        reading = self.streams._readings[request_id]  # noqa: SLF001
+        tag, tokens = self._words.words.progress[self._slot(request_id)]
+        if tag == reading.stream.tag:
+            return tokens != reading.tokens
+        return is_later_tag(tag, reading.stream.tag)
+
+    def _slot(self, request_id: str) -> int:
+        fence = self.orders[request_id].fence
+        return fence[0] if fence is not None else 0
+
+    def _generation(self, request_id: str) -> int:
+        fence = self.orders[request_id].fence
+        return fence[1] if fence is not None else 0
+
+    # ---- events
+
+    def work(self, now_s: float) -> None:
+        """Apply the oldest plan."""
+        plan = self.inbox.pop(0)
+        watches, cancels = self.ends.apply(plan.streams)
+        for order in watches:
+            request_id = order.read.request_id
+            self._begin(request_id, order.read)
+            stream = Stream(self._generation(request_id), order.tag, order.read.tokens, 1, order.start)
+            self.streams.watch(request_id, stream, now_s)
+        for request_id in cancels:
+            self.streams.cancel(request_id)
+        for read in plan.reads:
+            self._read(read, now_s)
+        self.received += [(each, True) for each in plan.failures if self.ends.takes_read(each)]
+        self._settle(now_s)
+
+    def _begin(self, request_id: str, read: ReadOrder) -> None:
+        is_quiet = not any(part.request_id == request_id for part in self.wire)
+        demand(is_quiet, "the same blocks are read once at a time")
+        self.orders[request_id] = read
+        self.entries[request_id] = {}
+
+    def _read(self, read: ReadOrder, now_s: float) -> None:
+        request_id = read.request_id
+        if read.is_reported and not self.ends.takes_read(request_id):
+            return
+        if read.is_notify_only:
+            self._notify(read, now_s)
+            if read.is_reported:
+                self.received.append((request_id, True))
+            return
+        self._begin(request_id, read)
+        self.plain.add(request_id)
+        entries, state = read.peer_blocks
+        self.wire.append(Part(request_id, (*enumerate(entries.ids), (-1, state.ids[0]))))
+
+    def poll(self, request_id: str, now_s: float) -> None:
+        """Look at the progress word, and at the table behind it."""
+        tag, tokens = self._words.words.progress[self._slot(request_id)]
+        part = self.streams.observed(request_id, tag, tokens, now_s)
+        if part is not None:
+            self._order(request_id, part)
+        is_broken = self.streams.state_of(request_id) not in {"watching", "finishing"}
+        is_due = self._generation(request_id) in self.opposite.ended
+        demand(not is_broken or is_due, "a stream in good order is not broken off")
+        self._settle(now_s)
+
+    def _order(self, request_id: str, part: StreamPart) -> None:
+        read, rules = self.orders[request_id], self.opposite.rules
+        table = self._words.words.tables[self._slot(request_id)]
+        tag = self._generation(request_id) % (1 << 32)
+        state = read.tokens
+        wanted = list(range(part.first, part.stop))
+        takes_state = part.first == 0 if rules.reads_state_early else part.has_rest
+        places = [*wanted, *([state] if takes_state else [])]
+        found = {place: table[place][1] for place in places if table.get(place, (-1, 0))[0] == tag}
+        # The state is listed with the last chunk; who reads it early guesses its page.
+        guess = {state: table[state - read.tokens][1] - 1} if takes_state and rules.reads_state_early else {}
+        found = {**guess, **found}
+        demand(len(found) == len(places), "the table lists what is finished")
+        self.wire.append(Part(request_id, tuple([(-1 if at == state else at, found[at]) for at in places])))
+
+    def land(self, index: int, now_s: float, *, is_good: bool) -> None:
+        """Let a part land, or fail."""
+        part = self.wire.pop(index)
+        request_id = part.request_id
+        is_good = is_good and not self.opposite.is_dead
+        if is_good:
+            pages = self._words.device.pages
+            self.entries[request_id].update((entry, pages[page]) for entry, page in part.pages)
+        if request_id not in self.plain:
+            self.streams.landed(request_id, is_good=is_good, now_s=now_s)
+        elif is_good:
+            self.wanted.add(request_id)
+        else:
+            self._plain_ended(request_id, is_done=False, now_s=now_s)
+        self._settle(now_s)
+
+    def fence(self, request_id: str, now_s: float) -> None:
+        """Read the fence word."""
+        self.wanted.discard(request_id)
+        generation = self._generation(request_id)
+        word = None if self.opposite.is_dead else self._words.words.fences[self._slot(request_id)]
+        is_due = generation in self.opposite.ended or self.opposite.is_dead
+        demand(word == generation or is_due, "good data is not refused by its fence")
+        if request_id in self.plain:
+            self._plain_ended(request_id, is_done=word == generation, now_s=now_s)
+        else:
+            self.streams.fence_found(request_id, word)
+        self._settle(now_s)
+
+    def tick(self, now_s: float) -> list[str]:
+        """Let deadlines pass; return the streams that were given up."""
+        reading = list(self.streams._readings)  # noqa: SLF001
+        self.streams.tick(now_s)
+        given_up = [each for each in reading if self.streams.state_of(each) in {"gone", "breaking"}]
+        self._settle(now_s)
+        return given_up
+
+    def _plain_ended(self, request_id: str, *, is_done: bool, now_s: float) -> None:
+        self.plain.discard(request_id)
+        if is_done:
+            self._check(request_id)
+            self._notify(self.orders[request_id], now_s)
+        self.received.append((request_id, not is_done))
+
+    def _settle(self, now_s: float) -> None:
+        self.wanted |= set(self.streams.take_fences())
+        self.wanted = {each for each in self.wanted if each in self.plain or self.streams.state_of(each) == "fencing"}
+        for report in self.streams.take_reports():
+            is_quiet = not any(part.request_id == report.request_id for part in self.wire)
+            demand(is_quiet, "a report comes once the memory is quiet")
+            if report.is_done:
+                self._check(report.request_id)
+                self._notify(self.orders[report.request_id], now_s)
+            self.ends.ended(report)
+
+    def _check(self, request_id: str) -> None:
+        found, chunks = self.entries[request_id], self.opposite.rules.chunks
+        good: dict[int, str] = {entry: f"kv {request_id} {entry}" for entry in range(chunks)}
+        good[-1] = f"state {request_id} {chunks}"
+        demand(found == good, f"no stale page is accepted: {sorted(found.items())}")
+
+    def _notify(self, read: ReadOrder, now_s: float) -> None:
+        if not self.opposite.is_dead:
+            verdict = self._words.leases.read_complete(
+                read.peer_request_id,
+                reader=f"decode-{self.number}",
+                reader_count=1,
+                consumer="decode",
+                nonce=read.nonce,
+                now_s=now_s,
+            )
+            demand(verdict != "stale", "a nonce is good for all starts of a request")
+
+    def report(self) -> tuple[Sequence[tuple[str, bool]], Sequence[tuple[str, bool]]]:
+        """Return (request, whether it failed) for the engine, and (request, whether its fence held) for the scheduler half."""
+        told = self.ends.take_report()
+        received = [*self.received, *[(each, each in told.failed) for each in told.received]]
+        self.received = []
+        return received, told.ends

@@ -1,0 +1,109 @@
+"""Parts of the streaming engines of the model: registered words, pages on a device that lags behind, and a prompt's identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias, final
+
+from kv_scheduler_state._stream_values import VOID_TOKENS
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._stream_values import StreamChunk
+
+__all__ = ["DIGEST", "Device", "Identity", "Job", "StreamRules", "Words", "early_ticket"]
+
+DIGEST: Final = "d" * 64
+Write: TypeAlias = tuple[int, str]
+Job: TypeAlias = "tuple[tuple[Write, ...], StreamChunk | None]"
+"""A step on the device: the pages that it writes, and the chunk that is finished with it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """Order in which an engine and its workers do things; the defaults are right, the tests plant the others."""
+
+    chunks: int = 2
+    shows_before_event: bool = False
+    voids_after_forward: bool = False
+    reads_state_early: bool = False
+    voids_last: bool = False
+    """Voids of a plan after its openings: right as well, since no order between requests is promised."""
+
+
+@final
+class Identity:
+    """A prompt that both engines were given."""
+
+    refusal = ""
+
+    def digest(self, tokens: int) -> str:
+        """Return the digest of any number of tokens."""
+        return DIGEST if tokens else ""
+
+
+def early_ticket(request_id: str, *, serves: bool) -> dict[str, object]:
+    """Return the params of one of the two requests of a streamed hand-over."""
+    stream = {"id": f"{int(request_id[1:]):032x}", "host": "10.0.0.1", "port": 5600}
+    return {"do_remote_decode": serves, "do_remote_prefill": not serves, "kv_stream": stream}
+
+
+@final
+class Words:
+    """The registered words of a worker, for streams and, behind those, plain leases."""
+
+    def __init__(self, slots: int) -> None:
+        self.fences = [0] * slots
+        self.progress = [(0, 0)] * slots
+        self.tables: list[dict[int, tuple[int, int]]] = [{} for _ in range(slots)]
+
+    def open(self, slot: int, generation: int, tag: int) -> None:
+        """Give a slot to a generation."""
+        self.fences[slot] = generation
+        self.progress[slot] = (tag, 0)
+
+    def void(self, slot: int, word: int, tag: int) -> None:
+        """Take a slot from its generation."""
+        self.fences[slot] = word
+        self.progress[slot] = (tag, VOID_TOKENS)
+
+    def put(self, slot: int, tag: int, first: int, ids: tuple[int, ...]) -> None:
+        """Store ids, each with its owner."""
+        self.tables[slot].update((first + index, (tag, page)) for index, page in enumerate(ids))
+
+    def show(self, slot: int, tag: int, tokens: int) -> None:
+        """Store the progress."""
+        self.progress[slot] = (tag, tokens)
+
+
+@final
+class Device:
+    """Works off steps in order; the pages of the step that it is at hold `junk`."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = ["free"] * pages
+        self.queue: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        """Queue a step."""
+        if job[0]:
+            self.queue.append(job)
+            if len(self.queue) == 1:
+                self._begin()
+
+    def finish(self) -> StreamChunk | None:
+        """Finish the first step; return the chunk that is finished with it."""
+        writes, chunk = self.queue.pop(0)
+        for page, content in writes:
+            self.pages[page] = content
+        if self.queue:
+            self._begin()
+        return chunk
+
+    def computes(self, request_id: str) -> bool:
+        """Whether a step of the request is queued."""
+        return any(chunk is not None and chunk.request_id == request_id for _, chunk in self.queue)
+
+    def _begin(self) -> None:
+        for page, _ in self.queue[0][0]:
+            self.pages[page] = "junk"

@@ -1,0 +1,176 @@
+"""A prefill and a decode engine that hand over in a stream, for `explore`."""
+
+# The models look inside on purpose.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state._errors import SchedulerStateError
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
+from kv_scheduler_state.testing._model import ModelViolation, Step
+from kv_scheduler_state.testing._stream_decode import StreamDecode
+from kv_scheduler_state.testing._stream_prefill import StreamPrefill
+from kv_scheduler_state.testing._stream_words import StreamRules
+
+if TYPE_CHECKING:
+    from kv_scheduler_state._machine import Table
+
+__all__ = ["StreamSetting", "StreamWorld"]
+
+_HEAL_STEPS: Final = 300
+_HEAL_TICKS: Final = 12
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamSetting:
+    """Size of a world, and the code that runs in it.
+
+    Attributes:
+        requests: Requests that both engines get.
+        slots: Words of the stream array.
+        room: Requests whose blocks the decode engine has room for.
+        preemptions: Preemptions, and steps of other requests into freed pages, each.
+        faults: Lost parts and aborts of the decode engine, each.
+        ticks: Seconds that may pass before everything is well again.
+        deaths: Whether the prefill engine may die.
+        workers: Workers a side.
+        fails_requests: Whether the policy is to fail.
+        max_breaks: Broken streams after which only the final ticket is asked for.
+        rules: Order in which things are done.
+    """
+
+    requests: int = 1
+    slots: int = 1
+    room: int = 1
+    preemptions: int = 0
+    faults: int = 0
+    ticks: int = 0
+    deaths: int = 0
+    workers: int = 1
+    fails_requests: bool = False
+    max_breaks: int = 2
+    rules: StreamRules = field(default_factory=StreamRules)
+    producer: Table = STREAM_PRODUCER_TABLE
+    consumer: Table = STREAM_CONSUMER_TABLE
+    reader: Table = STREAM_READER_TABLE
+
+
+@final
+class StreamWorld:
+    """Both engines, and one clock."""
+
+    def __init__(self, setting: StreamSetting) -> None:
+        self.prefill = StreamPrefill(
+            setting.producer,
+            requests=setting.requests,
+            slots=setting.slots,
+            adversity=setting.preemptions,
+            rules=setting.rules,
+            workers=setting.workers,
+        )
+        self.decode = StreamDecode(
+            setting.consumer,
+            setting.reader,
+            self.prefill,
+            adversity=setting.faults,
+            room=setting.room,
+            max_breaks=setting.max_breaks,
+            fails_requests=setting.fails_requests,
+        )
+        self.now_s = 0.0
+        self.ticks = setting.ticks
+        self.deaths = setting.deaths
+        self._is_punctual = not setting.ticks
+        self._is_healing = False
+        self._tables = (setting.producer, setting.consumer, setting.reader, setting.rules)
+
+    def steps(self) -> list[Step]:
+        """Return everything that may happen next."""
+        rare: list[Step] = [("tick",)] if self.ticks else []
+        if self.deaths:
+            rare.append(("die",))
+        return [*rare, *self.prefill.steps(), *self.decode.steps()]
+
+    def different_steps(self) -> list[Step]:
+        """Return `steps`; the requests differ by the pages that they get."""
+        return self.steps()
+
+    def apply(self, step: Step) -> None:
+        """Let one of `steps` happen.
+
+        Raises:
+            ModelViolation: if the code under test breaks a promise, or refuses a lawful step.
+        """
+        try:
+            if step[0] == "tick":
+                self.ticks -= 1
+                self.now_s += 1.0
+                self.prefill.now_s = self.now_s
+                self.decode.tick(self.now_s, is_punctual=self._is_healing and self._is_punctual)
+            elif step[0] == "die":
+                self.deaths -= 1
+                self.prefill.is_dead = True
+            elif step[0].startswith("p-"):
+                self.prefill.apply(step)
+            else:
+                self.decode.apply(step, self.now_s)
+            self.prefill.settle()
+        except SchedulerStateError as error:
+            raise ModelViolation(f"{step} was refused: {error}") from None
+
+    def probe(self) -> None:
+        """Look for slots that two requests hold."""
+        streams = self.prefill.state._producers.streams._streams.values()  # noqa: SLF001 -- a proof looks inside
+        slots = [each.record.fence[0] for each in streams if each.record.fence is not None]
+        if len(slots) != len(set(slots)):
+            raise ModelViolation(f"slots {slots} are held once each")
+        for stream in streams:
+            state = stream.record.state
+            for asker, (_, wants_final) in stream.parked.items():
+                is_early = state in {"early", "opening", "plain", "plain-again", "voided", "stale"} or wants_final
+                is_awaited = self.decode.state_of(asker) in {"asking", "awaiting"}
+                is_answered = state in {"streamed", "voiding", "taken-back"}
+                if not (is_early or is_answered) or not is_awaited:
+                    raise ModelViolation(f"a question is parked although '{state}' has an answer, or nobody waits")
+
+    def key(self) -> bytes:
+        """Return a digest that is equal for states with equal futures."""
+        whole = self.ticks, self.deaths, self.now_s, self.prefill.key(), self.decode.key()
+        return blake2b(repr(whole).encode(), digest_size=16).digest()
+
+    def constants(self) -> list[object]:
+        """Return the tables and their rows by event."""
+        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]  # noqa: SLF001
+        leases = [worker.leases._table for worker in self.prefill.workers]  # noqa: SLF001
+        rows = [table.on(event) for table in (*self._tables[:3], *tables, *leases) for event in table.events]
+        return [*self._tables, *tables, *leases, *rows]
+
+    def heal(self) -> tuple[Step, ...]:
+        """Do everything that is left to do, without faults, until nothing is left.
+
+        Raises:
+            ModelViolation: if something is left although everybody did his part.
+        """
+        path: list[Step] = []
+        self.ticks, self.deaths = _HEAL_TICKS, 0
+        self._is_healing = True
+        while len(path) < _HEAL_STEPS:
+            step = self.decode.heal_step() or self.prefill.heal_step()
+            if step is None:
+                if not self.leftovers():
+                    return tuple(path)
+                # Nobody reads these any more, or somebody waits for a deadline.
+                step = ("tick",) if self.ticks else self.prefill.expire_one()
+            if step is None:
+                break
+            self.apply(step)
+            path.append(step)
+        raise ModelViolation(f"something never ends: {self.leftovers()} after {path[-8:]}")
+
+    def leftovers(self) -> list[str]:
+        """Return what should not be left once all is over."""
+        return [*self.prefill.leftovers(), *self.decode.leftovers()]

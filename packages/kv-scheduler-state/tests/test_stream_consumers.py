@@ -1,0 +1,397 @@
+"""Streamed hand-overs of a consumer, through `SchedulerState`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, consumer, early, offered, question, run
+
+from kv_scheduler_state import SchedulerStateError
+from kv_scheduler_state._plan import EMPTY_PLAN
+
+BLOCKS = [[11, 12, 13, 14, 15, 16, 17]]
+RETRY = {"kind": "no", "reason": "busy"}
+
+
+def arrive(state, *, now_s=0.0, identity=None, request_id="d1", **changes):
+    values = {"prompt_tokens": 100, "identity": identity or Prompt(), "now_s": now_s}
+    return state.arrive(request_id, early(serves=False, **changes), **values)
+
+
+def ask(state):
+    """The one new question."""
+    (found,) = state.take_stream_questions()
+    return found
+
+
+def asking(**changes):
+    state = consumer(**changes)
+    assert arrive(state) == ("consumer", "", "", 0, False)
+    return state, ask(state)
+
+
+def final_answer():
+    """A finished producer's answer."""
+    state, _ = offered()
+    run(state, ["plan", "last-chunk", "plan"])
+    run(state, ["length"])
+    state.stream_question("final", question(2, wants_final=True))
+    return answer_of(state)
+
+
+def load(state, tokens=100, *, computed=0, now_s=0.0):
+    assert state.external_tokens("d1", computed_tokens=computed) == tokens
+    new = [BLOCKS[0][computed // 16 :]]
+    state.allocate("d1", block_ids=BLOCKS, new_block_ids=new, external_tokens=tokens, now_s=now_s)
+
+
+def at(name, **changes):
+    """A consumer in a state, its plan taken, and the number of the question that is out."""
+    state, asked = asking(**changes)
+    if name != "asking":
+        assert state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
+    if name in {"streaming", "awaiting", "stopping"}:
+        load(state)
+    number = asked.number
+    if name in {"awaiting", "stopping"}:
+        state.stream_ended("d1", (0, 0), is_done=False)
+        number = ask(state).number
+    state.take_step_plan(now_s=0.0)
+    if name == "stopping":
+        state.stream_answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
+    assert states(state) == [f"consumer-{name}"]
+    return state, number
+
+
+def states(state):
+    assert not state.check_invariants()
+    return list(state.state_counts())
+
+
+def finish(state):
+    return state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=5.0)
+
+
+def test_an_early_ticket_asks_and_parks_without_blocks():
+    state, asked = asking()
+    assert asked == ("d1", 1, "10.0.0.1", 5600, HAND_OVER, DIGEST, 100, False)
+    assert state.external_tokens("d1", computed_tokens=0) is None
+    assert (state.take_step_plan(now_s=0.0), state.take_stream_questions()) == (EMPTY_PLAN, [])
+    assert state.external_tokens("d1", computed_tokens=112) == 0
+
+
+def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
+    state, asked = asking()
+    _, offer = offered()
+    state.stream_answered("d1", asked.number, offer, now_s=0.0)
+    load(state, 84, computed=16)
+    assert state.stream_blocks_held == 6
+    plan = state.take_step_plan(now_s=0.0)
+    (order,) = plan.streams.watches
+    read = order.read
+    assert (order.tag, order.start, read.fence, read.nonce) == (100, 16, (0, 100), offer["ticket"]["kv_nonce"])
+    assert (read.peer.engine_id, read.peer_request_id, read.peer_blocks, read.tokens) == ("prefill-0", "p1", (), 100)
+    assert [blocks.ids for blocks in read.local_blocks] == [(12, 13, 14, 15, 16, 17)]
+    assert [beat.readers for beat in plan.heartbeats] == [(("p1", read.nonce),)]
+    state.stream_ended("d1", (0, 0), is_done=True)
+    assert states(state) == ["consumer-streaming"]
+    state.report(sent=[], received=["d1"], failed=[])
+    assert (states(state), state.stream_blocks_held) == (["consumer-local"], 0)
+    assert state.take_step_plan(now_s=0.0).streams.ends == ("d1",)
+
+
+def test_beyond_the_share_or_the_free_blocks_nothing_is_reserved():
+    state, _ = at("offered", stream_reserve_fraction=0.3)
+    assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
+    assert state.external_tokens("d1", computed_tokens=16) == 84
+    state.bind_free_blocks(lambda: 5)
+    assert state.external_tokens("d1", computed_tokens=16) is None
+    assert state.stream_blocks_held == 0
+    state.bind_free_blocks(lambda: 6)
+    assert state.external_tokens("d1", computed_tokens=16) == 84
+
+
+def test_a_prompt_of_more_blocks_than_the_share_does_not_wait_for_room():
+    state, _ = at("offered", stream_reserve_fraction=0.3)
+    assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
+    assert state.take_stream_questions() == []
+    assert states(state) == ["consumer-local"]
+    assert state.external_tokens("d1", computed_tokens=0) == 0
+
+
+def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
+    state, asked = asking()
+    _, offer = offered()
+    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
+    assert state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
+    again = ask(state)
+    assert again.wants_final
+    assert again.number > asked.number
+    assert state.external_tokens("d1", computed_tokens=0) is None
+    assert state.stream_answered("d1", again.number, final_answer(), now_s=2.0)
+    assert state.external_tokens("d1", computed_tokens=0) == 100
+
+
+@pytest.mark.parametrize(("waited_s", "is_revoked"), [(0.5, False), (1.5, True)])
+def test_an_offer_that_waits_for_free_blocks_asks_own_leases_back(waited_s, is_revoked):
+    """Two engines whose blocks are all leased to each other would wait for ever."""
+    state, asked = asking()
+    state.arrive("p9", {"do_remote_decode": True}, prompt_tokens=16, identity=Prompt(), now_s=0.0)
+    state.allocate("p9", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.finish("p9", reason="length", block_ids=[[1]], computed_tokens=16, identity=Prompt(), now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.bind_free_blocks(lambda: 3)
+    _, offer = offered()
+    assert state.stream_answered("d1", asked.number, offer, now_s=0.0)
+    assert state.external_tokens("d1", computed_tokens=0) is None
+    state.take_step_plan(now_s=waited_s)
+    state.take_stream_questions()
+    assert bool(state.take_step_plan(now_s=waited_s).revokes) == is_revoked
+
+
+def test_a_final_ticket_that_comes_first_is_read_as_any_other():
+    state, asked = asking()
+    state.stream_answered("d1", asked.number, final_answer(), now_s=0.0)
+    assert states(state) == ["consumer-queued"]
+    load(state)
+    (read,) = state.take_step_plan(now_s=0.0).reads
+    assert [blocks.ids for blocks in read.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
+    state.report(sent=[], received=["d1"], failed=[])
+    assert states(state) == ["consumer-local"]
+
+
+def test_a_broken_stream_asks_again_and_reads_the_next_one_into_the_same_blocks():
+    state, number = at("awaiting")
+    state.stream_answered("d1", number, offered(fence_seed=200)[1], now_s=1.0)
+    (order,) = state.take_step_plan(now_s=1.0).streams.watches
+    assert (order.tag, order.read.local_blocks[0].ids) == (200, tuple(BLOCKS[0]))
+    state.stream_ended("d1", (0, 0), is_done=False)
+    assert ask(state).wants_final
+    assert states(state) == ["consumer-awaiting"]
+
+
+@pytest.mark.parametrize(("failed", "state_after"), [([], "local"), (["d1"], "failed")])
+def test_a_broken_stream_reads_the_final_ticket_into_the_same_blocks(failed, state_after):
+    state, number = at("awaiting", load_failure_policy="fail")
+    state.stream_answered("d1", number, final_answer(), now_s=1.0)
+    plan = state.take_step_plan(now_s=1.0)
+    assert [(read.local_blocks[0].ids, read.fence) for read in plan.reads] == [(tuple(BLOCKS[0]), (0, 100))]
+    assert (plan.streams.watches, state.stream_blocks_held) == ((), 0)
+    state.report(sent=[], received=["d1"], failed=failed)
+    assert states(state) == [f"consumer-{state_after}"]
+
+
+def test_the_peer_is_asked_again_once_all_workers_are_quiet():
+    state, asked = asking(tp=2, pp=2)
+    state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
+    load(state)
+    for rank, is_done in ((0, 0), True), ((0, 1), False), ((1, 0), False):
+        state.stream_ended("d1", rank, is_done=is_done)
+        assert states(state) == ["consumer-streaming"]
+    state.stream_ended("d1", (1, 1), is_done=True)
+    assert states(state) == ["consumer-awaiting"]
+    state.stream_answered("d1", ask(state).number, offered()[1], now_s=0.0)
+    # Those who are done stay so; the others have to report anew.
+    state.stream_ended("d1", (0, 1), is_done=True)
+    assert states(state) == ["consumer-streaming"]
+    state.stream_ended("d1", (1, 0), is_done=False)
+    assert states(state) == ["consumer-awaiting"]
+
+
+@pytest.mark.parametrize("reason", ["digest-mismatch", "withdrawn", "not-streamed", "unknown-id"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_refusal_is_told_to_the_engine_only_where_blocks_wait(reason, policy):
+    refusal = {"kind": "no", "reason": reason}
+    state, number = at("awaiting", load_failure_policy=policy)
+    assert state.stream_answered("d1", number, refusal, now_s=1.0)
+    assert state.take_step_plan(now_s=1.0).streams.stops == ("d1",)
+    assert state.stream_blocks_held == 7
+    state.report(sent=[], received=["d1"], failed=["d1"])
+    assert states(state) == ["consumer-failed" if policy == "fail" else "consumer-local"]
+    if reason != "unknown-id":
+        state, asked = asking(load_failure_policy=policy)
+        state.stream_answered("d1", asked.number, refusal, now_s=1.0)
+        assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=1.0)
+        assert state.take_step_plan(now_s=1.0) == EMPTY_PLAN
+
+
+@pytest.mark.parametrize("name", ["asking", "awaiting"])
+def test_a_busy_peer_is_asked_again_and_a_late_answer_means_nothing(name):
+    state, first = at(name)
+    assert state.stream_answered("d1", first, RETRY, now_s=1.0)
+    assert state.take_stream_questions() == []
+    state.take_step_plan(now_s=2.0)
+    second = ask(state)
+    assert second.number == first + 1
+    assert not state.stream_answered("d1", first, offered()[1], now_s=2.0)
+    assert state.stream_answered("d1", second.number, offered()[1], now_s=2.0)
+    assert not state.stream_answered("d1", second.number, offered()[1], now_s=2.0)
+    assert not state.stream_answered("other", 1, RETRY, now_s=2.0)
+
+
+def test_questions_that_are_asked_again_do_not_move_the_deadline():
+    state = consumer()
+    arrive(state)
+    for second in range(10):
+        state.take_step_plan(now_s=float(second))
+        for asked in state.take_stream_questions():
+            state.stream_answered("d1", asked.number, RETRY, now_s=float(second))
+    assert states(state) == ["consumer-asking"]
+    state.take_step_plan(now_s=10.0)
+    assert state.take_stream_questions() == []
+    assert states(state) == ["consumer-local"]
+
+
+ENDS = [
+    ("asking", "finish", None, True),
+    ("asking", "expire", "local", True),
+    ("asking", "reset", "local", True),
+    ("asking", "hit", "local", True),
+    ("offered", "finish", None, False),
+    ("offered", "expire", "local", False),
+    ("offered", "reset", "local", False),
+    ("offered", "hit", "local", False),
+    ("streaming", "finish", "draining-stream", False),
+    ("streaming", "reset", "stopping", False),
+    ("awaiting", "finish", "draining-stream", True),
+    ("awaiting", "expire", "stopping", True),
+    ("awaiting", "reset", "stopping", True),
+    ("stopping", "finish", "draining-stream", False),
+    ("stopping", "reset", "stopping", False),
+]
+
+
+@pytest.mark.parametrize(("name", "event", "target", "has_question"), ENDS)
+def test_a_stream_that_is_not_wanted_any_more_leaves_nothing(name, event, target, has_question):
+    state, number = at(name)
+    if event == "finish":
+        assert finish(state).keep_blocks is False
+    elif event == "expire":
+        state.take_step_plan(now_s=10.0)
+        state.take_stream_questions()
+    elif event == "hit":
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=5.0)
+    else:
+        state.reset(now_s=5.0)
+    assert state.take_stream_cancels() == ([("d1", number)] if has_question else [])
+    assert states(state) == ([f"consumer-{target}"] if target else [])
+    plan = state.take_step_plan(now_s=10.0)
+    assert plan.streams.stops == (("d1",) if target in {"stopping", "draining-stream"} else ())
+    assert [read.is_notify_only for read in plan.reads] == ([True] if name == "offered" else [])
+    if target in {"stopping", "draining-stream"}:
+        state.report(sent=[], received=["d1"], failed=["d1"])
+    assert state.stream_blocks_held == 0
+    assert states(state) == ([] if event == "finish" else ["consumer-local"])
+
+
+@pytest.mark.parametrize("name", ["stopping", "draining-stream"])
+@pytest.mark.parametrize("failed", [[], ["d1"]])
+def test_reports_that_cross_with_a_stop_are_taken(name, failed):
+    state, _ = at("streaming", load_failure_policy="fail")
+    if name == "stopping":
+        state.reset(now_s=1.0)
+    else:
+        finish(state)
+    state.stream_ended("d1", (0, 0), is_done=False)
+    assert states(state) == [f"consumer-{name}"]
+    assert state.take_stream_questions() == []
+    state.report(sent=[], received=["d1"], failed=failed)
+    left = [] if name == "draining-stream" else ["consumer-failed" if failed else "consumer-local"]
+    assert states(state) == left
+
+
+@pytest.mark.parametrize(("policy", "target"), [("recompute", "local"), ("fail", "failed")])
+def test_a_stream_that_the_workers_failed_by_themselves_ends(policy, target):
+    state, _ = at("streaming", load_failure_policy=policy)
+    state.report(sent=[], received=["d1"], failed=["d1"])
+    assert states(state) == [f"consumer-{target}"]
+
+
+BAD: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
+    "another prompt": ({"kv_prompt": "e" * 64}, {}, "ticket-prompt"),
+    "other tokens": ({"remote_num_tokens": 99}, {}, "ticket-prompt"),
+    "another slot": ({}, {"slot": 1}, "ticket-range"),
+    "another tag": ({}, {"tag": 1}, "ticket-range"),
+    "another request": ({}, {"request_id": "p2"}, "ticket-range"),
+    "no fence": ({"kv_fence": None}, {"slot": 0, "generation": 0, "tag": 0}, "ticket-missing"),
+    "a readback": ({"do_remote_decode": True, "do_remote_prefill": False}, {}, "ticket-flags"),
+    "no ticket": (None, {}, "ticket-not-mapping"),
+    "another network": ({"remote_host": "192.0.2.1"}, {}, "ticket-host"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_answer_that_cannot_be_trusted_is_a_refusal(case):
+    ticket, changes, code = BAD[case]
+    state, asked = asking()
+    _, offer = offered()
+    answer = {**offer, **changes, "ticket": 7 if ticket is None else {**offer["ticket"], **ticket}}
+    assert state.stream_answered("d1", asked.number, answer, now_s=0.0)
+    assert states(state) == ["consumer-local"]
+    assert state.explain("d1", now_s=0.0)["rejected_code"] == code
+
+
+def test_an_answer_of_an_unknown_kind_is_refused():
+    state, asked = asking()
+    with pytest.raises(SchedulerStateError, match="must be an offer"):
+        state.stream_answered("d1", asked.number, {"kind": "maybe"}, now_s=0.0)
+    assert states(state) == ["consumer-asking"]
+
+
+class Unidentified(Prompt):
+    refusal = "ticket-prompt-unidentified"
+
+
+class Empty(Prompt):
+    def digest(self, tokens):
+        return None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Prompt, str]] = {
+    "off": ({"stream_reserve_fraction": 0.0}, {}, Prompt(), "ticket-early-off"),
+    "address": ({}, {"host": "192.0.2.1"}, Prompt(), "ticket-host"),
+    "uncovered": ({"peer_networks": ()}, {}, Prompt(), "ticket-early-uncovered"),
+    "identity": ({}, {}, Unidentified(), "ticket-prompt-unidentified"),
+    "no digest": ({}, {}, Empty(), "ticket-prompt-unidentified"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_early_ticket_that_is_refused_is_computed_here(case):
+    settings, changes, identity, code = REFUSED[case]
+    state = consumer(**settings)
+    admission = arrive(state, identity=identity, **changes)
+    assert (admission.role, admission.rejected_code) == ("none", code)
+    assert state.take_stream_questions() == []
+
+
+def test_an_id_serves_one_request_at_a_time():
+    state, _ = asking()
+    assert arrive(state, request_id="d2").rejected_code == "ticket-early-shared"
+    finish(state)
+    assert arrive(state, request_id="d3").role == "consumer"
+
+
+def test_a_whole_ticket_beside_an_early_one_is_read_plain():
+    state = consumer()
+    params = {**final_answer()["ticket"], "kv_stream": early(serves=False)["kv_stream"]}
+    assert state.arrive("d1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0).role == "consumer"
+    assert states(state) == ["consumer-queued"]
+    params = {**params, "remote_block_ids": [[-1]]}
+    admission = state.arrive("d2", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    assert (admission.role, admission.rejected_code) == ("none", "ticket-blocks")
+
+
+def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for():
+    state = consumer(state_backoff_tokens=1)
+
+    class Identified(Prompt):
+        def digest(self, tokens):
+            return DIGEST
+
+    admission = state.arrive("d1", early(serves=False), prompt_tokens=1, identity=Identified(), now_s=0.0)
+    assert admission.rejected_code == "ticket-prompt-unidentified"
+    assert state.take_stream_questions() == []

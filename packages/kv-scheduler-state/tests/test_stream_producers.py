@@ -1,0 +1,391 @@
+"""Streamed hand-overs of a producer, through `SchedulerState`."""
+
+from __future__ import annotations
+
+import pytest
+from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered, producer, question, run
+
+from kv_scheduler_state import SchedulerStateError, TicketReader
+from kv_scheduler_state._early_ticket import EarlyTicket, early_params
+from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
+
+ENDED = 1 << 63
+OPENED = ["arrive", "allocate", "chunk", "plan"]
+WHOLE = [*OPENED, "last-chunk", "plan"]
+
+
+def states(state):
+    return list(state.state_counts())
+
+
+def test_a_chunk_is_published_under_the_tag_of_its_start():
+    state = producer()
+    run(state, ["arrive", "allocate", "chunk"])
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.expects == ("p1",)
+    assert plan.fences == ()
+    assert plan.streams.opens == (StreamOpen("p1", 0, 100, 100),)
+    assert plan.streams.chunks == (StreamChunk("p1", 0, 100, (StreamRun(0, (1, 2, 3)),), 48),)
+    run(state, ["last-chunk"])
+    streams = state.take_step_plan(now_s=0.0).streams
+    assert streams == EMPTY_STREAM_PLAN._replace(
+        chunks=(StreamChunk("p1", 0, 100, (StreamRun(3, (4, 5, 6, 7)),), 100),)
+    )
+    assert states(state) == ["producer-complete"]
+
+
+def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
+    state, offer = offered()
+    ticket = offer["ticket"]
+    assert {key: value for key, value in offer.items() if key != "ticket"} == {
+        "kind": "offer",
+        "request_id": "p1",
+        "slot": 0,
+        "generation": 100,
+        "tag": 100,
+    }
+    assert (ticket["remote_block_ids"], ticket["kv_fence"], ticket["kv_prompt"]) == ([[]], [0, 100], DIGEST)
+    run(state, ["plan", "last-chunk", "plan"])
+    final = run(state, ["length"]).params
+    assert (final["kv_fence"], final["kv_nonce"]) == (ticket["kv_fence"], ticket["kv_nonce"])
+    assert final["remote_block_ids"] == [[1, 2, 3, 4, 5, 6, 7]]
+    (grant,) = state.take_step_plan(now_s=0.0).grants
+    assert (grant.fence, grant.nonce) == ((0, 100), final["kv_nonce"])
+    state.stream_question("b", question(2, wants_final=True))
+    answer = answer_of(state)
+    assert answer == {"kind": "final", "request_id": "p1", "slot": 0, "generation": 100, "ticket": final}
+    state.report(sent=["p1"], received=[], failed=[])
+    assert (state.stream_slots_used, state.live_count) == (0, 0)
+    assert not state.check_invariants()
+
+
+def test_a_final_ticket_under_fleet_secrets_is_sealed_with_the_nonce_of_the_offer():
+    state = producer(peer_networks=(), stream_slots=1)
+    secret = b"0123456789abcdef"
+    state.set_secrets([secret])
+    params = early(serves=True)
+    params["kv_stream"] = early_params(EarlyTicket(HAND_OVER, "10.0.0.1", 5600), secret)
+    state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
+    final = run(state, ["length"]).params
+    seal = state._producers.seal
+    reader = TicketReader(state.config)
+    assert seal.opened(reader, final, "handoff").nonce == final["kv_nonce"]
+    assert seal.opened(TicketReader(state.config, takes_offers=True), _offer(state), "handoff").fence == (0, 100)
+
+
+def _offer(state):
+    record = state._requests["p1"].producer
+    return state._producers._offer("p1", record)
+
+
+@pytest.mark.parametrize("way", [["chunk"], ["chunk", "plan"], ["chunk", "plan", "last-chunk", "plan"]])
+def test_an_aborted_stream_keeps_its_blocks_until_its_word_has_moved(way):
+    state = producer()
+    run(state, ["arrive", "allocate", *way])
+    assert run(state, ["abort"]) == (True, None, "")
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.streams == EMPTY_STREAM_PLAN._replace(voids=(StreamVoid("p1", 0, 100 | ENDED, 100, ends=True),))
+    assert plan.releases == (("p1",) if "plan" in way else ())
+    assert (states(state), state.stream_slots_used) == (["producer-voiding"], 1)
+    state.report(sent=["p1"], received=[], failed=[])
+    assert (state.live_count, state.stream_slots_used) == (0, 0)
+
+
+def test_a_restart_has_another_generation_and_its_void_gives_way_to_it():
+    state = producer()
+    run(state, [*OPENED, "preempt"])
+    assert state.take_step_plan(now_s=0.0).streams.voids == (StreamVoid("p1", 0, 100 | ENDED, 100, ends=False),)
+    run(state, ["allocate", "chunk"])
+    plan = state.take_step_plan(now_s=0.0)
+    assert plan.restarts == ("p1",)
+    assert plan.streams.opens == (StreamOpen("p1", 0, 101, 101),)
+    assert plan.streams.chunks[0].runs == (StreamRun(0, (1, 2, 3)),)
+    run(state, ["preempt", "allocate", "chunk"])
+    assert state.take_step_plan(now_s=0.0).streams.voids == ()
+
+
+def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():
+    state = producer()
+    run(state, OPENED)
+    blocks = [[9]]
+    state.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, preemptions=1, now_s=0.0)
+    run(state, ["preempt", "chunk"])
+    assert state.take_step_plan(now_s=0.0).streams.opens == (StreamOpen("p1", 0, 101, 101),)
+
+
+@pytest.mark.parametrize("way", [OPENED, WHOLE])
+def test_a_reset_voids_what_was_computed_and_only_a_restart_is_handed_over(way):
+    state = producer()
+    run(state, [*way, "reset"])
+    assert len(state.take_step_plan(now_s=0.0).streams.voids) == 1
+    run(state, ["reset", "chunk", "last-chunk"] if way is OPENED else ["last-chunk"])
+    assert states(state) == ["producer-stale"]
+    assert run(state, ["length"]) == (True, None, "cache-reset")
+    run(state, ["plan"])
+    state.report(sent=["p1"], received=[], failed=[])
+    run(state, [*way, "reset", "preempt", "allocate", "reset", "chunk", "last-chunk", "plan"])
+    assert run(state, ["length"]).params is not None
+
+
+def test_a_reset_takes_a_streamed_lease_back():
+    state = producer()
+    run(state, WHOLE)
+    run(state, ["length"])
+    run(state, ["plan", "reset"])
+    assert state.take_step_plan(now_s=0.0).revokes == ("p1",)
+    assert states(state) == ["producer-taken-back"]
+    state.stream_question("a", question())
+    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
+    state.report(sent=["p1"], received=[], failed=[])
+    assert state.stream_slots_used == 0
+
+
+def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
+    state = producer(stream_slots=1)
+    run(state, OPENED)
+    other = "0" * 31 + "8"
+    state.arrive("p2", early(serves=True, hand_over_id=other), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    run(state, ["allocate", "chunk"], "p2")
+    state.stream_question("a", question(hand_over_id=other))
+    assert not state.take_stream_answers()
+    plan = state.take_step_plan(now_s=0.0)
+    assert [(order.request_id, order.slot) for order in plan.fences] == [("p2", 1)]
+    assert plan.streams == EMPTY_STREAM_PLAN
+    run(state, ["preempt", "allocate", "last-chunk", "plan"], "p2")
+    assert run(state, ["length"], "p2").params["kv_fence"] == [1, 101]
+    assert answer_of(state)["kind"] == "final"
+    run(state, ["plan"])
+    state.report(sent=["p2"], received=[], failed=[])
+    assert (state.stream_slots_used, state.fence_slots_used) == (1, 0)
+    assert not state.check_invariants()
+
+
+@pytest.mark.parametrize("way", [["allocate", "chunk"], ["allocate", "chunk", "preempt"]])
+def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way):
+    state = producer(stream_table_entries=3)
+    run(state, ["arrive", *way, "plan"])
+    state.stream_question("a", question())
+    assert run(state, ["abort"]) == (False, None, "")
+    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
+    assert (state.live_count, state.fence_slots_used) == (0, 0)
+
+
+def test_a_question_is_parked_until_there_is_an_answer():
+    state = producer()
+    state.stream_question("early", question(1))
+    assert answer_of(state) == {"kind": "no", "reason": "unknown-id"}
+    run(state, ["arrive"])
+    state.stream_question("a", question(2))
+    state.stream_question("final", question(3, wants_final=True))
+    state.stream_question("gone", question(4))
+    state.stream_cancelled("gone", HAND_OVER)
+    state.stream_cancelled("gone", "another")
+    assert not state.take_stream_answers()
+    run(state, ["allocate", "chunk"])
+    ((asker, number, answer),) = state.take_stream_answers()
+    assert (asker, number, answer["kind"]) == ("a", 2, "offer")
+    run(state, ["abort"])
+    assert [(asker, answer["reason"]) for asker, _, answer in state.take_stream_answers()] == [("final", "withdrawn")]
+    state.report(sent=["p1"], received=[], failed=[])
+    state.stream_question("late", question(5))
+    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
+
+
+def test_questions_are_answered_for_the_same_prompt_only_and_are_bounded():
+    state = producer()
+    run(state, ["arrive"])
+    state.stream_question("a", question(digest="e" * 64))
+    assert answer_of(state) == {"kind": "no", "reason": "digest-mismatch"}
+    for index in range(9):
+        state.stream_question(f"a{index}", question(index + 1))
+    ((asker, _, answer),) = state.take_stream_answers()
+    assert (asker, answer["reason"]) == ("a8", "busy")
+
+
+@pytest.mark.parametrize("case", ["no slots", "no identity", "id in use", "declined"])
+def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
+    state = producer(stream_slots=0 if case == "no slots" else 2)
+    identity = None if case == "no identity" else Prompt()
+    if case == "id in use":
+        run(state, ["arrive"], "p0")
+    params = {"do_remote_decode": True} if case == "declined" else early(serves=True)
+    if case == "declined":
+        state.stream_declined(HAND_OVER)
+    admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
+    assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
+    if case != "id in use":
+        state.stream_question("a", question())
+        assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
+
+
+def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
+    state = producer()
+    state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    assert states(state) == ["producer-waiting"]
+    state.stream_question("a", question())
+    assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}, (
+        "or its reader would ask until its patience ends"
+    )
+
+
+@pytest.mark.parametrize("told", [None, 7, "x", {"id": 7}, {"id": "x" * 32}, {"id": ["a"]}])
+def test_an_early_ticket_without_an_id_leaves_nothing_behind(told):
+    state = producer()
+    params = {"do_remote_decode": True, "kv_stream": told}
+    state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    assert (states(state), standings(state)) == (["producer-waiting"], [])
+
+
+def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
+    state = producer()
+    state.set_secrets((b"s" * 32,))
+    state.arrive("p1", early(serves=True, mac="0" * 64), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    assert (states(state), standings(state)) == (["producer-waiting"], [])
+
+
+def test_the_memory_of_ended_ids_is_bounded():
+    state = producer()
+    for index in range(1100):
+        state.stream_declined(f"{index:032x}")
+    assert len(state._producers.streams._ended_ids) == 1024
+
+
+@pytest.mark.parametrize(("way", "event"), [(["arrive"], "chunk"), (OPENED, "revoke"), (["arrive"], "preempt")])
+def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
+    state = producer()
+    run(state, way)
+    before = states(state)
+    with pytest.raises(SchedulerStateError):
+        run(state, [event])
+    assert states(state) == before
+
+
+def test_a_request_that_never_ran_ends_without_a_trace():
+    state = producer()
+    run(state, ["arrive"])
+    state.stream_question("a", question())
+    assert run(state, ["abort"]) == (False, None, "")
+    assert answer_of(state)["reason"] == "withdrawn"
+    assert state.live_count == 0
+    assert not state.take_step_plan(now_s=0.0).streams.voids
+
+
+def saves_of(state):
+    plan = state.take_step_plan(now_s=0.0)
+    return [(request_id, blocks[0]) for request_id, blocks in plan.saves], plan
+
+
+@pytest.mark.parametrize("slots", [2, 0])
+def test_a_streamed_prompt_is_saved_like_any_other(slots):
+    """Without a slot it is read once it is finished, from the same mirror."""
+    state = producer(uses_host_buffer=True, stream_slots=slots or 1)
+    if not slots:
+        run(state, ["arrive"])
+        state.stream_whole("p1")
+    run(state, (["arrive"] if slots else []) + ["allocate", "chunk"])
+    saves, plan = saves_of(state)
+    assert (saves, plan.completes) == ([("p1", (1, 2, 3))], ())
+    run(state, ["last-chunk"])
+    saves, plan = saves_of(state)
+    assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
+
+
+def test_a_prompt_of_one_chunk_is_saved_and_complete():
+    state = producer(uses_host_buffer=True)
+    run(state, ["arrive", "allocate", "last-chunk"])
+    saves, plan = saves_of(state)
+    assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
+
+
+def test_blocks_that_a_chunk_writes_again_are_saved_and_not_published():
+    state = producer(uses_host_buffer=True)
+    run(state, ["arrive", "allocate"])
+    state.scheduled("p1", new_block_ids=[[3]], touched_block_ids=[[2, 3]], is_prompt_complete=False, computed_tokens=40)
+    saves, plan = saves_of(state)
+    assert saves == [("p1", (2, 3))]
+    assert plan.streams.chunks[0].runs == (StreamRun(0, (3,)),)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        ["arrive", "allocate", "chunk"],
+        ["arrive", "allocate", "chunk", "last-chunk"],
+        ["arrive", "allocate", "chunk", "reset"],
+        ["arrive", "stream_whole", "allocate", "chunk"],
+    ],
+    ids=["offered", "complete", "stale", "plain"],
+)
+def test_a_preempted_stream_saves_nothing_of_blocks_that_are_gone(events):
+    state = producer(uses_host_buffer=True)
+    for event in events:
+        if event == "stream_whole":
+            state.stream_whole("p1")
+        else:
+            run(state, [event])
+    run(state, ["preempt"])
+    plan = state.take_step_plan(now_s=0.0)
+    assert (plan.saves, plan.completes) == ((), ())
+
+
+def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
+    state = producer()
+    run(state, ["arrive"])
+    state.stream_whole("p1")
+    state.stream_question("a", question())
+    run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
+    assert not state.take_stream_answers()
+    assert state.stream_slots_used == 0
+    final = run(state, ["length"]).params
+    assert answer_of(state) == {
+        "kind": "final",
+        "request_id": "p1",
+        "slot": final["kv_fence"][0],
+        "generation": final["kv_fence"][1],
+        "ticket": final,
+    }
+    with pytest.raises(SchedulerStateError):
+        state.stream_whole("unknown")
+
+
+def standings(state):
+    return [(each.hand_over_id, each.digest, each.answer) for each in state.take_stream_standings()]
+
+
+def test_the_final_ticket_stands_while_it_is_leased():
+    state = producer()
+    run(state, WHOLE)
+    assert standings(state) == []
+    final = run(state, ["length"]).params
+    slot, generation = final["kv_fence"]
+    answer = {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": final}
+    assert standings(state) == [(HAND_OVER, DIGEST, answer)]
+    assert standings(state) == []
+    state.report(sent=["p1"], received=[], failed=[])
+    withdrawn = {"kind": "no", "reason": "withdrawn"}
+    assert standings(state) == [(HAND_OVER, "", withdrawn)]
+    run(state, ["arrive"])
+    assert standings(state) == [(HAND_OVER, "", None)], "it lives again"
+
+
+def test_a_ticket_that_was_taken_back_never_stands():
+    state = producer()
+    run(state, [*WHOLE, "length"])
+    run(state, ["plan", "revoke"])
+    assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
+
+
+def test_answers_that_stand_are_bounded_whether_or_not_anybody_takes_them():
+    for takes in (False, True):
+        state, board = producer(), {}
+        for index in range(1500):
+            state.stream_declined(f"{index:032x}")
+            for hand_over_id, _, answer in standings(state) if takes else ():
+                board.pop(hand_over_id, None)
+                if answer is not None:
+                    board[hand_over_id] = answer
+        left = board or {hand_over_id: answer for hand_over_id, _, answer in standings(state)}
+        assert len(left) == 1024
+        assert f"{1499:032x}" in left
+        assert f"{0:032x}" not in left

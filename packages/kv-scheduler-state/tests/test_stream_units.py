@@ -1,0 +1,209 @@
+"""Parts of a streamed hand-over alone: reservations, places in tables, words, readers, reports and tags."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_scheduler_state import GroupConfig, LeaseEnd
+from kv_scheduler_state._errors import DuplicateRequest, InvalidConfig, UnknownRequest
+from kv_scheduler_state._plan import ReadOrder
+from kv_scheduler_state._stream_ends import StreamEnds
+from kv_scheduler_state._stream_places import StreamPlaces
+from kv_scheduler_state._stream_reader import Stream, StreamReaders, StreamReport
+from kv_scheduler_state._stream_reserve import StreamReserve
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
+from kv_scheduler_state._stream_values import (
+    StreamChunk,
+    StreamOpen,
+    StreamOrder,
+    StreamPart,
+    StreamPlan,
+    StreamRun,
+    StreamVoid,
+    is_later_tag,
+    stream_tag,
+)
+from kv_scheduler_state._stream_worker import StreamWorker
+from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
+from kv_scheduler_state._ticket import PeerAddress
+
+
+def test_every_pair_of_state_and_event_is_decided():
+    def pairs(table):
+        states = [state for state in table.states if state != "gone"]
+        return len(table.rows), len(states) * len(table.events) - len(table.rows)
+
+    # Listed, and refused: whoever adds a state or an event decides each of its pairs.
+    assert pairs(STREAM_PRODUCER_TABLE) == (43, 89)
+    assert pairs(STREAM_CONSUMER_TABLE) == (36, 129)
+    assert pairs(STREAM_READER_TABLE) == (16, 34)
+
+
+def test_streams_join_the_machines_of_plain_hand_overs():
+    assert PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE).on("allocate")["early"].target == "opening"
+    assert CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE).on("final")["asking"].target == "queued"
+    with pytest.raises(InvalidConfig, match="listed twice"):
+        PRODUCER_TABLE.joined(PRODUCER_TABLE)
+
+
+def test_the_example_of_the_places():
+    groups = (GroupConfig(block_tokens=16), GroupConfig(block_tokens=32), GroupConfig("state", scratch_blocks=1))
+    places = StreamPlaces(groups, 100)
+    assert places.total == 12
+    for _ in range(2):
+        first = places.fill([[5, 6, 7, 8], [20, 21], [29]], is_last=False)
+        assert first == (StreamRun(0, (5, 6, 7, 8)), StreamRun(7, (20, 21)))
+        last = places.fill([[9, 10, 11, 12], [22, 23], [30, 31]], is_last=True)
+        assert last == (StreamRun(4, (9, 10, 11)), StreamRun(9, (22, 23)), StreamRun(11, (30,)))
+        places.restart()
+
+
+class Log(list):
+    def open(self, *values):
+        self.append(("open", *values))
+
+    def void(self, *values):
+        self.append(("void", *values))
+
+    def put(self, *values):
+        self.append(("put", *values))
+
+    def show(self, *values):
+        self.append(("show", *values))
+
+
+def test_words_are_stored_in_the_order_that_makes_them_safe():
+    words = Log()
+    worker = StreamWorker(words, 2)
+    chunk = StreamChunk("r", 1, 8, (StreamRun(0, (3,)), StreamRun(7, (4,))), 16)
+    ended = 7 | 1 << 63
+    worker.before_forward(StreamPlan((StreamVoid("o", 1, ended, 7, ends=True),), (StreamOpen("r", 1, 8, 8),), (chunk,)))
+    assert words == [("void", 1, ended, 7), ("open", 1, 8, 8), ("put", 1, 8, 0, (3,)), ("put", 1, 8, 7, (4,))]
+    assert worker.take_sent() == ["o"]
+    assert worker.take_sent() == []
+    words.clear()
+    worker.chunk_ended(chunk._replace(tag=7))
+    assert words == []
+    worker.chunk_ended(chunk)
+    assert words == [("show", 1, 8, 16)]
+    words.clear()
+    worker.leases_ended(
+        [LeaseEnd("p", "read", (2, 9), True, False, 1), LeaseEnd("r", "read", (1, ended), True, False, 1)]
+    )
+    assert words == [("void", 1, ended, 7)]
+    worker.chunk_ended(chunk)
+    assert words == [("void", 1, ended, 7)]
+    assert worker.take_sent() == []
+
+
+def watch(request_id="r"):
+    read = ReadOrder(request_id, PeerAddress("p", "10.0.0.1", 1), "p1", (), (), 16, (0, 1), "n", 1.0, is_reported=True)
+    return StreamPlan(watches=(StreamOrder(read, 1, 0),))
+
+
+def test_a_worker_whose_fence_held_tells_the_engine_once():
+    ends = StreamEnds()
+    assert [order.read.request_id for order in ends.apply(watch())[0]] == ["r"]
+    ends.ended(StreamReport("r", is_done=True))
+    assert ends.take_report() == (("r",), (), (("r", True),))
+    # Another worker broke: what this one has read counts for the next stream, for the final ticket and for a stop.
+    assert ends.apply(watch()) == ((), ())
+    assert ends.take_report() == ((), (), (("r", True),))
+    assert ends.apply(StreamPlan(stops=("r",))) == ((), ())
+    assert ends.take_report() == ((), (), ())
+
+
+def test_a_worker_whose_stream_broke_tells_the_scheduler_half_alone():
+    ends = StreamEnds()
+    ends.apply(watch())
+    ends.ended(StreamReport("r", is_done=False))
+    assert ends.take_report() == ((), (), (("r", False),))
+    assert ends.apply(StreamPlan(stops=("r",))) == ((), ())
+    assert ends.take_report() == (("r",), ("r",), ())
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_stopped_stream_is_reported_as_failed_however_it_ends(is_done):
+    ends = StreamEnds()
+    ends.apply(watch())
+    assert ends.apply(StreamPlan(stops=("r",))) == ((), ("r",))
+    assert ends.take_report() == ((), (), ())
+    ends.ended(StreamReport("r", is_done=is_done))
+    assert ends.take_report() == (("r",), ("r",), ())
+
+
+def test_the_final_ticket_is_read_by_those_who_are_not_done():
+    done, torn = StreamEnds(), StreamEnds()
+    for ends in (done, torn):
+        ends.apply(watch())
+        ends.ended(StreamReport("r", is_done=ends is done))
+    assert (done.takes_read("r"), torn.takes_read("r")) == (False, True)
+    # Afterwards nothing is remembered: the id may come again.
+    assert done.takes_read("r")
+    ends = StreamEnds()
+    ends.apply(watch())
+    ends.ended(StreamReport("r", is_done=True))
+    ends.apply(StreamPlan(ends=("r",)))
+    assert ends.takes_read("r")
+
+
+def test_a_reservation_is_counted_once_and_comes_back():
+    reserve = StreamReserve(10, 0.5)
+    assert not reserve.take("r", 6, free_blocks=10)
+    assert not reserve.take("r", 5, free_blocks=4)
+    assert reserve.take("r", 5, free_blocks=5)
+    assert reserve.take("r", 5, free_blocks=5)
+    assert not reserve.take("s", 1, free_blocks=5)
+    assert not reserve.take("r", 5, free_blocks=4)
+    assert reserve.held == 0
+    assert reserve.take("s", 1, free_blocks=5)
+    reserve.give_back("s")
+    assert reserve.held == 0
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
+def test_a_share_is_one(fraction):
+    with pytest.raises(InvalidConfig):
+        StreamReserve(10, fraction)
+
+
+def test_the_readers_example():
+    made = StreamReaders(5.0)
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    assert made.observed("r", 0, 0, 0.0) is None
+    assert made.observed("r", 7, 10, 0.0) is None
+    assert made.observed("r", 7, 40, 0.0) == StreamPart(0, 2, has_rest=False)
+    assert made.observed("r", 7, 80, 0.0) == StreamPart(2, 5, has_rest=False)
+    assert made.observed("r", 7, 100, 0.0) == StreamPart(5, 7, has_rest=True)
+    for _ in range(3):
+        assert made.take_fences() == []
+        made.landed("r", is_good=True, now_s=1.0)
+    assert made.take_fences() == ["r"]
+    made.fence_found("r", 7)
+    assert made.take_reports() == [("r", True)]
+    with pytest.raises(UnknownRequest):
+        made.landed("r", is_good=True, now_s=1.0)
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    with pytest.raises(DuplicateRequest):
+        made.watch("r", Stream(7, 7, 100, 16), 0.0)
+
+
+def test_deadlines_count_from_progress():
+    made = StreamReaders(5.0)
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.observed("r", 7, 40, 4.0)
+    made.tick(8.9)
+    assert made.state_of("r") == "watching"
+    made.tick(9.0)
+    assert made.state_of("r") == "breaking"
+    assert made.take_reports() == []
+    made.landed("r", is_good=True, now_s=9.0)
+    assert made.take_reports() == [("r", False)]
+
+
+def test_tags_go_round():
+    assert stream_tag((1 << 32) + 7) == 7
+    assert is_later_tag(8, 7)
+    assert is_later_tag(1, (1 << 32) - 1)
+    assert not is_later_tag(7, 7)
+    assert not is_later_tag(7, 8)
