@@ -32,6 +32,8 @@ LEASE_S = 15
 REQUESTS = 200 if IS_LONG else 40
 """Prompts from 0 on of a rolling restart; the others are free for other tests that share its engines."""
 PROMPTS = 260 if IS_LONG else 60
+LONG_PROMPTS = range(1000, 1008)
+"""Numbers of prompts of about 1 800 tokens."""
 _ANSWER_TOKENS = 16
 
 
@@ -45,8 +47,9 @@ def model_folder() -> Path:
     return local_model(Path(os.environ["KVDEV_UV"]), "dense", os.environ["KVDEV_VLLM"])[1]
 
 
-def prompt(number: int, words: int = 60) -> str:
-    """Return a prompt of about `4 * words` tokens that shares no block with that of another number."""
+def prompt(number: int) -> str:
+    """Return a prompt of about 300 tokens, one for each character, that shares no block with that of another number."""
+    words = 300 if number in LONG_PROMPTS else 60
     return f"{number:04d} " + " ".join(f"w{number * 7 + k * k % 97}" for k in range(words))
 
 
@@ -107,7 +110,7 @@ class Alone:
 @contextlib.contextmanager
 def started_alone() -> Iterator[Alone]:
     """Let one plain engine, without a connector, answer all prompts, and end it."""
-    numbers = range(PROMPTS)
+    numbers = [*range(PROMPTS), *LONG_PROMPTS]
     spec = EngineSpec("fleet-alone", model_folder(), "0")
     with start_all([spec], fleet_python(), quiet=True) as (engine,):
         replies = asyncio.run(ask_all(engine.url, numbers))

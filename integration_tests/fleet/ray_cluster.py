@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -32,7 +33,11 @@ PAGE = ROOT / "docs" / "operate" / "ray.md"
 NODE_IP = "127.0.0.1"
 _MARK = "FLEET_MARK"
 _NOT_INHERITED = ("VLLM_", "UCX_", "NIXL_", "KVDEV_", "KV_TRANSFER_", "RAY_", "PYTHONDONTWRITEBYTECODE")
-_ENGINE = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**28, "dtype": "float32", "enforce_eager": True}
+_ENGINE = {
+    "max_model_len": 2048, "kv_cache_memory_bytes": 2**28, "dtype": "float32", "enforce_eager": True,
+    "max_num_batched_tokens": 128, "max_num_seqs": 8,
+}  # fmt: skip
+"""Long prompts are computed in many steps."""
 _STARTS_WITHIN_S = 600.0
 _ENDS_WITHIN_S = 20.0
 
@@ -84,6 +89,23 @@ class RayCluster:
             )
         self.started[name] = process
         return process
+
+    def serve(self, *words: str) -> None:
+        """Start the app with these arguments beside the documented ones, or change what runs, and wait until it is ready.
+
+        Replicas whose arguments stay go on.
+        """
+        before = self.started.get("serve run")
+        if before is not None:
+            before.kill()  # an interrupt would end the app
+            before.wait()
+        first = [f"{side}_first_port={self.port(side)}" for side in ("prefill", "decode")]
+        process = self.start("serve run", *first, f"engine={json.dumps(_ENGINE)}", *words)
+        until = time.monotonic() + _STARTS_WITHIN_S
+        while "Application 'default' is ready" not in (self.folder / "serve-run.log").read_text(errors="replace"):
+            assert process.poll() is None, self.last_words()
+            assert time.monotonic() < until, self.last_words()
+            time.sleep(0.5)
 
     def processes(self, text: str = "") -> list[int]:
         """Return the process numbers of this cluster whose command line contains `text`."""
@@ -150,20 +172,21 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def started_app(name: str, *words: str) -> Iterator[RayCluster]:
-    """Start a cluster with one node and the app on it, with these arguments of the app beside the documented ones."""
+def started_cluster(name: str) -> Iterator[RayCluster]:
+    """Start a cluster with one node; its logs are kept under this name."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         cluster = RayCluster(Path(folder))
         try:
-            _start(cluster, *words)
+            _start(cluster)
             yield cluster
         finally:
             cluster.end()
             _keep_logs(cluster, STATE / "logs" / f"ray-{name}")
 
 
-def _start(cluster: RayCluster, *words: str) -> None:
-    (cluster.folder / "pd_app.py").write_text(_fenced("python"))
+def _start(cluster: RayCluster) -> None:
+    (program,) = _fenced("python")
+    (cluster.folder / "pd_app.py").write_text(program)
     names = [
         "port", "metrics-export-port", "node-manager-port", "object-manager-port", "ray-client-server-port",
         "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port",
@@ -177,10 +200,6 @@ def _start(cluster: RayCluster, *words: str) -> None:
     _wait_for_port(head, NODE_IP, cluster.port("port"), cluster)
     proxy = cluster.start("serve start", "--http-port", str(cluster.port("http")))
     assert proxy.wait(timeout=300) == 0, cluster.last_words()
-    first = {side: free_port() for side in ("prefill", "decode")}
-    arguments = [f"{side}_first_port={port}" for side, port in first.items()]
-    cluster.start("serve run", *arguments, f"engine={json.dumps(_ENGINE)}", *words)
-    cluster.wait_serving()
 
 
 def _wait_for_port(process: subprocess.Popen[bytes], host: str, port: int, cluster: RayCluster) -> None:
@@ -201,15 +220,22 @@ def _keep_logs(cluster: RayCluster, target: Path) -> None:
             shutil.copyfile(log, target / log.name)
 
 
-def _fenced(language: str) -> str:
-    """Return the block of the documentation in this language: exactly one."""
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return str(block)
+def streaming_words() -> list[str]:
+    """Return the arguments with which the documented app streams; these replicas lie on loopback."""
+    (line,) = _fenced("sh")[1].splitlines()
+    words = [word for word in shlex.split(line) if word.startswith("connector=")]
+    assert "10.0.0.0/8" in words[0]
+    return [words[0].replace("10.0.0.0/8", "127.0.0.0/8")]
+
+
+def _fenced(language: str) -> list[str]:
+    """Return the blocks of the documentation in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def _command(name: str) -> str:
-    """Return the documented command that begins with these words."""
-    (line,) = [line for line in _fenced("sh").splitlines() if line.startswith(name)]
+    """Return the command under *Run it* that begins with these words."""
+    (line,) = [line for line in _fenced("sh")[0].splitlines() if line.startswith(name)]
     return line
 
 

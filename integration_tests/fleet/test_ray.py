@@ -7,12 +7,13 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from judging import (
     IS_LONG,
     LIVE,
+    LONG_PROMPTS,
     SLOTS,
     USAGE,
     Alone,
@@ -24,11 +25,15 @@ from judging import (
     handed_over,
     prompt,
 )
-from ray_cluster import PAGE, RayCluster, started_app
+from ray_cluster import PAGE, RayCluster, started_cluster, streaming_words
 
 from kvdev.engines import metric_sum, samples_of
 
 INFO = "vllm:kv_transfer_info"
+STREAMS = "vllm:kv_transfer_stream_bytes_count"
+READ = "vllm:kv_transfer_read_bytes_total"
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+"""Prompt tokens, with `source="local_compute"` those that an engine computed."""
 _EXPORTED_WITHIN_S = 60.0
 """Ray's agent collects metrics every ten seconds."""
 _REPLACED_WITHIN_S = 300.0
@@ -37,10 +42,11 @@ _PREFILL = "ServeReplica:default:Prefill"
 """In the command line of a prefill replica's process."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def app(alone: Alone) -> Iterator[RayCluster]:
+    """A cluster; each test serves what it needs."""
     assert alone  # made first: the plain engine has ended before the fleet starts
-    with started_app("pair") as cluster:
+    with started_cluster("pair") as cluster:
         yield cluster
 
 
@@ -80,6 +86,8 @@ def settles(app: RayCluster, prefill_replicas: int) -> None:
 
 
 def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayCluster, alone: Alone) -> None:
+    app.serve()
+    app.wait_serving()
     numbers = range(1, 13)
     alone.assert_same(asyncio.run(ask_all(app.url, numbers)))
     expected = 1 + len(numbers)  # the first, when the app had started
@@ -94,6 +102,50 @@ def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayC
     settles(app, prefill_replicas=1)
 
 
+@pytest.mark.skipif(not IS_LONG, reason="long: both replicas are replaced once more (dev.py test --long fleet)")
+def test_replicas_that_stream_work_at_once_and_nothing_is_computed_twice(app: RayCluster, alone: Alone) -> None:
+    app.serve(*streaming_words())
+    assert_handed_over(app, alone, LONG_PROMPTS[:4], is_streamed=True)
+    settles(app, prefill_replicas=1)
+
+
+@pytest.mark.skipif(not IS_LONG, reason="long: both replicas are replaced once more (dev.py test --long fleet)")
+def test_a_prefill_replica_that_does_not_stream_hands_over_whole_prompts(app: RayCluster, alone: Alone) -> None:
+    """Both replicas at once would lose the ticket, and every prompt would be computed twice."""
+    app.serve("connector={}", *(f"decode_{word}" for word in streaming_words()))
+    assert_handed_over(app, alone, LONG_PROMPTS[4:], is_streamed=False)
+    assert app.logs().count("not streamed: the prefill replica does not have") == 1
+    settles(app, prefill_replicas=1)
+
+
+def assert_handed_over(app: RayCluster, alone: Alone, numbers: Sequence[int], *, is_streamed: bool) -> None:
+    """The texts are those of one engine, and the decode replica reads each prompt once, streamed or whole, and computes none."""
+    before = app.page()
+    app.wait_serving()
+    alone.assert_same(asyncio.run(ask_all(app.url, numbers)))
+    prompts = [0, *numbers]
+    expected = sum(map(_cache_bytes, prompts))
+    eventually(lambda: sum(growth(before, app.page(), READ).values()) >= expected)
+    page = app.page()
+    ((decode, read),) = growth(before, page, READ).items()
+    assert read == expected
+    assert growth(before, page, STREAMS) == ({decode: len(prompts)} if is_streamed else {})
+    assert metric_sum(page, COMPUTED, source="external_kv_transfer", ReplicaId=decode) >= sum(
+        len(prompt(n)) for n in prompts
+    )
+    assert metric_sum(page, COMPUTED, source="local_compute", ReplicaId=decode) == 0
+    assert_nothing_failed([page])
+
+
+def growth(before: str, after: str, name: str) -> dict[str, float]:
+    """Return by how much a counter has grown, for each replica of which it has."""
+    grown = {
+        sample.labels["ReplicaId"]: sample.value - metric_sum(before, name, ReplicaId=sample.labels["ReplicaId"])
+        for sample in samples_of(after, name)
+    }
+    return {replica: level for replica, level in grown.items() if level}
+
+
 def test_words_for_further_nodes_are_rays() -> None:
     """`ray start --address HEAD:6379 --block` needs a second machine; its options are those that Ray's own help has."""
     (line,) = re.findall(r"`(ray start --address [^`]+)`", PAGE.read_text())
@@ -104,7 +156,9 @@ def test_words_for_further_nodes_are_rays() -> None:
 
 @pytest.mark.skipif(not IS_LONG, reason="long: two prefill replicas, a kill, a replacement (dev.py test --long fleet)")
 def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alone: Alone) -> None:
-    with started_app("replaced", "prefill_replicas=2") as app:
+    with started_cluster("replaced") as app:
+        app.serve("prefill_replicas=2")
+        app.wait_serving()
         leasing: set[str] = set()
 
         def hands_over(replicas: int) -> bool:

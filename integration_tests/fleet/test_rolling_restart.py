@@ -121,8 +121,8 @@ def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
 
 def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_by_two: TwoByTwo) -> None:
     fleet = two_by_two
-    urls = [[engine.url for engine in side] for side in (fleet.prefill, fleet.decode)]
-    with running_router(*urls) as router:
+    prefill, decode = ([engine.url for engine in side] for side in (fleet.prefill, fleet.decode))
+    with running_router(prefill, decode) as router:
         load = Load(router)
 
         # Engines end with the thread that started them, so that is this one, and the load has a thread of its own.

@@ -1,0 +1,130 @@
+"""The connector's back end for Ray Serve LLM, under the name `KVTransferConnector`.
+
+An app file calls `register_backend()` once. From then on Ray gives each replica its host, port and engine id as under
+`NixlConnector`; and where the configuration says `streaming`, it chooses the prefill replica first, and sends each request to
+both replicas at once.
+
+Ray asks for the two requests of a hand-over in two calls that share nothing but the client's request and the metadata of the
+prefill replica, so the hand-over's id is a hash of the request's. A request id that is used twice at once is handed over plain.
+
+Of two replicas that work at once Ray drops the prefill replica's answer, and with it the ticket. So both must stream. A prefill
+replica that does not publishes no address, and its requests run one after the other, as without `streaming`.
+
+Source: `ray/llm/_internal/serve` of Ray 2.60, `engines/vllm/kv_transfer` and `serving_patterns/prefill_decode/pd_server.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import clamp_request_to_single_token
+from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
+
+from vllm_adapter.host.early_tickets import EarlyTicketWriter
+
+if TYPE_CHECKING:
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.base import Request
+
+__all__ = ["KVTransferBackend", "register_backend"]
+
+_NAME: Final = "KVTransferConnector"
+_SIDE_CHANNEL: Final = "kv_side_channel"
+_logger = logging.getLogger("vllm.vllm_adapter")
+
+
+def register_backend() -> None:
+    """Make the back end known to all processes of the Ray cluster; safe to call more than once."""
+    if not KVConnectorBackendFactory.is_registered(_NAME):
+        KVConnectorBackendFactory.register_backend(_NAME, f"{__name__}:{KVTransferBackend.__name__}")
+
+
+@final
+class KVTransferBackend(NixlConnectorBackend):
+    """Addresses replicas as under `NixlConnector`, and lets both work at once if `streaming` is on."""
+
+    _writer: EarlyTicketWriter | None = None
+    _has_address = True
+    """Whether the prefill replica of the latest request has said where it listens."""
+    _has_told = False
+
+    @property
+    def requires_peer_binding(self) -> bool:
+        """Whether the prefill replica is chosen before anything is sent."""
+        return self._tickets.reads_streams
+
+    @property
+    def concurrent_handoff(self) -> bool:
+        """Whether both replicas get the latest request at once; Ray looks right after it has shaped the prefill request."""
+        return self._tickets.reads_streams and self._has_address
+
+    def replica_metadata(self) -> dict[str, object]:
+        """Tell the orchestrator where this replica's side channel listens; nothing if this replica does not stream."""
+        if not self._tickets.is_streaming:
+            return {}
+        host, port = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+        return {_SIDE_CHANNEL: [host, port]}
+
+    def prepare_prefill_request(self, *, request: Request, peer: Mapping[str, object] | None) -> Request:
+        """Return the prefill replica's request: one token, and the early ticket if the replica has said where it listens."""
+        address = _address_of(peer)
+        self._has_address = address is not None
+        if address is None or not self._tickets.reads_streams:
+            self._tell_of_sequence()
+            return super().prepare_prefill_request(request=request, peer=peer)
+        asked = request.model_copy(deep=True)
+        asked.kv_transfer_params = self._tickets.for_prefill(_id_of(request), *address)
+        clamp_request_to_single_token(asked)
+        return asked
+
+    def prepare_decode_request(
+        self, *, request: Request, peer: Mapping[str, object] | None, prefill_response: object | None
+    ) -> Request:
+        """Return this replica's own request: the early ticket, or the prefill replica's answer where Ray waited for it."""
+        address = _address_of(peer)
+        if address is None or prefill_response is not None or not self._tickets.reads_streams:
+            return super().prepare_decode_request(request=request, peer=peer, prefill_response=prefill_response)
+        asked = request.model_copy(deep=True)
+        asked.kv_transfer_params = self._tickets.for_decode(_id_of(request), *address)
+        return asked
+
+    def _tell_of_sequence(self) -> None:
+        """Say once why a replica that streams is served by one that does not, or does not read."""
+        if self._has_told or not self._tickets.is_streaming:
+            return
+        self._has_told = True
+        if self._tickets.reads_streams:
+            _logger.warning(
+                "prompts are handed over whole, not streamed: the prefill replica does not have `streaming`"
+            )
+        else:
+            _logger.warning(
+                "prompts are handed over whole, not streamed: this decode replica has neither fleet secrets nor remote_hosts, or "
+                "its stream_reserve_fraction is 0"
+            )
+
+    @property
+    def _tickets(self) -> EarlyTicketWriter:
+        if self._writer is None:
+            extra = cast("Mapping[str, object] | None", self.kv_transfer_config.get("kv_connector_extra_config"))
+            self._writer = EarlyTicketWriter(extra or {})
+        return self._writer
+
+
+def _id_of(request: Request) -> str:
+    """Return the hand-over id of a request, the same in both calls. Ray gives every request an id."""
+    return hashlib.sha256(f"kv-stream {request.request_id}".encode()).hexdigest()[:32]
+
+
+def _address_of(peer: Mapping[str, object] | None) -> tuple[str, int] | None:
+    """Return host and port of a prefill replica; None for one that says nothing, as under another connector."""
+    found: Any = peer.get(_SIDE_CHANNEL) if isinstance(peer, Mapping) else None
+    match found:
+        case [str() as host, int() as port]:
+            return host, port
+        case _:
+            return None

@@ -1,0 +1,6 @@
+from typing import Any
+
+class LLMConfig:
+    kv_connector_backend: Any
+    def __init__(self, **values: object) -> None: ...
+    def setup_engine_backend(self) -> None: ...
