@@ -37,7 +37,7 @@ TERMS = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adap
 Rank = tuple[int, int]
 
 
-NO_AGENT = SimpleNamespace(agent_metadata=lambda: b"agent", fence=(0xF000, 0, 16))
+NO_AGENT = SimpleNamespace(agent_metadata=lambda: b"agent", fence=(0xF000, 0, 16), streams=None)
 
 
 def config(**keys: object) -> str:

@@ -63,6 +63,7 @@ class Result:
 class Metadata:
     generation: int | None = 1
     fence: tuple[int, int, int] | None = (0xF000, 0, 16)
+    streams: tuple[int, int, int, int] | None = None
     agent_metadata: bytes = b"agent"
     geometry: bytes | None = b"{}"
     region_mem_types: tuple[str, ...] | None = ("DRAM",)
@@ -160,6 +161,8 @@ class FakeAgent:
     """An owner thread that runs what it is given at once, and remembers it all."""
 
     fence = (0xF000, 0, 16)
+    streams = None
+    stream_words = None
     is_alive = True
 
     def __init__(self) -> None:

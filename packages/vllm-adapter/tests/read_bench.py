@@ -6,12 +6,14 @@ from typing import Any
 
 from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
 
+from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, Streaming
 from vllm_adapter.worker.transfer.records import FinishedRead
+from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
@@ -23,7 +25,7 @@ DOCUMENT: Any = {}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, retries: int = 0, codec: Any = None, only_ours: bool = False) -> None:
+    def __init__(self, *, retries: int = 0, codec: Any = None, only_ours: bool = False, streams: bool = False) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.finished: list[FinishedRead] = []
@@ -34,7 +36,9 @@ class Bench:
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         limits = ReadLimits(60, 30, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
-        self.reads = ReadCoordinator(parts, planner, limits, self.finished.append)
+        self.streamed: list[FinishedRead] = []
+        streaming = Streaming(StreamReaders, StreamShape([StreamGroup(16)]), self.streamed.append) if streams else None
+        self.reads = ReadCoordinator(parts, planner, limits, self.finished.append, streaming)
 
     @property
     def ends(self) -> list[ReadEnd]:

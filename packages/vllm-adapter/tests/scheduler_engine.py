@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factories import facts
+from stream_wires import Wire
 
+from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.fleet_secrets import FleetSecrets
@@ -35,6 +37,9 @@ class Listener:
     def start(self) -> None:
         pass
 
+    def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -48,15 +53,35 @@ class Parts:
     changes: dict[str, Any] = field(default_factory=dict)
     listener: Listener = field(default_factory=Listener)
     secrets: FleetSecrets | None = None
+    wire: Wire | None = None
+    """The side channel on which streams are asked for; None for an engine that does not stream."""
+    is_asked: bool = False
+    """Whether the wire leads to this engine, and not from it."""
+
+    ask_wait_s = 5.0
+    stream_codec = Codec()
+
+    @property
+    def streams(self) -> bool:
+        return self.wire is not None
+
+    def make_ask_client(self) -> Any:
+        assert self.wire is not None
+        return self.wire.client()
 
     def make_state(self) -> SchedulerState:
-        kinds = {"state": GroupConfig("state", BLOCK), "attention": GroupConfig("full", BLOCK)}
+        kinds = {
+            "state": GroupConfig("state", BLOCK),
+            "attention": GroupConfig("full", BLOCK),
+            "sliding-window": GroupConfig("window", BLOCK, window_tokens=2 * BLOCK),
+        }
         values: dict[str, Any] = {
             "groups": tuple(kinds[group.kind] for group in self.facts.groups),
             "fence_slots": 4,
             "fence_seed": 100,
             "null_block": 0,
             "uses_host_buffer": self.uses_host_buffer,
+            "tp": self.facts.tp,
             "reserved_id_prefixes": ("HB:", "PUSH_REG:"),
             **self.changes,
         }
@@ -65,8 +90,8 @@ class Parts:
     def make_fleet_secrets(self) -> FleetSecrets | None:
         return self.secrets
 
-    def make_listener(self) -> Listener:
-        return self.listener
+    def make_listener(self) -> Any:
+        return self.wire.listener() if self.wire is not None and self.is_asked else self.listener
 
 
 @dataclass
@@ -89,11 +114,13 @@ class Engine:
         layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",))
         groups = groups or (layers,)
         uses_host_buffer = changes.pop("uses_host_buffer", False)
-        self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))))
-        self.parts = Parts(self.facts, uses_host_buffer, changes)
+        wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
+        told = {key: changes.pop(key) for key in ("tp", "zeroes_first") if key in changes}
+        self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
+        self.parts = Parts(self.facts, uses_host_buffer, changes, wire=wire, is_asked=is_asked)
         self.now_s = 0.0
         self.side = SchedulerSide(self.facts, self.parts, lambda: self.now_s)  # type: ignore[arg-type]
-        self.side.serve({(0, 0): b"envelope"})
+        self.side.serve({(0, 0): wire.envelope if wire is not None else b"envelope"})
 
     @property
     def state(self) -> Any:

@@ -72,7 +72,7 @@ Check = Callable[..., Checked]
 
 
 def agent_of(process: PeerProcess, **changes: Any) -> SimpleNamespace:
-    values = {"agent_metadata": lambda: process.agent_metadata, "fence": process.fence, **changes}
+    values = {"agent_metadata": lambda: process.agent_metadata, "fence": process.fence, "streams": None, **changes}
     return SimpleNamespace(**values)
 
 

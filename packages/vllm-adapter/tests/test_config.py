@@ -68,6 +68,11 @@ def test_every_default_passes_its_own_check() -> None:
         ({"ticket_policy": "accept-unsigned"}, "incomplete-keys", "needs ticket_secret_files"),
         ({**SEALED, "ticket_policy": "accept-unsigned"}, "incomplete-keys", "go together"),
         ({**SEALED, "unsigned_hosts": ["10.0.0.0/8"]}, "incomplete-keys", "go together"),
+        ({"streaming": True, "fence_slots": 0}, "incomplete-keys", "streaming needs fence_slots"),
+        ({"stream_slots": 0}, "out-of-range", "between 1 and 1024"),
+        ({"stream_reserve_fraction": 1.1}, "out-of-range", "between 0 and 1"),
+        ({"ask_wait_s": 31}, "out-of-range", "between 0.1 and 30"),
+        ({"streaming": "perhaps"}, "wrong-type", "'streaming'"),
         ({"side_channel_key": "a"}, "incomplete-keys", "no side_channel_server_key, side_channel_clients"),
         ({"side_channel_key": "a", "side_channel_clients": "c"}, "incomplete-keys", "no side_channel_server_key"),
         ({"side_channel_server_key": "b", "side_channel_clients": "c"}, "incomplete-keys", "no side_channel_key"),
@@ -100,6 +105,15 @@ def test_seals_are_required_as_soon_as_there_is_a_secret() -> None:
     mixed = {**SEALED, "ticket_policy": "accept-unsigned", "unsigned_hosts": ["10.0.0.0/8"]}
     assert [load_settings(each)[0].requires_seals for each in ({}, SEALED, mixed)] == [False, True, False]
     assert load_settings({"ticket_secret_variable": "KV_SECRETS"})[0].requires_seals
+
+
+def test_streaming_is_off_by_default_and_says_what_it_lacks() -> None:
+    settings, notes = load_settings({})
+    assert (settings.streaming, settings.stream_slots, settings.stream_reserve_fraction) == (False, 64, 0.5)
+    assert (settings.ask_wait_s, notes) == (30.0, ())
+    assert "streams no prompt from peers" in load_settings({"streaming": True})[1][0]
+    for covered in (SEALED, {"remote_hosts": ["10.0.0.0/8"]}):
+        assert load_settings({"streaming": True, **covered})[1] == ()
 
 
 def test_words_for_booleans_are_taken_as_vllm_takes_them() -> None:

@@ -107,3 +107,17 @@ def test_forgotten_copies_are_waited_for_like_others() -> None:
     assert len(memory.saved) == 1
     mirror.settle_all()
     mirror.close()
+
+
+def test_an_action_runs_behind_its_copies_and_never_behind_a_failed_one(mirror: HostMirror, memory: Memory) -> None:
+    ran: list[str] = []
+    mirror.then("nothing copied", lambda: ran.append("at once"))
+    mirror.save([("a", ((1,), ()))])
+    mirror.then("a", lambda: ran.append(f"a after {len(memory.saved)}"))
+    memory.refuse_page = 4
+    mirror.save([("b", ((2,), ()))])
+    mirror.then("b", lambda: ran.append("never"))
+    mirror.settle(["a", "b"])
+    mirror.settle_all()
+    mirror.close()
+    assert ran == ["at once", "a after 1"]

@@ -20,9 +20,7 @@ def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
     bench.expect()
     bench.grant()
     bench.read()
-    assert bench.sent == []
-    bench.leases.tick()
-    assert bench.sent == ["r"]
+    assert bench.sent == ["r"], "at once: the timer's next turn may be 50 ms away"
     ((slot, generation),) = bench.agent.fences
     assert slot == FENCE[0]
     assert generation != FENCE[1]

@@ -12,6 +12,7 @@ from read_bench import KEY, OTHER_KEY, Bench
 
 from kv_handshake import Codec
 from kv_scheduler_state import ReadOrder, StepPlan
+from vllm_adapter.worker.rank_streams import ReadsOfStep
 from vllm_adapter.worker.registration import Registration
 
 
@@ -31,7 +32,7 @@ def perform(bench: Bench, plan: StepPlan) -> None:
     unused: Any = None
     leases: Any = Leases()
     recorder: Any = bench.recorder
-    Registration(unused, unused, bench.reads, leases, recorder, b"").perform(plan, ())
+    Registration(unused, unused, bench.reads, leases, recorder, b"").perform(plan, (), ReadsOfStep(plan.reads))
 
 
 def step(*orders: ReadOrder, **parts: Any) -> StepPlan:

@@ -60,6 +60,15 @@ def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
     assert last.block_ids == ((2, 8), (5, 9, 10), (6,))
 
 
+def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
+    """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
+    chunks = PrefillChunks([FULL], [1])
+    chunks.watch("r", 40)
+    chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
+    assert chunk is not None
+    assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
+
+
 def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
     chunks = PrefillChunks([FULL], [1])
     chunks.watch("r", 32)

@@ -216,6 +216,12 @@ def test_agents_of_another_kind_may_have_any_name_unless_all_are_ours(bench: Ben
     assert strict.agent.peers[KEY].agent_prefix == "P/"
 
 
+def test_the_agent_is_told_where_a_peers_stream_memory_lies(bench: Bench) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(streams=(0xA000, 0, 64, 8192))}))
+    assert bench.agent.peers[KEY].streams == (0xA000, 0, 64, 8192)
+
+
 def test_an_engine_whose_agents_name_was_taken_over_is_met_anew(bench: Bench) -> None:
     bench.reads.read(order())
     bench.handshakes.answer(Outcome())

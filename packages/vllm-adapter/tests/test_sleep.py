@@ -37,8 +37,7 @@ def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is()
     bad = _finished("peer-lost", "gone")
     assert (failed_instead(good).end.code, failed_instead(good).conversion) == ("asleep", ())
     assert failed_instead(bad) is bad
-    plan = StepPlan(reads=(order(),))
-    assert [finished.end.code for finished in fail_reads(plan, 1.0)] == ["asleep"]
+    assert [finished.end.code for finished in fail_reads([order()], 1.0)] == ["asleep"]
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration

@@ -11,7 +11,8 @@ HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-
 
 
 def plan(*ids: str, is_reported: bool = True) -> Any:
-    return cast("Any", SimpleNamespace(reads=[SimpleNamespace(request_id=i, is_reported=is_reported) for i in ids]))
+    reads = [SimpleNamespace(request_id=i, is_reported=is_reported) for i in ids]
+    return cast("Any", SimpleNamespace(reads=reads, streams=SimpleNamespace(watches=[])))
 
 
 def test_only_traced_and_reported_reads_are_linked() -> None:

@@ -171,3 +171,44 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
     stats = worker.take_stats()
     assert stats is not None
     assert stats["quarantined_bytes"] == [4096, -3072, -1024]
+
+
+def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_step_does() -> None:
+    done: list[object] = []
+
+    class Event:
+        def wait(self, seconds: float) -> None:
+            done.append(seconds)
+
+        def set(self) -> None:
+            done.append("set")
+
+        def clear(self) -> None:
+            done.append("clear")
+
+    worker, event = _worker(), Event()
+    untyped: Any = event
+    worker._has_ended = untyped
+    worker.apply(StepOrders(StepPlan()))
+    worker.take_report()
+    assert done == ["clear"]
+    worker.apply(StepOrders(StepPlan(), may_rest=True))
+    worker.take_report()
+    worker.take_report()
+    assert done[1:] == [0.005, "clear", "clear"], "once a step"
+    done.clear()
+    worker._read_ended(_end())
+    worker._stream_ended(_end())
+    assert done == ["set", "set"], "an end wakes it"
+    assert worker.take_report().received == {"r1"}
+
+
+def test_the_scheduler_lets_workers_rest_while_it_waits_for_reads_alone() -> None:
+    side = SchedulerEngine().side
+    assert not side.build_step((), (), is_empty=True).may_rest
+    assert not side.build_step((), (), is_empty=True).may_rest, "nothing is read"
+    side._awaited.ordered(StepPlan(reads=(order(),)))
+    assert side.build_step((), (), is_empty=True).may_rest
+    assert not side.build_step((), ()).may_rest, "something is computed"
+    assert not side.build_step((), (), is_empty=True).may_rest, "one may stand between two that compute"
+    assert side.build_step((), (), is_empty=True).may_rest

@@ -115,6 +115,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "prefill the rest of its cache; beyond them likewise. 0 for no limit.",
         ),
     ] = 0
+    streaming: Annotated[
+        bool,
+        Meta(
+            description="Hand prompts over while they are computed, behind a router that starts both engines at once "
+            "(kv_stream); all others as ever. A decode engine streams from peers that a fleet secret or remote_hosts covers."
+        ),
+    ] = False
+    stream_slots: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Prompts that may be streamed from this engine at once; others are handed over whole.",
+        ),
+    ] = 64
+    stream_reserve_fraction: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of this engine's cache blocks that streams may hold before their data is whole, so that two "
+            "engines which prefill for each other never wait for each other; 0 streams nothing from peers.",
+        ),
+    ] = 0.5
+    ask_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            le=30,
+            description="Seconds that a question for a hand-over may wait for its answer, and its request for the answer, for "
+            "free blocks and for another start of a prompt that was interrupted, before the prompt is computed here.",
+        ),
+    ] = 30.0
     max_inflight_bytes: Annotated[
         int,
         Meta(
@@ -242,6 +275,8 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
     """
     settings, notes = load_keys(extra)
     check_whole(settings)
+    if settings.streaming and not settings.has_secrets and not settings.remote_hosts:
+        notes = (*notes, "streaming: without fleet secrets or remote_hosts this engine streams no prompt from peers")
     return settings, notes
 
 
@@ -293,6 +328,8 @@ def check_whole(settings: Settings) -> None:
             "incomplete-keys",
             f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}",
         )
+    if settings.streaming and not settings.fence_slots:
+        raise refusal("incomplete-keys", "streaming needs fence_slots: what was read early counts only by the fence")
     accepts = settings.ticket_policy == "accept-unsigned"
     if settings.ticket_policy and not settings.has_secrets:
         raise refusal(

@@ -19,7 +19,7 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FleetSecrets"]
+__all__ = ["FleetSecrets", "configured_secrets"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _LOOK_EVERY_S = 1.0
@@ -118,6 +118,22 @@ class FleetSecrets:
                     code="invalid-secret",
                 )
         return tuple(found)
+
+
+def configured_secrets(files: Sequence[str], variable: str) -> FleetSecrets | None:
+    """Return the secrets of these files and of an environment variable, None where neither is configured.
+
+    Raises:
+        ConfigurationError: `invalid-secret` or `insecure-secret-file`.
+    """
+    if not files and not variable:
+        return None
+    words = os.environ.get(variable, "") if variable else ""
+    if variable and not words.split():
+        raise ConfigurationError(
+            f"ticket_secret_variable: the environment has no {variable}, or it is empty", code="invalid-secret"
+        )
+    return FleetSecrets(files, words)
 
 
 def _secrets_in(file: Path) -> list[bytes]:

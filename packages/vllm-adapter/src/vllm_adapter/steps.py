@@ -56,11 +56,14 @@ class StepOrders:
         plan: Orders of the request machines.
         links: Traces that the reads of this step belong to, by request; empty without tracing.
         question: Number of the pending question for the workers' registration; 0 for none.
+        may_rest: Whether the step computes nothing and the engine waits for reads alone, so that a worker may wait a moment
+            for one to end instead of being asked again at once.
     """
 
     plan: StepPlan
     links: Mapping[str, TraceLink] = field(default_factory=dict[str, TraceLink])
     question: int = 0
+    may_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class StepReport:
         failed: The part of `received` that ended badly.
         registration: This rank's registration, if it was asked for or has changed.
         reasons: Why each of `failed` ended badly, where it was a read that did.
+        stream_ends: For the scheduler half alone: (request, whether its fence held) of streams that ended on this worker.
     """
 
     sent: frozenset[str] = frozenset()
@@ -93,6 +97,7 @@ class StepReport:
     failed: frozenset[str] = frozenset()
     registration: RankRegistration | None = None
     reasons: Mapping[str, ReadFailure] = field(default_factory=dict[str, ReadFailure])
+    stream_ends: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,6 +118,8 @@ class ReadTimes:
     """It is planned against, and its lists are prepared."""
     queue_s: float = 0.0
     """Seconds that the transfer which ended last waited for a place on the wire after it was posted."""
+    early_bytes: int | None = None
+    """Of a stream: bytes that had arrived when the prompt was seen to be whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,16 @@ from kv_scheduler_state import (
     LeaseTable,
     SchedulerConfig,
     SchedulerState,
+    prefill_request_params,
     prompt_digest,
 )
+from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 from vllm_adapter.cores import core_count, use_allowed_cores
-from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.fleet_secrets import configured_secrets
 from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
+    from vllm_adapter.fleet_secrets import FleetSecrets
 
 __all__ = [
     "PairPlan",
@@ -45,6 +47,7 @@ __all__ = [
     "SchedulerParts",
     "WorkerParts",
     "connector_version",
+    "prefill_request_params",
     "probe_engine",
     "prompt_digest",
 ]
@@ -55,6 +58,8 @@ _NULL_BLOCK = 0
 
 _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prompt-digest": "supported"}
 """Announced in our envelopes: notifications with a nonce are understood, tickets carry a digest of their prompt."""
+
+_STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
 _CORES_TO_SPARE = 8
 _PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
@@ -97,6 +102,10 @@ class SchedulerParts:
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,
             readback_lease_s=settings.decoder_kv_blocks_ttl,
+            stream_slots=settings.stream_slots if settings.streaming else 0,
+            stream_reserve_fraction=settings.stream_reserve_fraction if settings.streaming else 0.0,
+            stream_ask_s=settings.ask_wait_s,
+            cache_blocks=facts.block_count,
             max_leases=settings.max_leases or None,
             max_leased_blocks=settings.max_leased_blocks or None,
             dialect=facts.connector_version,
@@ -113,18 +122,29 @@ class SchedulerParts:
             security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
         return Listener(self.facts.host, self.facts.port, security=security)
 
+    @property
+    def streams(self) -> bool:
+        """Whether prompts are handed over while they are computed."""
+        return self.settings.streaming
+
+    @property
+    def ask_wait_s(self) -> float:
+        """Seconds that a question may wait for its answer."""
+        return self.settings.ask_wait_s
+
+    @property
+    def stream_codec(self) -> ports.StreamCodec:
+        """Writes and reads questions and answers."""
+        return Codec()
+
+    def make_ask_client(self) -> ports.AskClient:
+        """Return what asks peers; it compares nothing."""
+        return Client(LocalOffer(policy="off"), security=_client_security(self.settings))
+
     def make_fleet_secrets(self) -> FleetSecrets | None:
         """Return the fleet's secrets, None if tickets are not sealed."""
         settings = self.settings
-        if not settings.has_secrets:
-            return None
-        name = settings.ticket_secret_variable
-        words = os.environ.get(name, "") if name else ""
-        if name and not words.split():
-            raise ConfigurationError(
-                f"ticket_secret_variable: the environment has no {name}, or it is empty", code="invalid-secret"
-            )
-        return FleetSecrets(settings.ticket_secret_files, words)
+        return configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
 
 
 @final
@@ -150,7 +170,7 @@ class WorkerParts:
     @property
     def codec(self) -> ports.WireCodec:
         """Reads and writes what crosses between engines."""
-        return Codec(capabilities=_CAPABILITIES)
+        return Codec(capabilities=_STREAMING_CAPABILITIES if self.settings.streaming else _CAPABILITIES)
 
     @property
     def peer_geometry(self) -> PeerGeometry:
@@ -160,6 +180,18 @@ class WorkerParts:
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
         return LeaseTable(requires_nonces=self.settings.requires_nonces)
+
+    def make_stream_worker(self, words: ports.StreamWords) -> ports.StreamWorker:
+        """Return what stores the words of prompts that are streamed from this rank."""
+        return StreamWorker(words, self.settings.stream_slots)
+
+    def make_stream_readers(self, stall_s: float) -> ports.StreamReaders:
+        """Return the machine of streams that this rank reads; `stall_s` without progress ends one."""
+        return StreamReaders(stall_s)
+
+    def make_stream_ends(self) -> ports.StreamEnds:
+        """Return an empty record of the streams that this rank reads."""
+        return StreamEnds()
 
     def make_announced_fences(self) -> ports.AnnouncedFences:
         """Return an empty record of announced fence words."""
@@ -188,7 +220,9 @@ class WorkerParts:
         )
         options = AgentOptions(
             backends=backends,
-            fence_words=max(settings.fence_slots, 1),
+            # Streams have the first words, plain leases the others.
+            fence_words=max(settings.fence_slots, 1) + (settings.stream_slots if settings.streaming else 0),
+            stream_slots=settings.stream_slots if settings.streaming else 0,
             max_inflight_bytes=settings.max_inflight_bytes or None,
             progress_thread=_wants_progress_thread(settings.progress_thread),
         )
@@ -214,10 +248,7 @@ class WorkerParts:
         )
         attempt_s = settings.handshake_timeout_s
         timing = Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s)
-        security = None
-        if settings.side_channel_key:
-            security = ClientSecurity.read(settings.side_channel_key, settings.side_channel_server_key)
-        return Client(offer, timing=timing, security=security)
+        return Client(offer, timing=timing, security=_client_security(settings))
 
     def encode_envelope(
         self,
@@ -237,6 +268,7 @@ class WorkerParts:
             fence=agent.fence if self.settings.fence_slots else None,
             geometry=pack_document(document),
             generation=generation,
+            streams=agent.streams,
         )
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)
@@ -332,6 +364,12 @@ class PairPlan:
         return plan, plan.estimate
 
 
+def _client_security(settings: Settings) -> ClientSecurity | None:
+    if not settings.side_channel_key:
+        return None
+    return ClientSecurity.read(settings.side_channel_key, settings.side_channel_server_key)
+
+
 def _wants_progress_thread(choice: str) -> bool:
     if choice == "auto":
         return core_count() > _CORES_TO_SPARE
@@ -364,6 +402,7 @@ def _reserved_prefixes() -> tuple[str, ...]:
 
 if TYPE_CHECKING:
     _codec: ports.WireCodec = Codec()
+    _stream_codec: ports.StreamCodec = Codec()
     _planner: ports.Planner = Planner()
     _lease_table: ports.LeaseTable = LeaseTable()
 
@@ -371,3 +410,6 @@ if TYPE_CHECKING:
         client: Client, listener: Listener, thread: TransferThread, state: SchedulerState
     ) -> tuple[ports.HandshakeClient, ports.HandshakeListener, ports.TransferThread, ports.SchedulerState]:
         return client, listener, thread, state
+
+    def stream_conformance(client: Client, listener: Listener) -> tuple[ports.AskClient, ports.AskListener]:
+        return client, listener

@@ -46,6 +46,7 @@ def metadata_fields(
     fence: tuple[int, int, int] | None,
     geometry: bytes,
     generation: int,
+    streams: tuple[int, int, int, int] | None = None,
 ) -> Mapping[str, object]:
     """Return the values of the agent metadata by wire name.
 
@@ -67,6 +68,7 @@ def metadata_fields(
         "physical_blocks_per_logical_kv_block": kernel_blocks,
         "dcp_size": facts.dcp,
         "fence": fence,
+        "streams": streams,
         "geometry": geometry,
         "generation": generation,
     }

@@ -15,6 +15,7 @@ from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.sides import make_scheduler_side, make_worker_side
 from vllm_adapter.host.situation import labels_of, situation_of, tag_lines
+from vllm_adapter.host.streams import device_marks
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -143,6 +145,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---------------------------------------------------------------------------------------------- scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Look there for free blocks before a prompt is read while its peer computes it."""
+        self._scheduler_side.bind_free_blocks(gpu_block_pool.get_num_free_blocks)
+
     def on_new_request(self, request: Request) -> None:
         """Admit a request."""
         self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
@@ -171,8 +177,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return this step's orders for the workers."""
         side = self._scheduler_side
         preempted = scheduler_output.preempted_req_ids or ()
-        scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.follows)
-        return StepMetadata(side.build_step(preempted, scheduled))
+        scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.span_tokens, side.computes)
+        is_empty = not scheduler_output.num_scheduled_tokens
+        return StepMetadata(side.build_step(preempted, scheduled, is_empty=is_empty))
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to come free; the scheduler waits for them instead of preempting a request."""
@@ -198,6 +205,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             failed=getattr(connector_output, "failed_recving", None) or (),
             registrations=report.ranks if isinstance(report, WorkerReport) else None,
             reasons=report.reasons if isinstance(report, WorkerReport) else None,
+            stream_ends=report.stream_ends if isinstance(report, WorkerReport) else (),
         )
 
     def reset_cache(self) -> bool:
@@ -228,7 +236,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             kv_caches = self._mirror.tensors
         caches = layer_caches(kv_caches, self._cache_config)
         pages = TorchPages(kv_caches.values())
-        self._worker_side.register(caches, pages, self._mirror, select_device=select_device)
+        marks = device_marks(kv_caches.values())
+        self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
 
     def unregister_kv_caches(self) -> None:
         """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""
@@ -247,6 +256,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what the side channel serves for this rank."""
         envelope = self._worker_side.envelope
         return RankEnvelope(envelope) if envelope is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Store the words of streams that must move before the step writes into any block."""
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._worker_side.before_forward(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Hand this step's orders to the transfer thread."""
@@ -267,7 +281,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: readers take the pages as they are."""
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that this step computed to the mirror (host-buffer mode); else readers take the pages as they are."""
+        """Copy the blocks that this step computed to the mirror (host-buffer mode); tell readers of streams how far it got."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
             self._worker_side.save(metadata.orders)
@@ -278,14 +292,16 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return this rank's registration, if the scheduler must know, and why reads failed."""
+        """Return what the scheduler half alone must know: a registration, why reads failed, and ends of streams."""
         report, self._report = self._report, StepReport()
-        if report.registration is None and not report.reasons:
+        if report.registration is None and not report.reasons and not report.stream_ends:
             return None
         rank = self._worker_side.rank
         registrations = {rank: report.registration} if report.registration is not None else {}
         return WorkerReport(
-            registrations, {request_id: {rank: reason} for request_id, reason in report.reasons.items()}
+            registrations,
+            {request_id: {rank: reason} for request_id, reason in report.reasons.items()},
+            [(request_id, rank, is_done) for request_id, is_done in report.stream_ends],
         )
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vllm_adapter.steps import RankRegistration, ReadFailure, StepOrders
 
@@ -32,20 +32,23 @@ class RankEnvelope(KVConnectorHandshakeMetadata):
 
 @final
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Registrations and reasons of failed reads, workers to scheduler, by (pp rank, tp rank); vLLM adds the ranks' reports up.
+    """Words of the workers for the scheduler half alone, by (pp rank, tp rank); vLLM adds the ranks' reports up.
 
     Attributes:
         ranks: Registrations of ranks that were asked for it, or have a new one.
-        reasons: By request and rank.
+        reasons: Why reads failed, by request and rank.
+        stream_ends: (request, rank, whether its fence held) of streams that ended.
     """
 
     def __init__(
         self,
         ranks: Mapping[tuple[int, int], RankRegistration],
         reasons: Mapping[str, Mapping[tuple[int, int], ReadFailure]] | None = None,
+        stream_ends: Sequence[tuple[str, tuple[int, int], bool]] = (),
     ) -> None:
         self.ranks = dict(ranks)
         self.reasons = dict(reasons or {})
+        self.stream_ends = tuple(stream_ends)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Return the reports of both; nothing else is ever added to a report of this connector."""
@@ -54,4 +57,4 @@ class WorkerReport(KVConnectorWorkerMetadata):
         reasons = {
             key: {**self.reasons.get(key, {}), **other.reasons.get(key, {})} for key in {*self.reasons, *other.reasons}
         }
-        return WorkerReport({**self.ranks, **other.ranks}, reasons)
+        return WorkerReport({**self.ranks, **other.ranks}, reasons, (*self.stream_ends, *other.stream_ends))

@@ -10,6 +10,7 @@ import torch
 
 from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.prefix_hits import PrefixHits
 from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
@@ -103,12 +104,24 @@ def _frontend_s(request: Request) -> float | None:
     return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
 
 
+def _is_read_early(params: object) -> bool:
+    """Tell whether params ask to read a prompt by an early ticket, which names no request that could be told of its end.
+
+    vLLM sends the stand-in of a refused request after each request whose client has left, too. With an early ticket it would
+    be taken for a second reader of the same hand-over.
+    """
+    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    return "kv_stream" in fields and fields.get("do_remote_prefill") is True
+
+
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
     params: object = request.kv_transfer_params
     # Only vLLM itself sets the flag (0.32 and later); no client can.
     is_refused = bool(getattr(request, "abort_immediately", False))
     identity = RefusedIdentity(params) if is_refused else RequestIdentity(request, has_content_ids=has_content_ids)
+    if is_refused and _is_read_early(params):
+        params = None
     return Arrival(
         request.request_id,
         params,
@@ -118,6 +131,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         lambda tokens: drop_prompt_tail(request, tokens),
         _frontend_s(request),
         lambda: request.num_output_tokens,
+        request.max_tokens,
     )
 
 
@@ -134,16 +148,31 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
 
 
 def scheduled_tokens(
-    output: SchedulerOutput, group_ids: tuple[int, ...], follows: Callable[[str], bool]
+    output: SchedulerOutput,
+    group_ids: tuple[int, ...],
+    span_tokens: tuple[int, ...],
+    follows: Callable[[str], bool],
 ) -> Iterator[ScheduledTokens]:
-    """Yield the tokens that a step computes, with their blocks in the transferable groups, for each request that `follows`."""
+    """Yield the tokens that a step computes, with their blocks in the transferable groups, for each request that `follows`.
+
+    Args:
+        output: The step.
+        group_ids: Numbers of the transferable groups among all of the scheduler's.
+        span_tokens: Tokens that a block of each of these stands for; 0 for a group of states.
+        follows: Tells which requests are looked at.
+    """
+    hits = PrefixHits(
+        span_tokens, lambda: _computed_of(output), lambda request_id: _table(output, request_id, group_ids)
+    )
     nothing = tuple[list[int], ...]([] for _ in group_ids)
     tokens = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         if not follows(new.req_id):
             continue
         blocks = tuple(list(new.block_ids[group_id]) for group_id in group_ids)
-        yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, tokens.get(new.req_id, 0))
+        computed = new.num_computed_tokens
+        held = hits.held(blocks, computed)
+        yield ScheduledTokens(new.req_id, blocks, True, computed, tokens.get(new.req_id, 0), held)
     running = output.scheduled_cached_reqs
     for request_id, added, computed in zip(
         running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
@@ -152,4 +181,25 @@ def scheduled_tokens(
             continue
         blocks = nothing if added is None else tuple(list(added[group_id]) for group_id in group_ids)
         is_fresh = request_id in running.resumed_req_ids
-        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0))
+        held = hits.held(blocks, computed) if is_fresh else 0
+        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0), held)
+
+
+def _computed_of(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Yield all requests of a step with the tokens that need not be computed any more."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    running = output.scheduled_cached_reqs
+    yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
+
+
+def _table(output: SchedulerOutput, request_id: str, group_ids: tuple[int, ...]) -> tuple[list[int], ...] | None:
+    """Return a request's whole block table in the transferable groups; None where it does not tell what the step writes.
+
+    That is so before 0.32, and in a step that loads blocks for other connectors: they count as computed, and are not there yet.
+    """
+    state: Any = (
+        None if getattr(output, "has_sync_kv_loads", True) else getattr(output, "kv_connector_block_state", None)
+    )
+    table: Any = state.get_block_ids(request_id) if state is not None else None
+    return tuple(table[group_id] for group_id in group_ids) if table is not None else None

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["CudaStreams", "DeviceStreams", "PinnedPieces", "streams_of"]
+__all__ = ["CudaStreams", "DeviceStreams", "PinnedPieces", "TorchMarks", "device_marks", "streams_of"]
 
 
 class DeviceStreams(Protocol):
@@ -100,6 +100,34 @@ class CudaStreams:
 def streams_of(device: torch.device) -> DeviceStreams | None:
     """Return a device's streams, None where calls end when they are done or the streams are not known here."""
     return CudaStreams(device) if device.type == "cuda" else None
+
+
+@final
+class TorchMarks:
+    """Marks behind all that the calling thread's stream has been given.
+
+    Args:
+        streams: The device's streams.
+    """
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+
+    def mark(self) -> object:
+        """Return an event behind all that the calling thread's stream has been given."""
+        return self._streams.mark(self._streams.current())
+
+    def is_over(self, mark: object) -> bool:
+        """Tell whether everything before the event is done."""
+        return self._streams.is_over(mark)
+
+
+def device_marks(tensors: Iterable[torch.Tensor]) -> TorchMarks | None:
+    """Return the marks of the device that holds the tensors, None where calls end when they are done."""
+    for tensor in tensors:
+        streams = streams_of(tensor.device)
+        return TorchMarks(streams) if streams is not None else None
+    return None
 
 
 @final

@@ -211,6 +211,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
+        zeroes_first=_zeroes_first(config, cache),
         factors=vllm_factors(config, backend, connector_version),
         extra_factors=_extra_factors(config, groups),
     )
@@ -275,6 +276,15 @@ def _shared_instance_id(config: VllmConfig) -> str:
     if config.parallel_config.pipeline_parallel_size > 1:
         shared = get_pp_group().broadcast_object(shared, src=0)
     return str(shared)
+
+
+def _zeroes_first(config: VllmConfig, cache: KVCacheConfig) -> bool:
+    """Return whether the host may write freed pages before `handle_preemptions`.
+
+    Source: version 2 of the model runner zeroes and copies blocks as it takes over a step's requests, version 1 after the hook.
+    """
+    has_v2_runner = bool(getattr(config, "use_v2_model_runner", False))
+    return has_v2_runner and bool(getattr(cache, "needs_kv_cache_zeroing", True))
 
 
 def _attention_backend(config: VllmConfig) -> str:

@@ -9,13 +9,24 @@ __all__ = ["BY_CODE", "COUNTERS", "HISTOGRAMS", "INFO", "LEVELS", "LIVE", "PATHS
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _LATENESS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0)
 """A lease of 30 s ends at a lag of 15 s."""
+_BYTES = tuple(float(2**n) for n in range(11, 34, 2))
 HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_duration": ("vllm:nixl_xfer_time_seconds", "Seconds on the wire per read.", _SECONDS),
     "post_duration": ("vllm:nixl_post_time_seconds", "Seconds to post a read.", (0.001, *_SECONDS)),
     "bytes_transferred": (
         "vllm:nixl_bytes_transferred",
         "Bytes per read.",
-        tuple(float(2**n) for n in range(11, 34, 2)),
+        _BYTES,
+    ),
+    "stream_bytes": (
+        "vllm:kv_transfer_stream_bytes",
+        "Bytes per rank of a prompt that was read while the peer computed it.",
+        _BYTES,
+    ),
+    "stream_early_bytes": (
+        "vllm:kv_transfer_stream_early_bytes",
+        "The part of them that had arrived when the prompt was seen to be finished.",
+        _BYTES,
     ),
     "num_descriptors": (
         "vllm:nixl_num_descriptors",
@@ -91,6 +102,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "num_callback_errors": (
         "vllm:kv_transfer_num_callback_errors",
         "Unexpected exceptions on the transfer thread; each failed its own order only.",
+    ),
+    "num_torn_streams": (
+        "vllm:kv_transfer_num_torn_streams",
+        "Streams that broke off, on one rank; their prompts were asked for again.",
     ),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
     "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),

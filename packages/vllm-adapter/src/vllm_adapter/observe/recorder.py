@@ -48,6 +48,9 @@ _OTHER_KEYS = (
     "num_lease_renewals",
     "num_unsent_heartbeats",
     "num_callback_errors",
+    "num_torn_streams",
+    "stream_bytes",
+    "stream_early_bytes",
 )
 CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes", "withheld_ticket_codes")
 """Reasons by code, one per request."""

@@ -43,7 +43,7 @@ class TraceLinks:
             return {}
         return {
             order.request_id: self._live[order.request_id]
-            for order in plan.reads
+            for order in (*plan.reads, *(stream.read for stream in plan.streams.watches))
             if order.is_reported and order.request_id in self._live
         }
 

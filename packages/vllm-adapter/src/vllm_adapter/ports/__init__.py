@@ -14,6 +14,9 @@ from vllm_adapter.ports.agent import (
     PeerSpec,
     QuarantineEntry,
     StallEntry,
+    StreamListener,
+    StreamWatch,
+    StreamWords,
     ThreadHealth,
     TransferResult,
     TransferThread,
@@ -34,7 +37,6 @@ from vllm_adapter.ports.orders import (
     HeartbeatOrder,
     PeerAddress,
     ReadOrder,
-    StepPlan,
 )
 from vllm_adapter.ports.preflight import Comparison, Difference, PlanEstimate
 from vllm_adapter.ports.requests import (
@@ -42,6 +44,25 @@ from vllm_adapter.ports.requests import (
     FinishDecision,
     PromptIdentity,
     SchedulerState,
+)
+from vllm_adapter.ports.step_plan import StepPlan
+from vllm_adapter.ports.stream_machines import StreamEndReport, StreamEnds, StreamWorker
+from vllm_adapter.ports.stream_orders import (
+    StreamChunk,
+    StreamOpen,
+    StreamPlan,
+    StreamRun,
+    StreamVoid,
+)
+from vllm_adapter.ports.stream_reads import StreamFacts, StreamOrder, StreamPart, StreamReaders, StreamReport
+from vllm_adapter.ports.streams import (
+    AskClient,
+    AskListener,
+    StreamAnswer,
+    StreamCodec,
+    StreamQuestion,
+    StreamStanding,
+    StreamState,
 )
 from vllm_adapter.ports.topology import (
     AxisEntry,
@@ -64,6 +85,8 @@ from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, PageNumbers
 __all__ = [
     "Admission",
     "AnnouncedFences",
+    "AskClient",
+    "AskListener",
     "AxisEntry",
     "BlockIds",
     "BlockList",
@@ -107,6 +130,27 @@ __all__ = [
     "StagedRegion",
     "StallEntry",
     "StepPlan",
+    "StreamAnswer",
+    "StreamCodec",
+    "StreamFacts",
+    "StreamListener",
+    "StreamOrder",
+    "StreamPart",
+    "StreamQuestion",
+    "StreamStanding",
+    "StreamReaders",
+    "StreamReport",
+    "StreamState",
+    "StreamWatch",
+    "StreamWords",
+    "StreamWorker",
+    "StreamVoid",
+    "StreamRun",
+    "StreamPlan",
+    "StreamOpen",
+    "StreamEnds",
+    "StreamEndReport",
+    "StreamChunk",
     "ThreadHealth",
     "TransferResult",
     "TransferThread",

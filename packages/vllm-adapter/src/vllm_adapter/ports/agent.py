@@ -10,7 +10,17 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports.values import Indices, MemoryKind, Rows
 
-__all__ = ["PeerSpec", "QuarantineEntry", "StallEntry", "ThreadHealth", "TransferResult", "TransferThread"]
+__all__ = [
+    "PeerSpec",
+    "QuarantineEntry",
+    "StallEntry",
+    "StreamListener",
+    "StreamWatch",
+    "StreamWords",
+    "ThreadHealth",
+    "TransferResult",
+    "TransferThread",
+]
 
 
 @final
@@ -27,6 +37,7 @@ class PeerSpec:
         local_kind: Memory kind of the local rows; None if it equals `memory_kind`.
         fence: (address, device, word count) of the peer's fence array; None for a peer without.
         agent_prefix: Beginning that the name of the peer's agent must have; empty for any.
+        streams: (address, device, slots, capacity) of the peer's stream memory; None for a peer without.
     """
 
     key: str
@@ -37,6 +48,7 @@ class PeerSpec:
     local_kind: MemoryKind | None = None
     fence: tuple[int, int, int] | None = None
     agent_prefix: str = ""
+    streams: tuple[int, int, int, int] | None = None
 
 
 class TransferResult(Protocol):
@@ -133,6 +145,54 @@ class ThreadHealth(Protocol):
         ...
 
 
+class StreamWords(Protocol):
+    """This rank's registered words of streams; stores from any thread. A slot's fence word has the same number."""
+
+    def open(self, slot: int, generation: int, tag: int) -> None:
+        """Store the generation, and progress 0 under the tag; the table has no entries."""
+        ...
+
+    def void(self, slot: int, word: int, tag: int) -> None:
+        """Store a fence word that no reader accepts, and void progress under the tag."""
+        ...
+
+    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None:
+        """Store ids as the table's entries `first` and following."""
+        ...
+
+    def show(self, slot: int, tag: int, tokens: int) -> None:
+        """Store the progress, after everything that it tells of; dropped if the slot has another tag by now."""
+        ...
+
+
+class StreamListener(Protocol):
+    """Takes what a watch finds, on the owner thread."""
+
+    def progress(self, tag: int, tokens: int) -> None:
+        """Take the slot's progress word: the first one that was read, then every other one."""
+        ...
+
+    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:
+        """Take the entries `first` and following, as asked for."""
+        ...
+
+    def broken(self, code: str, message: str) -> None:
+        """Take the end of the watch: the peer's words cannot be read any more. Called once."""
+        ...
+
+
+class StreamWatch(Protocol):
+    """Eye on one stream slot of a peer. Owner thread only."""
+
+    def read_table(self, tag: int, first: int, stop: int) -> None:
+        """Read the table's entries `first` to `stop - 1`; the listener is told once all of them carry the tag."""
+        ...
+
+    def end(self) -> None:
+        """Stop looking; nothing is told any more. More than once is fine."""
+        ...
+
+
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""
 
@@ -140,6 +200,16 @@ class TransferThread(Protocol):
     @property
     def fence(self) -> tuple[int, int, int]:
         """(address, device, word count) of this rank's registered fence array."""
+        ...
+
+    @property
+    def streams(self) -> tuple[int, int, int, int] | None:
+        """(address, device, slots, capacity) of this rank's stream memory; None without."""
+        ...
+
+    @property
+    def stream_words(self) -> StreamWords | None:
+        """This rank's stream memory; None without."""
         ...
 
     def start(self) -> None: ...
@@ -206,6 +276,10 @@ class TransferThread(Protocol):
 
         `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer.
         """
+        ...
+
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener) -> StreamWatch:
+        """Begin to look at a stream slot of a peer; raises a coded error for a slot or a peer that cannot be watched."""
         ...
 
     def cancel(self, transfer_id: str) -> None: ...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from vllm_adapter.ports.streams import AskClient, AskListener
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -70,6 +72,11 @@ class PeerMetadata(Protocol):
         ...
 
     @property
+    def streams(self) -> tuple[int, int, int, int] | None:
+        """(address, device, slots, capacity) of the peer rank's stream memory."""
+        ...
+
+    @property
     def geometry(self) -> bytes | None:
         """Geometry document of the rank (kv-topology's format), opaque here."""
         ...
@@ -96,7 +103,7 @@ class HandshakeOutcome(Protocol):
     def elapsed_s(self) -> float: ...
 
 
-class HandshakeClient(Protocol):
+class HandshakeClient(AskClient, Protocol):
     """Talks to many peers at once from one thread of its own."""
 
     def request(
@@ -126,7 +133,7 @@ class HandshakeClient(Protocol):
     def close(self) -> None: ...
 
 
-class HandshakeListener(Protocol):
+class HandshakeListener(AskListener, Protocol):
     """Serves this engine's metadata, supervised."""
 
     @property

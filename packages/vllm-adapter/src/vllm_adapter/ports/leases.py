@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports.orders import StepPlan
+    from vllm_adapter.ports.step_plan import StepPlan
 
 __all__ = ["AnnouncedFences", "LeaseEnd", "LeaseTable", "Refusal"]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from vllm_adapter.ports.streams import StreamState
 
-    from vllm_adapter.ports.orders import StepPlan
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_adapter.ports.step_plan import StepPlan
     from vllm_adapter.ports.values import BlockIds
 
 __all__ = [
@@ -48,6 +50,11 @@ class Admission(Protocol):
         """Trailing prompt tokens that a producer must drop before the prefix lookup."""
         ...
 
+    @property
+    def is_early(self) -> bool:
+        """Whether a peer may read a producer's prompt while it is computed."""
+        ...
+
 
 class FinishDecision(Protocol):
     """Decision on a finished request's blocks."""
@@ -65,7 +72,7 @@ class FinishDecision(Protocol):
         ...
 
 
-class SchedulerState(Protocol):
+class SchedulerState(StreamState, Protocol):
     """The request machines of the scheduler process: events in, decisions out.
 
     A call that is refused raises an exception with `code`, `fault`, `is_retry_safe` and `context`, and changes nothing; only
@@ -98,8 +105,17 @@ class SchedulerState(Protocol):
         """Note a request's blocks; `new_block_ids` are those not covered by a prefix hit."""
         ...
 
-    def scheduled(self, request_id: str, *, new_block_ids: BlockIds, is_prompt_complete: bool) -> None:
-        """Note a (chunk of a) prefill that runs in this step (host-buffer saves)."""
+    def scheduled(
+        self,
+        request_id: str,
+        *,
+        new_block_ids: BlockIds,
+        is_prompt_complete: bool,
+        computed_tokens: int = 0,
+        touched_block_ids: BlockIds | None = None,
+        held_tokens: int = 0,
+    ) -> None:
+        """Note a (chunk of a) prefill that runs in this step: blocks that it adds and writes, tokens after and before it."""
         ...
 
     def preempt(self, request_id: str, *, now_s: float) -> None: ...
@@ -115,6 +131,18 @@ class SchedulerState(Protocol):
         now_s: float,
     ) -> FinishDecision:
         """End a request; `withhold` keeps the ticket back although the request ended well."""
+        ...
+
+    def stream_whole(self, request_id: str) -> None:
+        """Hand a request over whole that a peer wants to read early; before its first allocation."""
+        ...
+
+    def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None:
+        """Take a rank's word that its part of a stream is quiet, and whether its fence held."""
+        ...
+
+    def bind_free_blocks(self, free_blocks: Callable[[], int] | None) -> None:
+        """Ask this for the free blocks of the host's pool before a stream takes some."""
         ...
 
     def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:

@@ -8,16 +8,18 @@ far as lines of its codes are not held back.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import StepPlan
     from vllm_adapter.steps import Rank, ReadFailure
 
 __all__ = ["AwaitedReports"]
+
+_STOPPED: Final = "stream-stopped"
 
 
 @final
@@ -34,7 +36,13 @@ class AwaitedReports:
     def ordered(self, plan: StepPlan) -> None:
         """Note what a step orders."""
         self._reads.update(order.request_id for order in plan.reads if order.is_reported)
+        self._reads.update(order.read.request_id for order in plan.streams.watches)
         self._refused.update(plan.failures)
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether a read is under way."""
+        return bool(self._reads)
 
     def leased(self, request_id: str) -> None:
         """Note a finished request whose blocks stay."""
@@ -57,13 +65,21 @@ class AwaitedReports:
         mine = sorted({*_take(self._reads, ended), *refused})
         return mine, sorted(set(mine).intersection(failed))
 
-    def log_failures(self, request_ids: Iterable[str]) -> None:
-        """Log one line for each failed read whose reason a rank has given; the same codes share their lines."""
+    def log_failures(self, request_ids: Iterable[str], live: Container[str]) -> None:
+        """Log one line for each failed read whose reason a rank has given; the same codes share their lines.
+
+        A stream that was given up because its request had ended, as when a client leaves, is no failure.
+
+        Args:
+            request_ids: Requests whose read has failed.
+            live: Requests that have not ended here.
+        """
         for request_id in request_ids:
             failures = self._reasons.pop(request_id, {})
-            if failures:
+            codes = {failure.code for failure in failures.values()}
+            if failures and (request_id in live or codes != {_STOPPED}):
                 self._log.error(
-                    " ".join(sorted({failure.code for failure in failures.values()})),
+                    " ".join(sorted(codes)),
                     "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
                     request_id,
                     _reason(failures),

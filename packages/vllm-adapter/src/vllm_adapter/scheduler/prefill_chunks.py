@@ -1,8 +1,9 @@
-"""Blocks that a step computes for the prompts that will be handed over; only host-buffer mode needs them.
+"""Blocks that a step computes for the prompts that will be handed over.
 
-A chunk touches the blocks of the tokens that it computes: also the block that the chunk before left half full, which is not among
-the blocks that the engine adds in this step. A request's first chunk stands for all tokens before it, too: blocks of a prefix
-hit may have been computed for requests that were not handed over.
+Streams need the blocks that a step adds, copies to a mirror those that it touches. A chunk touches the blocks of the tokens that
+it computes: also the block that the chunk before left half full, which is not among the blocks that the engine adds in this
+step. A request's first chunk stands for all tokens before it, too: blocks of a prefix hit may have been computed for requests
+that were not handed over.
 
 Example: blocks of 16 tokens, a prompt of 40, steps of 24 and 16 tokens. The first step touches blocks 0 and 1, the second tokens
 24 to 39, which lie in blocks 1 and 2.
@@ -35,6 +36,7 @@ class ScheduledTokens:
         is_fresh: Whether the request starts, or starts again after a preemption.
         computed_tokens: Tokens that need not be computed any more.
         new_tokens: Tokens that this step computes.
+        held_tokens: Tokens of a prefix hit that this step computes for no request, see `PrefixHits`.
     """
 
     request_id: str
@@ -42,15 +44,28 @@ class ScheduledTokens:
     is_fresh: bool
     computed_tokens: int
     new_tokens: int
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Blocks per group that hold the tokens of a step, and whether the prompt is complete with it."""
+    """A step's part of a prompt.
+
+    Attributes:
+        request_id: The request.
+        block_ids: Blocks per group that hold the tokens of the step.
+        new_block_ids: Blocks per group that the request has since this step: all it has, if it starts or starts again.
+        is_prompt_complete: Whether the prompt is complete with the step.
+        computed_tokens: Tokens of the prompt that are computed then, those of a prefix hit among them.
+        held_tokens: Tokens of the prompt that were computed before the step.
+    """
 
     request_id: str
     block_ids: tuple[tuple[int, ...], ...]
+    new_block_ids: tuple[tuple[int, ...], ...]
     is_prompt_complete: bool
+    computed_tokens: int
+    held_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -71,10 +86,10 @@ class PrefillChunks:
     """
 
     def __init__(self, groups: Sequence[CacheGroup], context_sizes: Sequence[int]) -> None:
-        self._span_tokens = [
+        self._span_tokens = tuple(
             0 if group.kind == "state" else group.block_tokens * size
             for group, size in zip(groups, context_sizes, strict=True)
-        ]
+        )
         self._scratch_blocks = [group.scratch_blocks for group in groups]
         self._prompts: dict[str, _Prompt] = {}
 
@@ -85,6 +100,20 @@ class PrefillChunks:
     def forget(self, request_id: str) -> None:
         """Follow a request no longer."""
         self._prompts.pop(request_id, None)
+
+    @property
+    def span_tokens(self) -> tuple[int, ...]:
+        """Tokens that a block of each group stands for; 0 for a group of states."""
+        return self._span_tokens
+
+    @property
+    def is_following(self) -> bool:
+        """Whether any prompt is followed."""
+        return bool(self._prompts)
+
+    def follows(self, request_id: str) -> bool:
+        """Return whether a prompt is followed."""
+        return request_id in self._prompts
 
     def scheduled(self, step: ScheduledTokens) -> PrefillChunk | None:
         """Return the request's chunk in this step, None for a request that is not followed or whose prompt is complete."""
@@ -105,7 +134,9 @@ class PrefillChunks:
             _touched(ids, span, start, stop) if span else _running_state(ids, scratch) if prompt.is_complete else ()
             for ids, span, scratch in zip(prompt.blocks, self._span_tokens, self._scratch_blocks, strict=True)
         )
-        return PrefillChunk(step.request_id, blocks, prompt.is_complete)
+        new_blocks = tuple(map(tuple, step.block_ids))
+        computed, held = min(stop, prompt.tokens), min(step.held_tokens, prompt.tokens)
+        return PrefillChunk(step.request_id, blocks, new_blocks, prompt.is_complete, computed, held)
 
 
 def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int) -> tuple[int, ...]:

@@ -12,14 +12,16 @@ from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
+from vllm_adapter.scheduler.computed_chunks import ComputedChunks
 from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.gauges import Gauges
-from vllm_adapter.scheduler.mirror_saves import MirrorSaves
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.scheduler.side_channel import SideChannel
 from vllm_adapter.scheduler.status import scheduler_status
+from vllm_adapter.scheduler.stream_channel import StreamChannel
+from vllm_adapter.scheduler.streaming import Streaming
 from vllm_adapter.scheduler.ticket_log import TicketLog
 from vllm_adapter.scheduler.ticket_seals import TicketSeals
 from vllm_adapter.scheduler.trail import Trail
@@ -65,11 +67,14 @@ class SchedulerSide:
         self._facts = facts
         self._state = parts.make_state()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
-        self._channel = SideChannel(facts.engine_id, parts.make_listener)
-        self._now_s = now_s
-        chunks = PrefillChunks(facts.groups, facts.context_sizes) if parts.uses_host_buffer else None
         self._refusals = Refusals(CauseLog(now_s))
-        self._saves = MirrorSaves(chunks, self._state, self._refusals)
+        streams = self._make_streams(parts, CauseLog(now_s)) if parts.streams else None
+        self._streaming = Streaming(facts, self._state, streams, self._refusals)
+        self._channel = SideChannel(facts.engine_id, parts.make_listener, streams)
+        self._now_s = now_s
+        chunks = PrefillChunks(facts.groups, facts.context_sizes)
+        self._span_tokens = chunks.span_tokens
+        self._chunks = ComputedChunks(chunks, self._state, self._refusals, has_mirror=parts.uses_host_buffer)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports(CauseLog(now_s))
@@ -80,12 +85,29 @@ class SchedulerSide:
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._followed: set[str] = set()
         # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
+        self._empty_steps = 0
         self._not_admitted: set[str] = set()
+
+    def _make_streams(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:
+        seals = self._seals
+        return StreamChannel(
+            self._state,
+            parts.stream_codec,
+            parts.make_ask_client,
+            secrets=lambda: seals.current,
+            wait_s=parts.ask_wait_s,
+            log=log,
+        )
 
     @property
     def group_ids(self) -> tuple[int, ...]:
         """Numbers of the transferable groups among all of the scheduler's."""
         return self._facts.group_ids
+
+    @property
+    def span_tokens(self) -> tuple[int, ...]:
+        """Tokens that a block of each transferable group stands for; 0 for a group of states."""
+        return self._span_tokens
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -113,23 +135,33 @@ class SchedulerSide:
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
             tail = admission.truncate_tokens
-            if tail and not (arrival.drop_tail is not None and arrival.drop_tail(tail)):
+            is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
+            if tail and not is_shortened:
                 self._tickets.not_shortened(request_id)
-                tail = 0
+            if admission.is_early:
+                self._streaming.arrived(arrival, tail=tail, is_shortened=is_shortened)
             if admission.role == "producer":
-                self._saves.watch(request_id, arrival.prompt_tokens - tail)
+                tokens = arrival.prompt_tokens - tail * is_shortened
+                self._chunks.watch(request_id, tokens, is_early=admission.is_early)
 
     def follows(self, request_id: str) -> bool:
         """Return whether the request takes part in a hand-over; the calls for all others change nothing."""
         return request_id in self._followed
 
+    def computes(self, request_id: str) -> bool:
+        """Return whether `build_step` is to be told what steps compute of the request."""
+        return self._chunks.follows(request_id)
+
     def external_tokens(self, request_id: str, computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the local prefix hit, and whether they load between steps.
 
-        None: another request with the same ticket is being read; ask again in a later step.
+        None: another request with the same ticket is being read, or its peer has not offered the prompt yet, or there is no
+        room for it; ask again in a later step.
         """
         tokens: int | None = 0
         if request_id in self._followed:
+            # An offer that has come since the last step saves this one.
+            self._streaming.hear(self._now_s())
             with self._refusals("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         return tokens, bool(tokens)
@@ -166,13 +198,30 @@ class SchedulerSide:
     def finished(self, ending: Ending, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
-        decision: FinishDecision | None = None
         if request_id in self._not_admitted:
             self._not_admitted.discard(request_id)
             return False, None
         self._draining.look()
+        decision = self._end(ending, block_ids)
+        self._streaming.publish()
+        if request_id in self._followed:
+            self._followed.discard(request_id)
+            self._trail.finished(request_id)
+        self._chunks.forget(request_id)
+        self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
+        if decision is None:
+            return False, None
+        if decision.keep_blocks:
+            self._awaited.leased(request_id)
+        if decision.withheld_code:
+            self._tickets.withheld(request_id, decision.withheld_code)
+        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
+
+    def _end(self, ending: Ending, block_ids: BlockIds) -> FinishDecision | None:
+        """End a request in the machines; None if they refuse even the end of a request that failed."""
+        request_id = ending.request_id
         with self._refusals("end", request_id):
-            decision = self._state.finish(
+            return self._state.finish(
                 request_id,
                 reason=ending.reason,
                 block_ids=self._transferable(block_ids),
@@ -182,39 +231,31 @@ class SchedulerSide:
                 identity=ending.identity,
                 now_s=self._now_s(),
             )
-        if request_id in self._followed:
-            self._followed.discard(request_id)
-            self._trail.finished(request_id)
-        self._saves.forget(request_id)
-        self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
-        if decision is None:
-            # The host frees the blocks, so the request ends here, too.
-            with self._refusals("end without a hand-over", request_id):
-                self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
-            return False, None
-        if decision.keep_blocks:
-            self._awaited.leased(request_id)
-        if decision.withheld_code:
-            self._tickets.withheld(request_id, decision.withheld_code)
-        return decision.keep_blocks, dict(decision.params) if decision.params is not None else None
+        # The host frees the blocks, at once or when the words of a stream have moved, so the request ends here, too.
+        with self._refusals("end without a hand-over", request_id):
+            return self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
+        return None
 
     def _must_withhold(self, ending: Ending) -> bool:
         """Return whether the ticket must be kept back.
 
-        That is so while the current registration is unknown, after a copy to the mirror was refused, and if a running state has
+        That is so while the current registration is unknown, after a chunk of the prompt was refused, and if a running state has
         seen tokens of a step that still runs: a state cannot be set back.
         """
         has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
-        return not self._served.is_sure or self._saves.is_unsaved(ending.request_id) or has_run_on
+        return not self._served.is_sure or self._chunks.was_refused(ending.request_id) or has_run_on
 
     # ---------------------------------------------------------------------------------------------- steps
 
-    def build_step(self, preempted: Iterable[str], scheduled: Iterable[ScheduledTokens]) -> StepOrders:
+    def build_step(
+        self, preempted: Iterable[str], scheduled: Iterable[ScheduledTokens], *, is_empty: bool = False
+    ) -> StepOrders:
         """Return the orders of this step for the workers.
 
         Args:
             preempted: Requests that were preempted since the last step.
-            scheduled: Tokens that the step computes; only read in host-buffer mode.
+            scheduled: Tokens that the step computes for requests that it `computes`; not looked at while there are none.
+            is_empty: Whether the step computes nothing for any request.
         """
         now_s = self._now_s()
         self._draining.look()
@@ -222,14 +263,22 @@ class SchedulerSide:
             if request_id in self._followed:
                 with self._refusals("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
-        self._saves.order(scheduled)
+        self._chunks.tell(scheduled)
+        self._streaming.hear(now_s)
         plan = self._state.take_step_plan(now_s=now_s)
+        # An answer may reach its asker before the workers have stored the words that it names: older words tell of nothing.
+        self._streaming.say()
         self._awaited.ordered(plan)
         if plan.reads:
             self._trail.ordered(plan.reads, now_s)
+        if plan.streams.watches:
+            self._trail.ordered([order.read for order in plan.streams.watches], now_s)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
-        return StepOrders(plan, self._links.of_reads(plan), self._served.question)
+        self._empty_steps = self._empty_steps + 1 if is_empty else 0
+        # A single such step may stand between two that compute, where the host schedules ahead.
+        may_rest = self._empty_steps > 1 and self._awaited.has_reads
+        return StepOrders(plan, self._links.of_reads(plan), self._served.question, may_rest)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
@@ -245,6 +294,7 @@ class SchedulerSide:
         failed: Iterable[str],
         registrations: Mapping[Rank, RankRegistration] | None = None,
         reasons: Mapping[str, Mapping[Rank, ReadFailure]] | None = None,
+        stream_ends: Iterable[tuple[str, Rank, bool]] = (),
     ) -> None:
         """Take in the workers' reports of a step; ids of other connectors beside this one may be among them.
 
@@ -254,21 +304,24 @@ class SchedulerSide:
             failed: Those that ended badly.
             registrations: Registrations that ranks announce.
             reasons: Why reads failed, by request and rank.
+            stream_ends: (request, rank, whether the fence held) of streams that have ended on a rank.
         """
         if registrations:
             with self._refusals("registration", "(none)"):
                 self._registered(registrations)
         if reasons:
             self._awaited.explained(reasons)
+        self._streaming.ended(stream_ends)
         sent_ids = self._awaited.sent(sent)
         ended, broken = self._awaited.received(received, failed)
         if sent_ids or ended:
             with self._refusals("report of the workers", "(several)"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
+            self._streaming.publish()
             self._trail.reported(sent_ids, "freed")
             self._trail.reported(ended, "reported")
         self._links.sent(sent_ids)
-        self._awaited.log_failures(broken)
+        self._awaited.log_failures(broken, self._followed)
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
@@ -290,6 +343,10 @@ class SchedulerSide:
             self._state.reset(now_s=self._now_s())
             return True
         return False
+
+    def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
+        """Ask this for the free blocks of the host's pool before a stream takes some."""
+        self._streaming.bind_free_blocks(free_blocks)
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
@@ -322,6 +379,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving; idempotent."""
+        self._streaming.close()
         self._channel.close()
         self._draining.end()
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import HandshakeListener
+    from vllm_adapter.scheduler.stream_channel import StreamChannel
     from vllm_adapter.steps import Rank
 
 __all__ = ["SideChannel"]
@@ -23,9 +24,13 @@ class SideChannel:
     Args:
         engine_id: This engine, for log lines.
         make_listener: Makes a listener that is not started yet.
+        streams: Gets the listener before it starts, None where nothing is streamed.
     """
 
-    def __init__(self, engine_id: str, make_listener: Callable[[], HandshakeListener]) -> None:
+    def __init__(
+        self, engine_id: str, make_listener: Callable[[], HandshakeListener], streams: StreamChannel | None = None
+    ) -> None:
+        self._streams = streams
         self._engine_id = engine_id
         self._make_listener = make_listener
         self._listener: HandshakeListener | None = None
@@ -42,6 +47,8 @@ class SideChannel:
             return
         listener = self._make_listener()
         listener.replace(envelopes)
+        if self._streams is not None:
+            self._streams.serve(listener)
         listener.start()
         self._listener = listener
         _logger.info(

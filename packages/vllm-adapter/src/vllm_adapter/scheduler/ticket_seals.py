@@ -33,6 +33,11 @@ class TicketSeals:
             state.set_secrets(secrets.current)
 
     @property
+    def current(self) -> tuple[bytes, ...]:
+        """The secrets, none if nothing is sealed; any thread."""
+        return self._secrets.current if self._secrets is not None else ()
+
+    @property
     def fingerprints(self) -> tuple[str, ...]:
         """A digest of each secret, in order, for comparing two engines; the first one's seals this engine's tickets."""
         return self._secrets.fingerprints if self._secrets is not None else ()

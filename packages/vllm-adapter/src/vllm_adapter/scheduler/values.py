@@ -26,6 +26,7 @@ class Arrival:
         drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
         frontend_s: Time since the host's frontend began with it; None if that is not known.
         output_tokens: Counts the tokens that it has got so far.
+        max_tokens: Tokens that it may generate; None if that is not known.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Arrival:
     drop_tail: Callable[[int], bool] | None = None
     frontend_s: float | None = None
     output_tokens: Callable[[], int] | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

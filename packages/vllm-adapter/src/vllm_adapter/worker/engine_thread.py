@@ -7,6 +7,7 @@ the network happens on the transfer thread (`registration.py`, `transfer/`).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
+from vllm_adapter.worker.chunk_marks import ChunkMarks
 from vllm_adapter.worker.completion import ReadCompletion
 from vllm_adapter.worker.host_mirror import HostMirror
+from vllm_adapter.worker.rank_streams import RankStreams
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
 from vllm_adapter.worker.sleep import fail_reads, failed_instead
 from vllm_adapter.worker.status import worker_status
@@ -26,10 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.ports import StepPlan
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.worker.chunk_marks import DeviceMarks
     from vllm_adapter.worker.conversion import PageConverter
     from vllm_adapter.worker.host_mirror import MirrorMemory
+    from vllm_adapter.worker.rank_streams import StreamReports
     from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["WorkerSide"]
@@ -39,6 +45,8 @@ _VOID_GENERATION = 0
 """A fence word that no ticket ever carries."""
 _NOTHING = StepReport()
 _Item = TypeVar("_Item")
+_REST_S = 0.005
+"""Longest wait for the end of a read in a step that computes nothing; else vLLM takes a thousand such steps a second."""
 _RESET = "the cache was reset after this read had been ordered"
 
 
@@ -81,6 +89,11 @@ class WorkerSide:
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
         self._announced = parts.make_announced_fences()
+        self._streams = RankStreams(parts.make_stream_ends(), self._recorder)
+        self._marks = ChunkMarks(None, self._recorder.trouble)
+        self._begun: StepOrders | None = None
+        self._may_rest = False
+        self._has_ended = threading.Event()
         # Reads whose end is still to be taken, and those of them whose end must be a bad one.
         self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
@@ -98,6 +111,7 @@ class WorkerSide:
         mirror: MirrorMemory | None = None,
         *,
         select_device: Callable[[], None] | None = None,
+        marks: DeviceMarks | None = None,
     ) -> None:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
@@ -106,7 +120,9 @@ class WorkerSide:
             converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
             mirror: The device's memory, if `caches` are only its mirror.
             select_device: Makes the rank's device the calling thread's; None where there is nothing to select.
+            marks: Tells when the device has finished what it was given; None where calls end when they are done.
         """
+        self._marks = ChunkMarks(marks, self._recorder.trouble)
         self._select_device = select_device
         self._caches, self._can_convert = tuple(caches), converter is not None
         if mirror is not None:
@@ -115,8 +131,8 @@ class WorkerSide:
         self._registration = self._open(self._generation)
 
     def _open(self, generation: int) -> Registration:
-        events = RegistrationEvents(self._finished.append, self._sent.append, self._select_device)
-        return open_registration(
+        events = RegistrationEvents(self._read_ended, self._sent.append, self._stream_ended, self._select_device)
+        registration = open_registration(
             self._parts,
             self._caches,
             self._recorder,
@@ -124,6 +140,16 @@ class WorkerSide:
             generation=generation,
             can_convert=self._can_convert,
         )
+        self._streams.use(registration.stream_worker)
+        return registration
+
+    def _read_ended(self, finished: FinishedRead) -> None:
+        self._finished.append(finished)
+        self._has_ended.set()
+
+    def _stream_ended(self, finished: FinishedRead) -> None:
+        self._streams.ended(finished)
+        self._has_ended.set()
 
     def unregister(self) -> None:
         """End all reads and leases and give the cache's memory back, before the host unmaps it; idempotent.
@@ -134,6 +160,7 @@ class WorkerSide:
         if self._registration is not None:
             self._ending, self._registration = self._registration, None
             self._is_registration_due = True
+            self._streams.use(None)
             if self._mirror is not None:
                 self._mirror.settle_all()
                 self._mirror.settle_device()
@@ -144,6 +171,7 @@ class WorkerSide:
         finally:
             for _ in range(len(self._finished)):
                 self._finished.append(failed_instead(self._finished.popleft()))
+            self._streams.fail_finished(failed_instead)
         self._ending, self._is_asleep = None, True
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
@@ -165,6 +193,7 @@ class WorkerSide:
     def close(self) -> None:
         """Stop both threads and give registrations back; idempotent."""
         registration, self._registration = self._registration, None
+        self._marks.close()
         if registration is not None:
             registration.close()
         if self._mirror is not None:
@@ -182,40 +211,57 @@ class WorkerSide:
 
     # ---------------------------------------------------------------------------------------------- every step
 
+    def before_forward(self, orders: StepOrders) -> None:
+        """Store the words that must move before the step writes into any block; once a step, before `apply`."""
+        self._begun = orders
+        self._streams.before_forward(orders.plan, self._marks.then, self._mirror)
+
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
+        if self._begun is not orders:  # a host that has no hook before the forward pass
+            self.before_forward(orders)
+        self._begun = None
+        self._may_rest = orders.may_rest
         plan = orders.plan
-        self._failures += plan.failures
+        self._failures += self._streams.failures(plan.failures)
         if orders.links and self._trace is not None:
             self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
-        self._due_reads.update(order.request_id for order in plan.reads if order.is_reported)
-        if plan.voids:  # the scheduler may not have heard yet that one of them has ended
-            self._void_reads.update(self._due_reads.intersection(plan.voids))
         if plan.is_empty:
             return
+        reads = self._streams.apply(plan)
+        self._due_reads.update(order.request_id for order in reads.reads if order.is_reported)
+        if plan.voids:  # the scheduler may not have heard yet that one of them has ended
+            self._void_reads.update(self._due_reads.intersection(plan.voids))
         words, void_grants = self._announced.apply(plan)
+        self._streams.forget(grant.request_id for grant in plan.grants)
         if self._mirror is not None:
             self._mirror.forget(plan.releases)
         registration = self._registration
         if registration is None:
             self._sent += [grant.request_id for grant in plan.grants]
-            self._finished += fail_reads(plan, time.monotonic())
+            self._finished += fail_reads(reads.reads, time.monotonic())
+            self._streams.fail(reads.watches, time.monotonic())
             return
-        if self._mirror is not None and plan.reads:
+        if self._mirror is not None and (reads.reads or reads.watches):
             self._mirror.begin_reads()
         # At once, on this thread: the words must be there before the step's end can make the tickets known.
         for slot, generation in words:
             registration.agent.write_fence(slot, generation)
-        registration.agent.call_soon(lambda: registration.perform(plan, void_grants))
+        registration.agent.call_soon(lambda: registration.perform(plan, void_grants, reads))
 
     def save(self, orders: StepOrders) -> None:
-        """Copy what the step computed to the mirror, if there is one, after the forward pass.
+        """Copy what the step computed to the mirror, if there is one, after the forward pass; show chunks of streams.
 
-        When this returns, the blocks of `plan.completes` are in the mirror, or their fence is void.
+        When this returns, the blocks of `plan.completes` are in the mirror, or their fence is void. A chunk is shown once the
+        device, or the copy to the mirror, has got so far.
         """
-        mirror, registration, plan = self._mirror, self._registration, orders.plan
+        self._save(orders.plan)
+        self._streams.chunks_given(orders.plan, self._marks.then, self._mirror)
+
+    def _save(self, plan: StepPlan) -> None:
+        mirror, registration = self._mirror, self._registration
         if mirror is None or registration is None or not (plan.saves or plan.completes):
             return
         began_s = time.perf_counter()
@@ -229,7 +275,9 @@ class WorkerSide:
         slot = self._announced.slot(request_id)
         self._recorder.count("num_failed_mirror_copies")
         consequence = "; its readers will find its fence void"
-        if slot is None:
+        if self._streams.void(request_id):
+            pass
+        elif slot is None:
             consequence = ". It has no fence: its readers GET WRONG DATA"
         else:
             registration.agent.write_fence(slot, _VOID_GENERATION)
@@ -239,21 +287,39 @@ class WorkerSide:
         )
 
     def take_report(self) -> StepReport:
-        """Return everything that ended since the last step, and this rank's registration if it is asked for or new."""
+        """Return everything that ended since the last step, and this rank's registration if it is asked for or new.
+
+        In a step that computes nothing it waits up to 5 ms for the end of a read (`StepOrders.may_rest`).
+        """
+        if self._may_rest:
+            self._may_rest = False
+            self._has_ended.wait(_REST_S)
+        self._has_ended.clear()
         self._watch.check(self._registration.agent if self._registration is not None else None)
-        if not (self._sent or self._finished or self._failures or self._is_registration_due):
+        streams = self._take_streams()
+        if not (self._sent or self._finished or self._failures or self._is_registration_due or streams):
             return _NOTHING
         sent = frozenset(_drained(self._sent))
         ends = [self._take_end(finished) for finished in _drained(self._finished)]
         bad = [end for end in ends if not end.is_ok]
         refused, self._failures = frozenset(self._failures), []
-        return StepReport(
+        report = StepReport(
             sent=sent,
             received=refused | _reported_ids(ends),
             failed=refused | _reported_ids(bad),
             registration=self._take_registration(),
-            reasons=self._count_failures(bad),
+            reasons=self._count_failures([*bad, *(streams.failed if streams else ())]),
         )
+        return report if streams is None else streams.added_to(report)
+
+    def _take_streams(self) -> StreamReports | None:
+        """Return the ends of streams; requests that ended while they were computed are sent."""
+        self._sent.extend(self._streams.take_sent())
+        streams = self._streams.take(self._completion.complete)
+        taken_s = time.monotonic()
+        for end in (*streams.good, *streams.failed) if streams is not None else ():
+            self._tell_end(end, taken_s)
+        return streams
 
     def _take_end(self, finished: FinishedRead) -> ReadEnd:
         """Complete a read whose transfers have ended, and close its trace."""
@@ -261,10 +327,20 @@ class WorkerSide:
         end = self._completion.complete(self._confirmed(finished))
         if end.order.is_reported:
             self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
+        self._close_trace(end)
+        return end
+
+    def _tell_end(self, end: ReadEnd, taken_s: float) -> None:
+        self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
+        if end.is_ok:
+            self._recorder.observe("stream_bytes", end.times.bytes_moved)
+            self._recorder.observe("stream_early_bytes", end.times.early_bytes or 0)
+        self._close_trace(end)
+
+    def _close_trace(self, end: ReadEnd) -> None:
         link = self._links.pop(end.order.request_id, None)
         if link is not None and self._trace is not None:
             self._trace(link, end)
-        return end
 
     def _take_registration(self) -> RankRegistration | None:
         is_due, self._is_registration_due = self._is_registration_due, False

@@ -23,7 +23,7 @@ import numpy as np
 from vllm_adapter.worker.conversion import PageRange, page_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.ports import BlockIds, GeometryDocument, PageNumbers
 
@@ -109,6 +109,19 @@ class HostMirror:
                 if error is not None:
                     failed[request_id] = f"{type(error).__name__}: {error}"
         return failed
+
+    def then(self, request_id: str, action: Callable[[], None]) -> None:
+        """Run an action once all copies of a request that were begun so far are there; never if one of them failed."""
+        copies = tuple(self._waiting.get(request_id, ()))
+
+        def run() -> None:
+            if all(copy.exception() is None for copy in copies):
+                action()
+
+        if self._thread is not None:
+            self._thread.submit(run)  # behind these copies: the thread does one thing after the other
+        else:
+            run()
 
     def settle_all(self) -> None:
         """Wait until no copy is under way, of forgotten requests either; failures stay for `settle`."""

@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, final
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
 from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, Streaming
+from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.cache.facts import LayerCache
+    from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, StepPlan, TransferResult, TransferThread
+    from vllm_adapter.ports import HandshakeClient, StepPlan, StreamWorker, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.worker.rank_streams import ReadsOfStep
     from vllm_adapter.worker.transfer.records import FinishedRead
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
@@ -49,6 +51,8 @@ class RegistrationEvents:
     """The one end of a read."""
     sent: Callable[[str], None]
     """A request whose blocks are free."""
+    stream_ended: Callable[[FinishedRead], None]
+    """The one end of a stream; its blocks may be read again if it failed."""
     thread_started: Callable[[], None] | None = None
     """The transfer thread has begun and touched nothing yet: the place to select its device."""
 
@@ -65,6 +69,7 @@ class Registration:
         leases: This rank as a producer.
         recorder: Takes log lines of what goes wrong.
         envelope: Bytes that the side channel serves for this rank.
+        stream_worker: Stores the words of streamed prompts, on the engine thread; None where nothing is streamed.
     """
 
     agent: TransferThread
@@ -73,19 +78,26 @@ class Registration:
     leases: LeaseKeeper
     recorder: Recorder
     envelope: bytes
+    stream_worker: StreamWorker | None = None
 
-    def perform(self, plan: StepPlan, void_grants: Sequence[str]) -> None:
+    def perform(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
         """Perform a step's orders; transfer thread only. An order that raises fails alone: the others are performed.
 
         Args:
             plan: The orders.
             void_grants: Requests among its grants whose KV is lost.
+            reads: Its reads and streams, as far as they are this rank's.
         """
         guarded = self.recorder.guarded
         with guarded("the producer's part of a step"):
             self.leases.apply(plan, void_grants)
-        for order in plan.reads:
+        for order in reads.reads:
             self.reads.read(order)
+        for watch in reads.watches:
+            self.reads.follow(watch)
+        for request_id in reads.stops:
+            with guarded("end of a stream"):
+                self.reads.stop(request_id)
         for request_id in (*plan.cancels, *plan.voids):
             with guarded("cancellation of a read"):
                 self.reads.cancel(request_id, is_passed_on=request_id in plan.passes)
@@ -195,11 +207,18 @@ def open_registration(
         on_start=events.thread_started,
     )
     handshakes = parts.make_handshake_client()
+    streaming = None
+    if settings.streaming:
+        streaming = Streaming(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
     shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)
-    reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended)
+    reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
     leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
     try:
         agent.start()
+        words = agent.stream_words
+        stream_worker = None if words is None else parts.make_stream_worker(words)
+        if stream_worker is not None:
+            leases.use_streams(StreamedLeases(stream_worker, settings.stream_slots))
         agent.call_every(_TICK_S, leases.tick)
         agent.call_every(_LOOK_AFTER_S, reads.look_after)
         envelope = parts.encode_envelope(caches, document, agent, generation=generation)
@@ -212,7 +231,22 @@ def open_registration(
         f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
         f"fence of {agent.fence[2]} words",
     )
-    return Registration(agent, handshakes, reads, leases, recorder, envelope)
+    return Registration(agent, handshakes, reads, leases, recorder, envelope, stream_worker)
+
+
+def stream_shape(facts: EngineFacts) -> StreamShape:
+    """Return the groups of this engine as streams are read: a block stands for its tokens on all context ranks.
+
+    Example: blocks of 16 tokens, context-parallel size 2: a block of a group that is dealt out stands for 32 tokens.
+    """
+    return StreamShape(
+        [
+            StreamGroup(0)
+            if group.kind == "state"
+            else StreamGroup(group.block_tokens * facts.deal_of(group)[0], group.window_tokens)
+            for group in facts.groups
+        ]
+    )
 
 
 def read_limits(parts: WorkerParts) -> ReadLimits:

@@ -21,7 +21,9 @@ from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 if TYPE_CHECKING:
-    from vllm_adapter.ports import StepPlan
+    from collections.abc import Iterable
+
+    from vllm_adapter.ports import ReadOrder
 
 __all__ = ["ASLEEP", "ASLEEP_MESSAGE", "fail_reads", "failed_instead"]
 
@@ -36,6 +38,6 @@ def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = AS
     return FinishedRead(replace(finished.end, code=code, message=message))
 
 
-def fail_reads(plan: StepPlan, now_s: float) -> list[FinishedRead]:
-    """Return the ends of all reads that a step orders while nothing is registered."""
-    return [FinishedRead(ReadEnd(order, ASLEEP, ASLEEP_MESSAGE, ReadTimes(now_s), now_s)) for order in plan.reads]
+def fail_reads(reads: Iterable[ReadOrder], now_s: float) -> list[FinishedRead]:
+    """Return the ends of reads that are ordered while nothing is registered."""
+    return [FinishedRead(ReadEnd(order, ASLEEP, ASLEEP_MESSAGE, ReadTimes(now_s), now_s)) for order in reads]

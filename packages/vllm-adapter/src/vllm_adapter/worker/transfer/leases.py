@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.worker.transfer.describing import describe_lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_adapter.ports import LeaseEnd, LeaseTable, NotificationView, StepPlan
+    from vllm_adapter.ports import LeaseEnd, LeaseTable, NotificationView, StepPlan, StreamWorker
     from vllm_adapter.worker.transfer.parts import TransferParts
 
-__all__ = ["LeaseKeeper"]
+__all__ = ["LeaseKeeper", "StreamedLeases"]
+
+
+class StreamedLeases(NamedTuple):
+    """Words of streamed prompts: the worker that moves them, and the number of their slots, which are the first ones."""
+
+    worker: StreamWorker
+    slots: int
 
 
 @final
@@ -43,8 +50,13 @@ class LeaseKeeper:
         self._leases = leases
         self._heartbeat_s = heartbeat_s
         self._sent = sent
+        self._streams: StreamedLeases | None = None
         self._heard_s: dict[str, float] = {}
         self._has_told_surplus = False
+
+    def use_streams(self, streams: StreamedLeases) -> None:
+        """Move the words of streamed prompts with this; before the first lease."""
+        self._streams = streams
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -87,6 +99,7 @@ class LeaseKeeper:
         elif view.kind == "read-complete":
             for request_id, nonce in zip(view.request_ids, view.nonces, strict=True):
                 self._count_reader(request_id, nonce, agent_name, view)
+            self.tick()  # a prompt that all have read is free at once, not at the timer's next turn
         else:
             self._parts.recorder.count("num_refused_notifications")
 
@@ -148,8 +161,16 @@ class LeaseKeeper:
     def _end_due(self, *, has_fences: bool) -> None:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
             if end.fence is not None and has_fences:
-                self._parts.agent.write_fence(*end.fence)
+                self._void(end, end.fence)
             self._report(end, self._heard_s.pop(end.request_id, None))
+
+    def _void(self, end: LeaseEnd, fence: tuple[int, int]) -> None:
+        """Move the word of a lease that has ended; that of a stream takes its progress word along."""
+        streams = self._streams
+        if streams is not None and fence[0] < streams.slots:
+            streams.worker.leases_ended([end])
+        else:
+            self._parts.agent.write_fence(*fence)
 
     def _report(self, end: LeaseEnd, heard_s: float | None) -> None:
         if not end.is_reported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.errors import AdapterError
 
@@ -99,9 +99,33 @@ class PeerPlanner:
         }
         return self.planner.plan(self.document, documents, peer_tp=peer.tp)
 
+    def can_stream(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata], plan: PeerPlan) -> bool:
+        """Tell whether prompts can be read from a peer in parts, while it computes them.
+
+        It must have stream memory, its pages must need no conversion, and its groups must be ours, one by one: the peer's
+        table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become whole
+        together, so such a peer is read once its prompts are finished.
+        """
+        if plan.is_staged or any(metadata[rank].streams is None for rank in plan.producer_ranks):
+            return False
+        ours = _spans(self.document)
+        for rank in plan.producer_ranks:
+            document = self.peer_geometry.document(self.document, metadata[rank], rank, peer)
+            if _spans(cast("GeometryDocument", document)) != ours:
+                return False
+        return True
+
     def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
         """Return where a peer rank's pages live."""
         return self.peer_geometry.memory_kind(metadata)
+
+
+def _spans(document: GeometryDocument) -> list[tuple[bool, int, int]]:
+    """Return (whether it keeps states, tokens per block over all context ranks, window) of each group."""
+    return [
+        (group["kind"] == "state", group["block_tokens"] * group["context"][0], group["window_tokens"])
+        for group in document["groups"]
+    ]
 
 
 def _layers(document: GeometryDocument) -> Iterator[str]:

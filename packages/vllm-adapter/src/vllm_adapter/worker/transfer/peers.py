@@ -24,7 +24,7 @@ from vllm_adapter.worker.transfer.records import PeerEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, TransferResult
+    from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.limits import PeerLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
@@ -226,6 +226,7 @@ class PeerDirectory:
         plan = self._planner.plan(engine.address, metadata)
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
+        engine.can_stream = self._can_stream(engine, metadata, plan)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
                 PeerSpec(
@@ -237,6 +238,7 @@ class PeerDirectory:
                     local_kind=self._planner.local_kind,
                     fence=metadata[rank].fence,
                     agent_prefix=self._agent_prefix(engine, metadata[rank]),
+                    streams=metadata[rank].streams,
                 )
             )
         fences = "fenced" if engine.is_fenced else _NO_FENCE
@@ -246,6 +248,13 @@ class PeerDirectory:
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
+
+    def _can_stream(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata], plan: PeerPlan) -> bool:
+        try:
+            return self._planner.can_stream(engine.address, metadata, plan)
+        except Exception as error:  # noqa: BLE001  (it can be read from as a whole all the same)
+            self._parts.recorder.trouble("comparison of cache groups", error)
+            return False
 
     def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
         """Return how the name of a rank's agent must begin: with its engine's id, so that no listener can serve another's."""

@@ -13,7 +13,7 @@ ends with a code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.errors import code_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
@@ -24,23 +24,42 @@ from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
 from vllm_adapter.worker.transfer.records import FinishedRead, Read
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
 from vllm_adapter.worker.transfer.stalls import StallWatch
+from vllm_adapter.worker.transfer.stream_admission import StreamAdmission
+from vllm_adapter.worker.transfer.streams import StreamCoordinator
 from vllm_adapter.worker.transfer.tickets import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_adapter.ports import HeartbeatOrder, Indices, PeerPlan, ReadOrder, TransferResult
+    from vllm_adapter.ports import (
+        HeartbeatOrder,
+        Indices,
+        PeerPlan,
+        ReadOrder,
+        StreamOrder,
+        StreamReaders,
+        TransferResult,
+    )
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
     from vllm_adapter.worker.transfer.records import PeerEngine
+    from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
-__all__ = ["ReadCoordinator"]
+__all__ = ["ReadCoordinator", "Streaming"]
 
 _FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _RENEWED_PART = 2 / 3
 """A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
+
+
+class Streaming(NamedTuple):
+    """How streams are read: the machine, given its deadline in seconds without progress, the groups, and where ends go."""
+
+    make_readers: Callable[[float], StreamReaders]
+    shape: StreamShape
+    ended: Callable[[FinishedRead], None]
 
 
 @final
@@ -52,10 +71,16 @@ class ReadCoordinator:
         planner: Plans against peers.
         limits: Durations and counts.
         ended: Called with the one end of every read; cheap and thread-safe.
+        streaming: How streams are read; None where nothing is streamed.
     """
 
     def __init__(
-        self, parts: TransferParts, planner: PeerPlanner, limits: ReadLimits, ended: Callable[[FinishedRead], None]
+        self,
+        parts: TransferParts,
+        planner: PeerPlanner,
+        limits: ReadLimits,
+        ended: Callable[[FinishedRead], None],
+        streaming: Streaming | None = None,
     ) -> None:
         self._parts = parts
         self._limits = limits
@@ -65,6 +90,20 @@ class ReadCoordinator:
         self._peers = PeerDirectory(parts, planner, limits.peers, PeerEvents(self._ready, self._not_met))
         self._messages = ProducerMessages(parts, self._peers)
         self._stalls = StallWatch(parts, limits.read_timeout_s)
+        self._streams: StreamCoordinator | None = None
+        self._admission: StreamAdmission | None = None
+        if streaming is not None:
+            stall_s = limits.read_timeout_s
+            self._streams = StreamCoordinator(
+                parts,
+                streaming.make_readers(stall_s),
+                streaming.shape,
+                self._peers,
+                self._messages,
+                stall_s=stall_s,
+                ended=streaming.ended,
+            )
+            self._admission = StreamAdmission(parts, self._peers, self._streams, streaming.ended)
 
     def look_after(self) -> None:
         """End waits that are too long, let go of dead and unused engines, report reads without progress."""
@@ -72,16 +111,21 @@ class ReadCoordinator:
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
             self._stalls.check(self._transfers)
+        if self._streams is not None:
+            with self._parts.recorder.guarded("looking after streams"):
+                self._streams.look_after()
 
     def snapshot(self) -> dict[str, int]:
         """Return how many engines and transfers there are, for diagnosis."""
-        return {"engines": len(self._peers), "transfers": len(self._transfers)}
+        streamed = self._streams.transfer_count if self._streams is not None else 0
+        return {"engines": len(self._peers), "transfers": len(self._transfers) + streamed}
 
     def describe(self, most: int) -> dict[str, object]:
         """Return counts, and at most `most` reads and peers each, as an operator is shown them."""
         now_s, engines = self._parts.now_s(), self._peers.engines()
         reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
-        return {**reads, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
+        streams = {"streams": self._streams.describe(most)} if self._streams is not None else {}
+        return {**reads, **streams, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -92,6 +136,16 @@ class ReadCoordinator:
             self._peers.submit(read)
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
+
+    def follow(self, order: StreamOrder) -> None:
+        """Read a prompt while its engine computes it."""
+        if self._admission is not None:
+            self._admission.follow(order)
+
+    def stop(self, request_id: str) -> None:
+        """Give up the stream of a request; its end is reported once its pages are quiet."""
+        if self._admission is not None:
+            self._admission.stop(request_id)
 
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
         """Give up a read that nobody wants any more; it still ends, once, when its pages are quiet.
@@ -112,6 +166,8 @@ class ReadCoordinator:
 
     def end_all(self, code: str, message: str) -> None:
         """Fail every read, also one whose data has arrived but is not verified; each ends once its pages are quiet."""
+        if self._admission is not None:
+            self._admission.end_all(code, message)
         for read in self._peers.take_waiting():
             self._not_met(read, code, message)
         for transfer_id, read in list(self._transfers.items()):
@@ -130,6 +186,9 @@ class ReadCoordinator:
     # ---------------------------------------------------------------------------------------------- posting
 
     def _ready(self, read: Read, engine: PeerEngine) -> None:
+        if self._admission is not None and self._admission.takes(read):
+            self._admission.ready(read, engine)
+            return
         try:
             self._post(read, engine)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
@@ -186,7 +245,9 @@ class ReadCoordinator:
     # ---------------------------------------------------------------------------------------------- results
 
     def transfer_ended(self, result: TransferResult) -> None:
-        """Take in the end of one rank's transfer, or of a probe."""
+        """Take in the end of one rank's transfer, of a part of a stream, or of a probe."""
+        if self._streams is not None and self._streams.transfer_ended(result):
+            return
         read = self._transfers.get(result.transfer_id)
         if read is None:
             with self._parts.recorder.guarded("end of a probe"):
@@ -231,6 +292,8 @@ class ReadCoordinator:
 
     def memory_quiet(self, transfer_id: str) -> None:
         """Take in that nothing can write into the pages of an ended transfer any more."""
+        if self._streams is not None and self._streams.memory_quiet(transfer_id):
+            return
         read = self._transfers.get(transfer_id)
         if read is not None and transfer_id in read.unquiet:
             read.unquiet.discard(transfer_id)
@@ -271,6 +334,9 @@ class ReadCoordinator:
 
     def _not_met(self, read: Read, code: str, message: str) -> None:
         """End a read whose engine cannot be read from."""
+        if self._admission is not None and self._admission.takes(read):
+            self._admission.not_met(read, code, message)
+            return
         read.fail(code, message)
         read.was_met = False
         self._end(read)

@@ -114,6 +114,7 @@ class PeerEngine:
         waiting: Reads that wait for it.
         plan: How it is read from; None until it is ready.
         is_fenced: Whether all ranks that are read from have a fence array.
+        can_stream: Whether prompts can be read from it in parts, while they are computed.
         capabilities: Capabilities that all its ranks announce.
         generation: Incarnation of its memory registration; None if it does not say.
         reads_in_flight: Reads posted to it that have not ended.
@@ -130,6 +131,7 @@ class PeerEngine:
     waiting: list[Read] = field(default_factory=list["Read"])
     plan: PeerPlan | None = None
     is_fenced: bool = False
+    can_stream: bool = False
     capabilities: frozenset[str] = frozenset()
     generation: int | None = None
     reads_in_flight: int = 0

@@ -1,0 +1,51 @@
+"""Early tickets, as a router that lives in an engine's process writes them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.config import load_settings
+from vllm_adapter.fleet_secrets import configured_secrets
+from vllm_adapter.wiring import prefill_request_params
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["EarlyTicketWriter"]
+
+
+@final
+class EarlyTicketWriter:
+    """Writes the params of both requests of a streamed hand-over.
+
+    Args:
+        extra: `kv_connector_extra_config` of an engine of the fleet, with its secrets.
+
+    Raises:
+        ConfigurationError: As `load_settings`; `invalid-secret` or `insecure-secret-file`.
+
+    Attributes:
+        is_streaming: Whether that engine streams.
+        reads_streams: Whether it also reads from its peers: something covers their addresses, and streams may hold blocks.
+    """
+
+    def __init__(self, extra: Mapping[str, object]) -> None:
+        settings, _ = load_settings(extra)
+        self.is_streaming = settings.streaming
+        is_covered = settings.has_secrets or bool(settings.remote_hosts)
+        self.reads_streams = settings.streaming and is_covered and settings.stream_reserve_fraction > 0
+        self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+
+    def for_prefill(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:
+        """Return the params of the prefill engine's request; `host` and `port` are its side channel."""
+        secret: bytes | None = None
+        if self._secrets is not None:
+            self._secrets.changed(time.monotonic())  # they may rotate while requests run
+            secret = self._secrets.current[0]
+        return prefill_request_params((hand_over_id, host, port), secret=secret)
+
+    def for_decode(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:
+        """Return the params of the decode engine's request."""
+        stream = self.for_prefill(hand_over_id, host, port)["kv_stream"]
+        return {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": stream}

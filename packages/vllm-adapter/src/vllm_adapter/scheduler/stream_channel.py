@@ -1,0 +1,280 @@
+"""Questions and answers of streamed hand-overs, between the request machines and the side channel.
+
+The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news goes into a
+queue, decoded and judged already; `hear` hands it to the machines, and `say` takes out once a step what they have to say. Nothing
+here waits: `say` writes to queues of the side channel, and `hear` reads from its own.
+
+An engine without requests takes no step. So answers that every further question for an id gets stand on a board, from which the
+listener's thread answers by itself: the final ticket of a prompt while it is leased, and `withdrawn` for one that has ended. An
+answer that is out of date for a moment does no harm, because the fence of its ticket decides.
+"""
+
+from __future__ import annotations
+
+import secrets as random
+from collections import OrderedDict, deque
+from functools import partial
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_adapter.observe.cause_log import CauseLog
+    from vllm_adapter.ports import AskClient, AskListener, StreamCodec, StreamQuestion, StreamStanding, StreamState
+
+__all__ = ["StreamChannel"]
+
+_AGAIN: Final = frozenset(
+    {
+        "ask-busy",
+        "ask-expired",
+        "closed",
+        "connection-lost",
+        "name-unresolved",
+        "rate-limited",
+        "recently-failed",
+        "refused",
+        "timed-out",
+        "transport-failed",
+    }
+)
+"""Codes after which the same question may be answered; after any other the hand-over is plain."""
+
+_LAST_WORDS: Final = frozenset({"digest-mismatch", "withdrawn"})
+"""Reasons to hand nothing over that are said of a request; of an engine that streams nothing it is said once."""
+
+_MARGIN_S: Final = 2.0
+"""The peer's listener gives a question up first, and says so."""
+_MOST_PEERS: Final = 256
+_MOST_STANDING: Final = 4096
+
+
+class _Asked(NamedTuple):
+    """A question of a peer's that has come, or gone."""
+
+    ask_id: int
+    question: Mapping[str, object] | None
+
+
+class _Answered(NamedTuple):
+    """The end of a question of this engine's."""
+
+    request_id: str
+    number: int
+    answer: Mapping[str, object]
+
+
+@final
+class StreamChannel:
+    """Moves questions and answers. `hear`, `say` and `close` on the scheduler's thread only.
+
+    Args:
+        state: The request machines.
+        codec: Writes and reads the messages.
+        make_client: Makes the client, at the first question.
+        secrets: Returns the fleet's secrets, none where nothing is sealed; any thread.
+        wait_s: Seconds that a question may wait at the peer.
+        log: Limits lines about peers.
+    """
+
+    def __init__(
+        self,
+        state: StreamState,
+        codec: StreamCodec,
+        make_client: Callable[[], AskClient],
+        *,
+        secrets: Callable[[], Sequence[bytes]],
+        wait_s: float,
+        log: CauseLog,
+    ) -> None:
+        self._state = state
+        self._codec = codec
+        self._make_client = make_client
+        self._secrets = secrets
+        self._wait_s = wait_s
+        self._log = log
+        self._client: AskClient | None = None
+        self._listener: AskListener | None = None
+        self._arrived: deque[_Asked | _Answered] = deque()
+        # Questions of peers by asker, which the machines still have.
+        self._asked: dict[str, Mapping[str, object]] = {}
+        # How to take back this engine's questions, by request and number.
+        self._cancels: dict[tuple[str, int], Callable[[], None]] = {}
+        # Answers that stand, by hand-over id. The scheduler's thread writes, the listener's reads.
+        self._board: dict[str, StreamStanding] = {}
+        self._plain_peers: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def serve(self, listener: AskListener) -> None:
+        """Take the questions of peers from a listener that has not started yet."""
+        self._listener = listener
+        listener.take_asks(self._heard, self._gone, wait_s=self._wait_s)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `hear` has anything to hand on."""
+        return bool(self._arrived)
+
+    def hear(self, now_s: float) -> None:
+        """Hand to the machines what has come.
+
+        Each message fails alone: what the machines refuse is logged, and its sender hears a refusal.
+        """
+        while self._arrived:
+            event = self._arrived.popleft()
+            if isinstance(event, _Asked):
+                self._take_question(event)
+            else:
+                self._take_answer(event, now_s)
+
+    def say(self) -> None:
+        """Hand to the side channel what the machines ask, answer and take back; once a step."""
+        self.publish()
+        for each in self._state.take_stream_answers():
+            self._answer(each.asker, each.answer)
+        questions = self._state.take_stream_questions()  # takes back what has waited too long
+        for request_id, number in self._state.take_stream_cancels():
+            cancel = self._cancels.pop((request_id, number), None)
+            if cancel is not None:
+                cancel()
+        for question in questions:
+            self._ask(question)
+
+    def publish(self) -> None:
+        """Let the listener's thread give the answers that stand from now on."""
+        board = self._board
+        for standing in self._state.take_stream_standings():
+            board.pop(standing.hand_over_id, None)
+            if standing.answer is not None:
+                board[standing.hand_over_id] = standing
+                if len(board) > _MOST_STANDING:
+                    del board[next(iter(board))]
+
+    def close(self) -> None:
+        """Ask nothing more; idempotent. The listener is closed by its owner."""
+        client, self._client = self._client, None
+        self._listener = None
+        if client is not None:
+            client.close()
+
+    # ------------------------------------------------------------------------------- the scheduler's thread
+
+    def _take_question(self, event: _Asked) -> None:
+        asker = str(event.ask_id)
+        known = self._asked.pop(asker, None)
+        try:
+            if event.question is None:
+                if known is not None:
+                    self._state.stream_cancelled(asker, str(known["hand_over_id"]))
+                return
+            self._asked[asker] = event.question
+            told = {key: value for key, value in event.question.items() if key != "nonce"}
+            self._state.stream_question(asker, told)
+        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
+            self._log.error("stream-question", "a peer's question for a hand-over was refused", trace=error)
+            self._answer(asker, {"kind": "no", "reason": "withdrawn"})
+
+    def _answer(self, asker: str, answer: Mapping[str, object]) -> None:
+        question = self._asked.pop(asker, None)
+        if question is not None:
+            self._send(int(asker), question, answer)
+
+    def _send(self, ask_id: int, question: Mapping[str, object], answer: Mapping[str, object]) -> None:
+        """Answer a question; any thread."""
+        listener = self._listener
+        if listener is None:
+            return
+        try:
+            payload = self._codec.answer_payload(question, answer, self._secrets())
+        except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
+            self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
+            payload = self._codec.answer_payload(question, {"kind": "no", "reason": "withdrawn"}, self._secrets())
+        listener.answer(ask_id, payload)
+
+    def _ask(self, question: StreamQuestion) -> None:
+        key = question.request_id, question.number
+        told = {
+            "hand_over_id": question.hand_over_id,
+            "number": question.number,
+            "nonce": random.token_hex(16),
+            "digest": question.digest,
+            "tokens": question.tokens,
+            "wants_final": question.wants_final,
+        }
+        peer = question.host, question.port
+        try:
+            if self._client is None:
+                self._client = self._make_client()
+            self._cancels[key] = self._client.ask(
+                host=question.host,
+                port=question.port,
+                payload=self._codec.question_payload(told, self._secrets()),
+                on_reply=partial(self._replied, key, peer, told),
+                deadline_s=self._wait_s + _MARGIN_S,
+            )
+        except Exception as error:  # noqa: BLE001 - a question that cannot be asked makes its hand-over a plain one
+            self._log.error(
+                "stream-ask", "request %s: its hand-over cannot be asked for", question.request_id, trace=error
+            )
+            self._arrived.append(_Answered(*key, {"kind": "no", "reason": "not-streamed"}))
+
+    def _take_answer(self, event: _Answered, now_s: float) -> None:
+        self._cancels.pop((event.request_id, event.number), None)
+        try:
+            is_taken = self._state.stream_answered(event.request_id, event.number, event.answer, now_s=now_s)
+        except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
+            self._log.error("stream-answered", "request %s: an answer was refused", event.request_id, trace=error)
+            return
+        reason = event.answer.get("reason")
+        if is_taken and reason in _LAST_WORDS:
+            self._log.warning(
+                f"stream-{reason}", "request %s: its peer does not hand its prompt over (%s)", event.request_id, reason
+            )
+
+    # ------------------------------------------------------------------- threads of the listener and of the client
+
+    def _heard(self, ask_id: int, payload: bytes) -> None:
+        try:
+            question = self._codec.read_question(payload, self._secrets())
+        except Exception as error:  # noqa: BLE001 - whatever a peer sends
+            self._log.warning(_code_of(error), "a question for a hand-over was refused: %s", error)
+            if self._listener is not None:
+                self._listener.answer(ask_id, b"")  # no answer can be bound to it; the asker finds this one malformed
+            return
+        standing = self._board.get(str(question["hand_over_id"]))
+        if standing is None or standing.answer is None:
+            self._arrived.append(_Asked(ask_id, question))
+            return
+        is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
+        self._send(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
+
+    def _gone(self, ask_id: int) -> None:
+        self._arrived.append(_Asked(ask_id, None))
+
+    def _replied(
+        self, key: tuple[str, int], peer: tuple[str, int], question: Mapping[str, object], code: str, payload: bytes
+    ) -> None:
+        answer: Mapping[str, object] = {"kind": "no", "reason": "busy"}
+        if not code:
+            try:
+                answer = self._codec.read_answer(payload, question, self._secrets())
+            except Exception as error:  # noqa: BLE001 - whatever a peer sends
+                code = _code_of(error)
+        if code and code not in _AGAIN:
+            answer = {"kind": "no", "reason": "not-streamed"}
+            self._say_plain(peer, code)
+        self._arrived.append(_Answered(*key, answer))
+
+    def _say_plain(self, peer: tuple[str, int], code: str) -> None:
+        """Say once of a peer why nothing is streamed from it."""
+        if peer in self._plain_peers:
+            return
+        self._plain_peers[peer] = None
+        if len(self._plain_peers) > _MOST_PEERS:
+            self._plain_peers.popitem(last=False)
+        self._log.warning(code, "prompts of %s port %d are computed here, not streamed: %s", *peer, code)
+
+
+def _code_of(error: Exception) -> str:
+    code = getattr(error, "code", "")
+    return code if isinstance(code, str) and code else type(error).__name__

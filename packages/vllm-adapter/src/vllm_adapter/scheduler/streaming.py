@@ -1,0 +1,112 @@
+"""Streamed hand-overs as the scheduler's hooks see them. Without a channel every method does nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.ports import SchedulerState
+    from vllm_adapter.scheduler.refusals import Refusals
+    from vllm_adapter.scheduler.stream_channel import StreamChannel
+    from vllm_adapter.scheduler.values import Arrival
+    from vllm_adapter.steps import Rank
+
+__all__ = ["Streaming"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+
+_ZEROES_FIRST = (
+    "this model's pages are zeroed before the connector can move the words that guard them (model runner version 2)"
+)
+_GOES_ON = "the prefill engine was asked for more than one token, and the model keeps a state, which would run on"
+_WINDOW_GOES_ON = (
+    "the prefill engine was asked for more than one token, and would free blocks of the prompt's last window"
+)
+_NOT_SHORTENED = "its last tokens are the decode engine's to compute, and could not be left out here"
+
+
+@final
+class Streaming:
+    """Passes questions, answers and ends of streams between the request machines and the rest. Scheduler's thread only.
+
+    Args:
+        facts: This engine.
+        state: The request machines.
+        channel: Moves questions and answers; None where nothing is streamed.
+        refusals: Turns a refusal of the machines into a log line.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, state: SchedulerState, channel: StreamChannel | None, refusals: Refusals
+    ) -> None:
+        self._facts = facts
+        self._state = state
+        self._channel = channel
+        self._refusals = refusals
+        self._said: set[str] = set()
+
+    def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
+        """Look at a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
+
+        Args:
+            arrival: The request.
+            tail: Tokens at its end that were to be left out.
+            is_shortened: Whether they were; then it generates one token, whatever it was asked for.
+        """
+        reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
+        if not reason:
+            return
+        with self._refusals("hand-over in one piece", arrival.request_id):
+            self._state.stream_whole(arrival.request_id)
+        if reason not in self._said:
+            self._said.add(reason)
+            _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
+
+    def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
+        if self._facts.zeroes_first:
+            return _ZEROES_FIRST
+        if tail and not is_shortened:
+            return _NOT_SHORTENED
+        if is_shortened or arrival.max_tokens == 1:
+            return ""
+        if self._facts.has_state:
+            return _GOES_ON
+        return _WINDOW_GOES_ON if any(group.window_tokens for group in self._facts.groups) else ""
+
+    def hear(self, now_s: float) -> None:
+        """Hand to the machines what peers have asked and answered since the last look."""
+        if self._channel is not None and self._channel.has_news:
+            with self._refusals("news of peers", "(several)"):
+                self._channel.hear(now_s)
+
+    def say(self) -> None:
+        """Send what the machines ask and answer; once a step, after its plan was taken."""
+        if self._channel is not None:
+            with self._refusals("questions and answers", "(several)"):
+                self._channel.say()
+
+    def publish(self) -> None:
+        """Let peers have the answers that stand since a request has ended, whether or not there is another step."""
+        if self._channel is not None:
+            with self._refusals("answers that stand", "(several)"):
+                self._channel.publish()
+
+    def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
+        """Note the streams that have ended on a rank, and whether their fence held there."""
+        for request_id, rank, is_done in ends:
+            with self._refusals("end of a stream", request_id):
+                self._state.stream_ended(request_id, rank, is_done=is_done)
+
+    def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
+        """Let the machines ask for the free blocks of the host's pool."""
+        if self._channel is not None:
+            self._state.bind_free_blocks(free_blocks)
+
+    def close(self) -> None:
+        """Ask nothing more; idempotent."""
+        if self._channel is not None:
+            self._channel.close()

@@ -1,0 +1,97 @@
+"""Parts of a streamed read: which places of the peer's table they need, and which blocks they move.
+
+The groups stand one behind the other in the table, each with a place for every block that the prompt's tokens need, a group of
+states with one.
+
+Worked example. 100 tokens; groups with blocks of 16 and of 32 tokens and one of states: 7 + 4 + 1 = 12 places, beginning with
+0, 7 and 11. Parts are whole multiples of 32 tokens. The part of tokens 32 to 64 needs the places 2 and 3, and 8. The last part,
+from token 96 on, needs 6, 10 and 11. A window of 20 tokens in the first group leaves its blocks from token 80 on: places 5 and
+6 alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING, NamedTuple, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_adapter.ports import BlockList
+
+__all__ = ["Blocks", "PartBlocks", "StreamGroup", "StreamShape"]
+
+
+class StreamGroup(NamedTuple):
+    """A KV-cache group: tokens that one of its blocks stands for, 0 for states, and its window, 0 for none."""
+
+    span_tokens: int
+    window_tokens: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one group, in token order; see `BlockList`."""
+
+    ids: tuple[int, ...]
+    first_token: int
+    null: int | None = None
+
+
+class PartBlocks(NamedTuple):
+    """Blocks of one group that a part moves: `length` from block `first` of the prompt on, listed from `place` on."""
+
+    first: int
+    length: int
+    place: int
+
+
+@final
+class StreamShape:
+    """Groups of an engine and its peer, whose blocks stand for equally many tokens."""
+
+    __slots__ = ("_groups", "entry_tokens")
+
+    def __init__(self, groups: Sequence[StreamGroup]) -> None:
+        self._groups = tuple(groups)
+        self.entry_tokens = lcm(*(group.span_tokens for group in groups if group.span_tokens))
+        """Tokens that become whole together; 1 for states alone."""
+
+    def parts(self, tokens: int, first_token: int, stop_token: int, *, has_rest: bool) -> list[PartBlocks]:
+        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; of states, with the rest."""
+        found: list[PartBlocks] = []
+        place = 0
+        for group in self._groups:
+            span = group.span_tokens
+            if not span:
+                found.append(PartBlocks(0, int(has_rest), place))
+                place += 1
+                continue
+            earliest = max(0, tokens - group.window_tokens) if group.window_tokens else 0
+            first = max(first_token, earliest) // span
+            stop = max(first, -(-stop_token // span))
+            found.append(PartBlocks(first, stop - first, place + first))
+            place += -(-tokens // span)
+        return found
+
+    def peer_blocks(self, parts: Sequence[PartBlocks], ids: Mapping[int, int]) -> list[Blocks]:
+        """Return the peer's blocks of a part, from the ids by their places."""
+        return [
+            Blocks(tuple(ids[part.place + number] for number in range(part.length)), part.first * group.span_tokens)
+            for group, part in zip(self._groups, parts, strict=True)
+        ]
+
+    def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[Blocks]:
+        """Return our blocks of a part, out of those of the whole read.
+
+        Example: blocks of 16, the read begins with token 32 (`first_token`): block 3 of the prompt is its second one.
+        """
+        found: list[Blocks] = []
+        for group, part, blocks in zip(self._groups, parts, whole, strict=True):
+            ahead = blocks.first_token // group.span_tokens if group.span_tokens else 0
+            first = max(part.first - ahead, 0)
+            stop = max(part.first + part.length - ahead, first)
+            found.append(Blocks(tuple(blocks.ids[first:stop]), (first + ahead) * group.span_tokens, blocks.null))
+        return found

@@ -1,0 +1,403 @@
+"""Streamed reads: from a peer's progress words to parts, to one verified end. Transfer thread only.
+
+Each producer rank of a stream is followed by itself: progress, its parts, and, once all of them have landed, its fence word. A
+part is read once the table has told all of its blocks. A stream is done when every rank's fence held; when one rank breaks, the
+others are given up, and the stream is reported as torn once nothing of it is on the wire any more: its blocks may then be read
+again. Nobody is told "read complete" before all ranks are done, since a torn stream is read once more.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from vllm_adapter.errors import code_of
+from vllm_adapter.ports import StreamFacts
+from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.transfer.records import FinishedRead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_adapter.ports import (
+        Indices,
+        PeerPlan,
+        StreamOrder,
+        StreamPart,
+        StreamReaders,
+        StreamWatch,
+        TransferResult,
+    )
+    from vllm_adapter.steps import Rank
+    from vllm_adapter.worker.transfer.messages import ProducerMessages
+    from vllm_adapter.worker.transfer.parts import TransferParts
+    from vllm_adapter.worker.transfer.peers import PeerDirectory
+    from vllm_adapter.worker.transfer.records import PeerEngine, Read
+    from vllm_adapter.worker.transfer.stream_parts import PartBlocks, StreamShape
+
+__all__ = ["StreamCoordinator"]
+
+_FAULTS_OF_THE_READ: Final = frozenset({"fence-rejected", "timed-out", "cancelled"})
+_NO_INDICES: Final = np.empty(0, dtype=np.int32)
+
+
+@final
+class _Part:
+    """A part whose blocks the table is asked for."""
+
+    __slots__ = ("blocks", "ids", "missing", "tokens")
+
+    def __init__(self, blocks: list[PartBlocks], tokens: int) -> None:
+        self.blocks = blocks
+        self.tokens = tokens
+        self.missing = {each.place for each in blocks if each.length}
+        self.ids: dict[int, int] = {}
+
+
+@final
+class _Stream:
+    """A stream of a request: its order, its engine, and the ranks that have not reported."""
+
+    __slots__ = ("engine", "is_stopped", "is_torn", "open_ranks", "order", "plan", "read", "reason")
+
+    def __init__(self, read: Read, order: StreamOrder, engine: PeerEngine, plan: PeerPlan) -> None:
+        self.plan = plan
+        self.read = read
+        self.order = order
+        self.engine = engine
+        self.open_ranks: dict[str, _Following] = {}
+        self.is_torn = False
+        self.is_stopped = False
+        self.reason: tuple[str, str] = ("", "")
+
+    def note_whole(self) -> None:
+        """Keep what had arrived when the first rank was seen to be whole."""
+        times = self.read.times
+        if times.early_bytes is None:
+            times.early_bytes = times.bytes_moved
+
+
+@final
+class _Following:
+    """A rank of a stream; listener of its watch."""
+
+    __slots__ = ("_coordinator", "name", "parts", "rank", "stream", "watch")
+
+    def __init__(self, coordinator: StreamCoordinator, stream: _Stream, rank: Rank) -> None:
+        self._coordinator = coordinator
+        self.stream = stream
+        self.rank = rank
+        self.name = f"{stream.read.order.request_id}/{rank[0]}.{rank[1]}"
+        self.watch: StreamWatch | None = None
+        self.parts: list[_Part] = []
+
+    def progress(self, tag: int, tokens: int) -> None:
+        self._coordinator.progressed(self, tag, tokens)
+
+    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
+        self._coordinator.listed(self, first, ids)
+
+    def broken(self, code: str, message: str) -> None:
+        self._coordinator.broke(self, code, message)
+
+
+@final
+class StreamCoordinator:
+    """Follows streams, orders their parts, and reports one end per stream.
+
+    Args:
+        parts: The registration's threads, codec, recorder and clock.
+        readers: The machine that says what is read next.
+        shape: Groups of both engines.
+        peers: Hears of each stream that is over, and of engines that are in trouble.
+        messages: Tells producers that all has been read.
+        stall_s: Deadline of a single transfer.
+        ended: Called with the one end of every stream, once it is quiet; the blocks of one that failed may be read again.
+    """
+
+    def __init__(
+        self,
+        parts: TransferParts,
+        readers: StreamReaders,
+        shape: StreamShape,
+        peers: PeerDirectory,
+        messages: ProducerMessages,
+        *,
+        stall_s: float,
+        ended: Callable[[FinishedRead], None],
+    ) -> None:
+        self._parts = parts
+        self._readers = readers
+        self._shape = shape
+        self._peers = peers
+        self._messages = messages
+        self._stall_s = stall_s
+        self._ended = ended
+        self._ranks: dict[str, _Following] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._transfers: dict[str, tuple[_Following, bool]] = {}
+        """(rank, whether it is the fence word's) of each transfer that is not over."""
+        self._count = 0
+
+    # ---------------------------------------------------------------------------------------------- orders
+
+    def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
+        """Follow a stream of an engine that is ready."""
+        plan, fence = engine.plan, read.order.fence
+        if plan is None:
+            raise AssertionError("an engine that is ready has a plan")
+        stream = self._streams[read.order.request_id] = _Stream(read, order, engine, plan)
+        if fence is None or not engine.can_stream or order.start % self._shape.entry_tokens:
+            stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
+            self._report(stream)
+            return
+        entry_tokens = self._shape.entry_tokens
+        facts = StreamFacts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
+        for rank in plan.producer_ranks:
+            following = _Following(self, stream, rank)
+            stream.open_ranks[following.name] = self._ranks[following.name] = following
+            self._readers.watch(following.name, facts, self._parts.now_s())
+        for following in list(stream.open_ranks.values()):
+            self._watch(following, fence[0])
+        self._settle()
+
+    def _watch(self, following: _Following, slot: int) -> None:
+        try:
+            key = following.stream.engine.key(following.rank)
+            following.watch = self._parts.agent.watch_stream(key, slot, following)
+        except Exception as error:  # noqa: BLE001  (a peer that cannot be watched ends its streams, never this thread)
+            self._give_up(following.stream, code_of(error), str(error))
+
+    def stop(self, request_id: str) -> None:
+        """Read no more; the end is reported, as failed, once all is quiet."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.is_stopped = True
+        self._give_up(stream, "stream-stopped", "the stream was given up")
+        self._cancel_transfers(stream)
+        self._settle()
+
+    def break_all(self, code: str, message: str) -> None:
+        """Break off all streams; each is reported once it is quiet."""
+        for stream in list(self._streams.values()):
+            stream.is_torn = True
+            self._give_up(stream, code, message)
+            self._cancel_transfers(stream)
+        self._settle()
+
+    def _cancel_transfers(self, stream: _Stream) -> None:
+        for transfer_id, (following, _) in list(self._transfers.items()):
+            if following.stream is stream:
+                with self._parts.recorder.guarded("cancellation"):
+                    self._parts.agent.cancel(transfer_id)
+
+    @property
+    def transfer_count(self) -> int:
+        """Transfers of streams that are not over."""
+        return len(self._transfers)
+
+    def describe(self, most: int) -> list[dict[str, object]]:
+        """Return the oldest `most` streams as an operator is shown them."""
+        return [
+            {
+                "request_id": request_id,
+                "peer_request_id": stream.read.order.peer_request_id,
+                "peer_engine_id": stream.engine.engine_id,
+                "tokens": stream.read.order.tokens,
+                "bytes": stream.read.times.bytes_moved,
+                "ranks_left": len(stream.open_ranks),
+                "age_s": self._parts.now_s() - stream.read.times.ordered_s,
+            }
+            for request_id, stream in islice(self._streams.items(), most)
+        ]
+
+    def look_after(self) -> None:
+        """Give up streams without progress."""
+        self._readers.tick(self._parts.now_s())
+        self._settle()
+
+    # ---------------------------------------------------------------------------------------------- what watches tell
+
+    def progressed(self, following: _Following, tag: int, tokens: int) -> None:
+        """Take a rank's progress."""
+        part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
+        if part is not None:
+            try:
+                self._order(following, part)
+            except Exception as error:  # noqa: BLE001  (what a peer's words provoke ends its stream, never this thread)
+                self._give_up(following.stream, code_of(error), str(error))
+        self._settle()
+
+    def _order(self, following: _Following, part: StreamPart) -> None:
+        tokens, span = following.stream.read.order.tokens, self._shape.entry_tokens
+        stop = min(part.stop * span, tokens)
+        if part.has_rest:
+            following.stream.note_whole()
+        asked = _Part(self._shape.parts(tokens, part.first * span, stop, has_rest=part.has_rest), stop)
+        following.parts.append(asked)
+        if following.watch is None:
+            return
+        for blocks in asked.blocks:
+            if blocks.length:
+                tag = following.stream.order.tag
+                following.watch.read_table(tag, blocks.place, blocks.place + blocks.length)
+        if not asked.missing:
+            self._post(following, asked)
+
+    def listed(self, following: _Following, first: int, ids: tuple[int, ...]) -> None:
+        """Take entries of a rank's table; read the part that has all of its own now."""
+        part = next((each for each in following.parts if first in each.missing), None)
+        if part is None:
+            return
+        part.missing.remove(first)
+        part.ids.update((first + number, block) for number, block in enumerate(ids))
+        if not part.missing:
+            self._post(following, part)
+        self._settle()
+
+    def broke(self, following: _Following, code: str, message: str) -> None:
+        """Take the end of a rank's watch."""
+        self._give_up(following.stream, code, message)
+        self._drop(following.stream, code, message)
+        self._settle()
+
+    # ---------------------------------------------------------------------------------------------- transfers
+
+    def _post(self, following: _Following, part: _Part) -> None:
+        following.parts.remove(part)
+        try:
+            read = following.stream.read
+            local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
+            peer = self._shape.peer_blocks(part.blocks, part.ids)
+            indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
+            if len(indices[0]):
+                read.times.posted_s = read.times.posted_s or self._parts.now_s()
+                self._start(following, indices, None)
+                return
+            is_good = True
+        except Exception as error:  # noqa: BLE001  (block ids come from the peer: one stream can only end itself)
+            is_good = False
+            self._give_up(following.stream, code_of(error), str(error))
+        self._readers.landed(following.name, is_good=is_good, now_s=self._parts.now_s())
+
+    def _start(self, following: _Following, indices: tuple[Indices, Indices], fence: tuple[int, int] | None) -> None:
+        self._count += 1
+        transfer_id = f"{following.name}#{self._count}"
+        key = following.stream.engine.key(following.rank)
+        self._parts.agent.post_read(transfer_id, key, *indices, notification=b"", deadline_s=self._stall_s, fence=fence)
+        self._transfers[transfer_id] = (following, fence is not None)
+
+    def transfer_ended(self, result: TransferResult) -> bool:
+        """Take in the end of a part or of a fence word's read; False for a transfer of somebody else."""
+        found = self._transfers.get(result.transfer_id)
+        if found is None:
+            return False
+        following, is_fence = found
+        is_good = result.outcome == "done"
+        if is_good:
+            following.stream.read.times.bytes_moved += result.bytes_moved
+            following.stream.read.times.data_s = self._parts.now_s()
+            following.stream.engine.last_answer_s = self._parts.now_s()
+            if not is_fence:
+                self._parts.recorder.transfer(result)
+        else:
+            self._note_failure(following.stream, result, is_fence=is_fence)
+        if result.is_memory_quiet:
+            self._landed(result.transfer_id, is_good=is_good)
+        return True
+
+    def _note_failure(self, stream: _Stream, result: TransferResult, *, is_fence: bool) -> None:
+        if not is_fence:
+            self._give_up(stream, result.code, result.message)
+        if result.outcome == "fence-rejected":
+            self._parts.recorder.count("num_fence_rejections")
+        elif result.outcome not in _FAULTS_OF_THE_READ:
+            self._drop(stream, result.code, result.message)
+        if not result.is_memory_quiet:
+            self._parts.recorder.count("num_quarantined_reads")
+
+    def _drop(self, stream: _Stream, code: str, message: str) -> None:
+        if stream.engine.phase == "ready":
+            self._peers.drop(stream.engine, f"a streamed read failed ({code}: {message})")
+
+    def memory_quiet(self, transfer_id: str) -> bool:
+        """Take in that nothing can write into the pages of an ended part any more; False for somebody else's."""
+        if transfer_id not in self._transfers:
+            return False
+        self._landed(transfer_id, is_good=False)
+        return True
+
+    def _landed(self, transfer_id: str, *, is_good: bool) -> None:
+        following, is_fence = self._transfers.pop(transfer_id)
+        if is_fence:
+            fence = following.stream.read.order.fence
+            self._readers.fence_found(following.name, fence[1] if is_good and fence is not None else None)
+        else:
+            self._readers.landed(following.name, is_good=is_good, now_s=self._parts.now_s())
+        self._settle()
+
+    # ---------------------------------------------------------------------------------------------- ends
+
+    def _give_up(self, stream: _Stream, code: str, message: str) -> None:
+        """Break off all ranks of a stream; each reports once it is quiet."""
+        if not stream.reason[0]:
+            stream.reason = (code, message)
+        for following in list(stream.open_ranks.values()):
+            if following.watch is not None:
+                following.watch.end()
+            self._readers.cancel(following.name)
+            # Nothing of these is on the wire: the table never told their blocks.
+            unposted, following.parts = following.parts, []
+            for _ in unposted:
+                self._readers.landed(following.name, is_good=False, now_s=self._parts.now_s())
+
+    def _settle(self) -> None:
+        """Carry out what the machine asks for, until it asks for nothing more."""
+        for following in list(self._ranks.values()):
+            # The table tells the blocks of a stream that has broken never, or too late.
+            if following.parts and self._readers.state_of(following.name) == "breaking":
+                self._give_up(following.stream, "stream-broken", f"{following.name} started again, or made no progress")
+        while True:
+            fences, reports = self._readers.take_fences(), self._readers.take_reports()
+            for name in fences:
+                self._read_fence(self._ranks[name])
+            for report in reports:
+                self._rank_ended(self._ranks.pop(report.request_id), is_done=report.is_done)
+            if not fences and not reports:
+                return
+
+    def _read_fence(self, following: _Following) -> None:
+        if following.watch is not None:
+            following.watch.end()
+        try:
+            self._start(following, (_NO_INDICES, _NO_INDICES), following.stream.read.order.fence)
+        except Exception as error:  # noqa: BLE001  (a word that cannot be asked for ends its stream)
+            self._parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
+            self._readers.fence_found(following.name, None)
+
+    def _rank_ended(self, following: _Following, *, is_done: bool) -> None:
+        stream = following.stream
+        del stream.open_ranks[following.name]
+        if following.watch is not None:
+            following.watch.end()
+        if not is_done:
+            stream.is_torn = True
+            self._give_up(stream, "stream-broken", f"rank {following.rank} started again, or made no progress")
+        if not stream.open_ranks:
+            self._report(stream)
+
+    def _report(self, stream: _Stream) -> None:
+        """Tell the one end of a stream, whose pages are quiet."""
+        read, engine = stream.read, stream.engine
+        del self._streams[read.order.request_id]
+        if stream.is_torn and not stream.reason[0]:
+            stream.reason = ("stream-broken", "it started again, or made no progress")
+        is_good = not stream.is_torn and not stream.is_stopped
+        if is_good or (stream.is_stopped and engine.phase == "ready"):
+            self._messages.release(read, engine, engine.ranks)
+        code, message = ("", "") if is_good else stream.reason
+        self._ended(FinishedRead(ReadEnd(read.order, code, message, read.times, self._parts.now_s())))
+        self._peers.read_ended(engine)

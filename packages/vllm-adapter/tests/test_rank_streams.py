@@ -1,0 +1,291 @@
+"""Streams on a rank's engine thread: words before the forward pass, chunks behind it, and reports to whom they are due."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from fakes import FakeRecorder, order
+
+from kv_scheduler_state import StepPlan
+from kv_scheduler_state._stream_values import (
+    StreamChunk,
+    StreamOpen,
+    StreamOrder,
+    StreamPlan,
+    StreamRun,
+    StreamVoid,
+)
+from kv_scheduler_state.streams import StreamEnds, StreamWorker
+from vllm_adapter.steps import ReadEnd, ReadTimes, StepReport
+from vllm_adapter.worker.chunk_marks import ChunkMarks
+from vllm_adapter.worker.rank_streams import RankStreams
+from vllm_adapter.worker.sleep import failed_instead
+from vllm_adapter.worker.transfer.records import FinishedRead
+
+CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
+BEGIN = StepPlan(streams=StreamPlan(opens=(StreamOpen("p", 1, 7, 7),), chunks=(CHUNK,)))
+
+
+def at_once(action: Any) -> None:
+    action()
+
+
+class Words:
+    """Records what is stored; slot 3 refuses ids."""
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[Any, ...]] = []
+
+    def open(self, slot: int, generation: int, tag: int) -> None:
+        self.stored.append(("open", slot, generation, tag))
+
+    def void(self, slot: int, word: int, tag: int) -> None:
+        self.stored.append(("void", slot, word, tag))
+
+    def put(self, slot: int, tag: int, first: int, ids: tuple[int, ...]) -> None:
+        if slot == 3:
+            raise ValueError("another owner")
+        self.stored.append(("put", slot, tag, first, ids))
+
+    def show(self, slot: int, tag: int, tokens: int) -> None:
+        self.stored.append(("show", slot, tag, tokens))
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.words, self.recorder = Words(), FakeRecorder()
+        untyped: Any = self.recorder
+        self.streams = RankStreams(StreamEnds(), untyped)
+        self.streams.use(StreamWorker(self.words, 4))
+
+    def begin(self) -> None:
+        self.step(BEGIN)
+
+    def step(self, plan: StepPlan) -> None:
+        self.streams.before_forward(plan, at_once)
+
+    def watch(self, request_id: str = "r1") -> None:
+        here: Any = order(request_id)
+        self.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
+
+    def end(self, code: str = "", request_id: str = "r1") -> None:
+        self.streams.ended(FinishedRead(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0)))
+
+    def take(self) -> Any:
+        return self.streams.take(lambda finished: finished.end)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank: Rank) -> None:
+    rank.begin()
+    assert rank.words.stored == [("open", 1, 7, 7), ("put", 1, 7, 0, (4, 5))]
+    given: list[Any] = []
+    rank.streams.chunks_given(BEGIN, given.append, None)
+    assert len(rank.words.stored) == 2, "nothing is shown before the device says so"
+    given[0]()
+    assert rank.words.stored[2:] == [("show", 1, 7, 32)]
+
+
+def test_a_chunk_of_a_start_that_was_voided_is_not_shown(rank: Rank) -> None:
+    rank.begin()
+    given: list[Any] = []
+    rank.streams.chunks_given(BEGIN, given.append, None)
+    rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
+    given[0]()
+    assert [each[0] for each in rank.words.stored] == ["open", "put", "void"]
+    assert (rank.streams.take_sent(), rank.streams.take_sent()) == (["p"], [])
+
+
+def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
+    bad = StreamChunk("bad", 3, 9, (StreamRun(0, (1,)),), 16)
+    rank.step(StepPlan(streams=StreamPlan(chunks=(bad, CHUNK))))
+    assert rank.words.stored == [("put", 1, 7, 0, (4, 5))]
+    ((action, error),) = rank.recorder.errors
+    assert ("bad" in action, str(error)) == (True, "another owner")
+
+
+def test_without_memory_words_are_void_already(rank: Rank) -> None:
+    rank.streams.use(None)
+    rank.begin()
+    rank.streams.chunks_given(BEGIN, at_once, None)
+    rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
+    assert (rank.words.stored, rank.streams.take_sent()) == ([], ["p"])
+
+
+def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
+    waiting: list[tuple[str, Any]] = []
+
+    class Mirror:
+        def then(self, request_id: str, action: Any) -> None:
+            waiting.append((request_id, action))
+
+    mirror: Any = Mirror()
+    rank.begin()
+    rank.streams.chunks_given(BEGIN, at_once, mirror)
+    ((request_id, action),) = waiting
+    assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
+    action()
+    assert rank.words.stored[-1] == ("show", 1, 7, 32)
+
+
+def test_a_good_end_is_told_to_the_engine_and_to_the_scheduler_half(rank: Rank) -> None:
+    assert rank.take() is None
+    rank.watch()
+    rank.end()
+    report = rank.take()
+    assert (report.received, report.failed_ids, report.ends) == ({"r1"}, frozenset(), (("r1", True),))
+    assert [end.code for end in report.good] == [""]
+    both = report.added_to(StepReport(received=frozenset({"x"})))
+    assert (both.received, both.failed, both.stream_ends) == ({"x", "r1"}, frozenset(), (("r1", True),))
+    assert rank.take() is None
+
+
+def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
+    rank.watch()
+    rank.end("peer-lost")
+    report = rank.take()
+    assert (report.received, report.ends, report.failed) == (frozenset(), (("r1", False),), ())
+    assert rank.recorder.counts["num_torn_streams"] == 1
+    rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
+    report = rank.take()
+    assert (report.received, report.failed_ids) == ({"r1"}, {"r1"})
+    assert [end.code for end in report.failed] == ["peer-lost"]
+
+
+def test_a_stream_that_is_stopped_is_reported_failed_however_it_ends(rank: Rank) -> None:
+    rank.watch()
+    assert rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",)))).stops == ("r1",)
+    rank.end()
+    report = rank.take()
+    assert (report.received, report.failed_ids, report.ends) == ({"r1"}, {"r1"}, ())
+    assert [end.code for end in report.failed] == ["stream-stopped"], "all of it was there, and yet it is no good end"
+
+
+def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
+    rank.watch()
+    rank.end()
+    rank.take()
+    final = StepPlan(reads=(order("r1"), order("other")))
+    assert [each.request_id for each in rank.streams.apply(final).reads] == ["other"]
+    assert rank.streams.failures(["r1", "other"]) == ["r1", "other"], "asked once for each order"
+
+
+def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
+    rank.watch()
+    rank.end()
+    report = rank.streams.take(lambda finished: failed_instead(finished, "mirror-copy-failed", "no copy").end)
+    assert report is not None
+    assert (report.received, report.ends) == (frozenset(), (("r1", False),))
+
+
+def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
+    here: Any = order("r1")
+    watch = StreamOrder(here, 7, 0)
+    rank.streams.apply(StepPlan(streams=StreamPlan(watches=(watch,))))
+    rank.streams.fail([watch], 5.0)
+    assert rank.take().ends == (("r1", False),)
+
+
+def test_a_good_end_that_was_not_taken_before_sleep_is_a_bad_one(rank: Rank) -> None:
+    rank.watch()
+    rank.end()
+    rank.streams.fail_finished(failed_instead)
+    assert rank.take().ends == (("r1", False),)
+
+
+# Marks ---------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Marks that happen when told."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.done = 0
+
+    def mark(self) -> int:
+        self.given += 1
+        return self.given
+
+    def is_over(self, mark: Any) -> bool:
+        return bool(mark <= self.done)
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def test_without_streams_an_action_runs_at_once_on_the_calling_thread() -> None:
+    ran: list[int] = []
+    marks = ChunkMarks(None, lambda *_: None)
+    marks.then(lambda: ran.append(threading.get_ident()))
+    assert ran == [threading.get_ident()]
+    marks.close()
+
+
+def test_actions_run_in_order_each_behind_its_mark_and_never_before() -> None:
+    device, ran, trouble = Device(), list[str](), list[str]()
+    marks = ChunkMarks(device, lambda action, _: trouble.append(action))
+
+    def fail() -> None:
+        raise ValueError("words are gone")
+
+    marks.then(lambda: ran.append("first"))
+    marks.then(fail)
+    marks.then(lambda: ran.append("third"))
+    time.sleep(0.02)
+    assert ran == []
+    device.done = 1
+    wait_for(lambda: ran)
+    assert ran == ["first"]
+    device.done = 3
+    wait_for(lambda: len(ran) == 2)
+    assert (ran, trouble) == (["first", "third"], ["showing a chunk"])
+    marks.then(lambda: ran.append("after the end"))
+    marks.close()
+    marks.close()
+    wait_for(lambda: "kv-chunk-marks" not in {each.name for each in threading.enumerate()})
+    assert ran == ["first", "third"]
+
+
+def test_words_of_a_prompt_whose_copy_failed_move_at_once_and_only_while_they_are_its_own(rank: Rank) -> None:
+    assert not rank.streams.void("p"), "no stream: its plain fence is voided"
+    rank.begin()
+    assert rank.streams.void("p")
+    ((kind, slot, word, tag),) = rank.words.stored[2:]
+    assert (kind, slot, tag, word != 7) == ("void", 1, 7, True)
+    rank.streams.chunks_given(BEGIN, at_once, None)
+    assert len(rank.words.stored) == 3, "its chunk is not shown any more"
+    rank.streams.forget(["p"])
+    assert not rank.streams.void("p"), "its lease has the slot"
+    rank.begin()
+    rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
+    assert not rank.streams.void("p")
+    rank.begin()
+    rank.streams.use(None)
+    assert not rank.streams.void("p")
+
+
+def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mirror(rank: Rank) -> None:
+    given: list[Any] = []
+    hit = StepPlan(streams=StreamPlan(opens=BEGIN.streams.opens, chunks=(CHUNK._replace(held_tokens=16),)))
+    rank.streams.before_forward(hit, given.append)
+    assert [each[0] for each in rank.words.stored] == ["open", "put"], "the device is still at the step before"
+    given.pop()()
+    assert rank.words.stored[2:] == [("show", 1, 7, 16)]
+    rank.streams.chunks_given(hit, at_once, None)
+    assert rank.words.stored[3:] == [("show", 1, 7, 32)]
+    mirror: Any = object()
+    rank.streams.before_forward(hit, given.append, mirror)
+    assert given == [], "the mirror's copies of this step come first"
+    rank.streams.before_forward(BEGIN, given.append)
+    assert given == [], "nothing was held"

@@ -1,0 +1,302 @@
+"""Streamed hand-overs between two scheduler sides, hook by hook, in memory and over real ZeroMQ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scheduler_engine import BLOCK, Prompt
+from stream_pair import TEXT, StreamPair
+from stream_wires import InMemory, OverZeroMq
+
+from vllm_adapter.cache.facts import CacheGroup
+from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+
+
+@pytest.fixture(params=[InMemory, OverZeroMq])
+def pair(request: pytest.FixtureRequest) -> Iterator[StreamPair]:
+    pair = StreamPair(request.param())
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[StreamPair] = []
+
+    def build(**changes: Any) -> StreamPair:
+        made.append(StreamPair(InMemory(), **changes))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.arrive()
+    pair.admit()
+    assert pair.matched() is None, "nothing is offered before the first chunk"
+    pair.start()
+    plan = pair.chunk(is_fresh=True)
+    (opening,), (chunk,) = plan.streams.opens, plan.streams.chunks
+    assert (chunk.runs[0].ids, chunk.tokens) == ((1, 2), 2 * BLOCK)
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    (watch,) = pair.decode.step().streams.watches
+    assert (watch.tag, watch.start, watch.read.tokens) == (opening.tag, 0, len(TEXT))
+    assert watch.read.fence == (opening.slot, opening.generation)
+    assert watch.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
+    assert pair.decode.state.stream_blocks_held == 6
+    (second,), (last,) = pair.chunk().streams.chunks, pair.chunk().streams.chunks
+    assert (second.runs[0].first, second.runs[0].ids, second.tokens) == (2, (3, 4), 4 * BLOCK)
+    assert (last.runs[0].first, last.runs[0].ids, last.tokens) == (4, (5, 6), 6 * BLOCK)
+    keeps, ticket = pair.finish()
+    assert keeps
+    assert ticket is not None
+    assert ticket["kv_fence"] == [opening.slot, opening.generation]
+    pair.told(is_done=True)
+    assert pair.decode.step().streams.ends == ("d",)
+    pair.decode.allocate("d", [11, 12, 13, 14, 15, 16, 17])  # the host goes on with it
+    assert pair.matched() == 0
+    pair.decode.end("d", TEXT, [11])
+    pair.prefill.report(sent=("p",))
+    pair.assert_nothing_left()
+    assert not errors(caplog)
+
+
+def test_a_question_that_comes_after_the_end_gets_the_final_ticket(
+    pair: StreamPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.run()
+    _, ticket = pair.finish()
+    assert ticket is not None
+    pair.admit()
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    plan = pair.decode.step()
+    assert not plan.streams.watches
+    (read,) = plan.reads
+    assert read.peer_blocks[0].ids == (1, 2, 3, 4, 5, 6)
+    assert list(read.fence or ()) == ticket["kv_fence"]
+    pair.decode.report(received=("d",))
+    pair.decode.end("d", TEXT, [11])
+    pair.prefill.report(sent=("p",))
+    pair.assert_nothing_left()
+    assert not errors(caplog)
+
+
+def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> None:
+    """The host asks first, and builds its step later: an answer must not wait for one more."""
+    pair = make()
+    pair.run()
+    pair.admit()
+    pair.decode.step()
+    pair.prefill.step()
+    assert pair.matched() == len(TEXT)
+
+
+def test_blocks_of_a_prefix_hit_are_told_with_the_first_chunk(make: Any) -> None:
+    pair = make()
+    pair.arrive()
+    pair.start(hits=2)
+    (chunk,) = pair.chunk(blocks=1, is_fresh=True).streams.chunks
+    assert (chunk.runs[0].ids, chunk.tokens) == ((1, 2, 3), 3 * BLOCK)
+    (rest,) = pair.chunk(blocks=3).streams.chunks
+    assert (rest.runs[0].first, rest.runs[0].ids, rest.tokens) == (3, (4, 5, 6), 6 * BLOCK)
+
+
+def test_a_hit_that_was_there_before_is_told_with_the_first_chunk_of_each_start_alone(make: Any) -> None:
+    pair = make()
+    pair.arrive()
+    pair.start(hits=2)
+
+    def held(step: ScheduledTokens, **more: Any) -> int:
+        (chunk,) = pair.prefill.step(scheduled=(replace(step, held_tokens=2 * BLOCK),), **more).streams.chunks
+        return chunk.held_tokens
+
+    assert held(pair.tokens("p", BLOCK, is_fresh=True)) == 2 * BLOCK
+    assert held(pair.tokens("p", BLOCK, is_fresh=False)) == 0
+    pair.prefill.step(preempted=("p",))
+    pair.start(hits=2, preemptions=1)
+    assert held(pair.tokens("p", BLOCK, is_fresh=True)) == 2 * BLOCK
+
+
+def test_a_chunk_may_end_within_a_block(make: Any) -> None:
+    pair = make()
+    pair.arrive()
+    pair.start()
+    plans = [pair.prefill.step(scheduled=(pair.tokens("p", 24, is_fresh=number == 0),)) for number in range(4)]
+    told = [(chunk.runs[0].first, chunk.runs[0].ids, chunk.tokens) for plan in plans for chunk in plan.streams.chunks]
+    assert told == [(0, (1, 2), 24), (2, (3,), 48), (3, (4, 5), 72), (5, (6,), 96)]
+
+
+def test_a_stream_counts_once_all_ranks_have_it(make: Any) -> None:
+    pair = make(decode={"tp": 2})
+    pair.run()
+    pair.admit()
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    pair.decode.step()
+    side = pair.decode.side
+    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 0), True)])
+    assert pair.states()[1] == ["consumer-streaming"]
+    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 1), False)])
+    assert pair.states()[1] == ["consumer-awaiting"], "one rank lacks it, and all are quiet"
+
+
+def test_without_streaming_and_without_a_mirror_no_chunk_is_looked_at(make: Any) -> None:
+    pair = make(streams=(False, True))
+
+    def steps() -> Iterator[Any]:
+        raise AssertionError("somebody looked")
+        yield
+
+    pair.arrive()
+    pair.start()
+    pair.prefill.side.build_step((), steps())
+    assert not pair.prefill.side.computes("p")
+
+
+def test_chunks_are_followed_until_the_end_of_the_request(make: Any) -> None:
+    pair = make()
+    pair.run()
+    assert pair.prefill.side.computes("p"), "it may be preempted and start again"
+    pair.finish()
+    assert not pair.prefill.side.computes("p")
+
+
+STATE = CacheGroup("state", 64, 0, 1, ("c",))
+FULL = CacheGroup("attention", BLOCK, 0, 0, ("a",))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tail", "is_dropped", "zeroes_first", "is_streamed"),
+    [
+        (1, 1, True, False, True),
+        (9, 1, True, False, True),  # the host was told to generate one token
+        (1, 1, False, False, False),  # it computes a token more than is handed over, and its state has seen that one
+        (9, 1, True, True, False),
+        (1, 0, False, False, True),
+        (9, 0, False, False, False),
+    ],
+)
+def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_over_whole(
+    make: Any,
+    caplog: pytest.LogCaptureFixture,
+    max_tokens: int,
+    tail: int,
+    is_dropped: bool,
+    zeroes_first: bool,
+    is_streamed: bool,
+) -> None:
+    caplog.set_level(logging.WARNING, logger="vllm.vllm_adapter")
+    groups = (FULL, STATE)
+    common = {"groups": groups, "state_backoff_tokens": tail}
+    pair = make(prefill={**common, "zeroes_first": zeroes_first}, decode=common)
+    pair.tokens_left = len(TEXT) - tail
+    pair.arrive(max_tokens=max_tokens, drop_tail=lambda _: is_dropped)
+    pair.admit()
+    pair.start()
+    for number in range(3):
+        assert bool(pair.chunk(is_fresh=number == 0).streams.chunks) is is_streamed
+    pair.arrive("next", max_tokens=max_tokens, drop_tail=lambda _: is_dropped)
+    assert caplog.text.count("handed over whole") == (0 if is_streamed else 1), "said once"
+    pair.decode.step()
+    pair.prefill.step()
+    assert (pair.matched() is not None) is is_streamed
+    keeps, _ = pair.finish(computed_tokens=len(TEXT) - tail)
+    assert keeps
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    plan = pair.decode.step()
+    assert (len(plan.streams.watches), len(plan.reads)) == ((1, 0) if is_streamed else (0, 1))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_prompt_whose_last_window_would_be_freed_is_handed_over_whole(make: Any, max_tokens: int) -> None:
+    window = CacheGroup("sliding-window", BLOCK, 2 * BLOCK, 0, ("w",))
+    pair = make(prefill={"groups": (FULL, window)}, decode={"groups": (FULL, window)})
+    pair.arrive(max_tokens=max_tokens)
+    pair.start()
+    assert bool(pair.chunk(is_fresh=True).streams.chunks) is (max_tokens == 1)
+
+
+def test_an_attention_only_model_streams_also_where_it_generates_more(make: Any) -> None:
+    pair = make()
+    pair.arrive(max_tokens=100)
+    pair.start()
+    assert pair.chunk(is_fresh=True).streams.chunks
+
+
+def test_a_streamed_prompt_is_copied_to_the_mirror_with_the_blocks_that_it_writes(make: Any) -> None:
+    pair = make(prefill={"uses_host_buffer": True})
+    pair.arrive()
+    pair.start()
+    plans = [pair.prefill.step(scheduled=(pair.tokens("p", 24, is_fresh=number == 0),)) for number in range(4)]
+    assert [plan.saves for plan in plans] == [
+        (("p", ((1, 2),)),),
+        (("p", ((2, 3),)),),
+        (("p", ((4, 5),)),),
+        (("p", ((5, 6),)),),
+    ]
+    assert [plan.completes for plan in plans] == [(), (), (), ("p",)]
+    assert [chunk.runs[0].ids for plan in plans for chunk in plan.streams.chunks] == [(1, 2), (3,), (4, 5), (6,)]
+
+
+def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of later chunks would stand in the places of those that are missing."""
+    pair = make()
+    pair.arrive()
+    pair.start()
+    pair.chunk(is_fresh=True)
+    state = pair.prefill.state
+    known, state._requests = state._requests, {}
+    assert not pair.chunk().streams.chunks
+    state._requests = known
+    assert "was refused" in caplog.text
+    assert not pair.chunk().streams.chunks
+    keeps, ticket = pair.finish()
+    assert (keeps, ticket) == (True, None), "the blocks stay until the word has moved"
+    (void,) = pair.prefill.step().streams.voids
+    assert void.ends
+    pair.prefill.report(sent=("p",))
+    assert not pair.prefill.state.live_count
+
+
+def test_no_free_block_parks_the_request_until_there_are_some(make: Any) -> None:
+    pair, free = make(), [5]
+    pair.decode.side.bind_free_blocks(lambda: free[0])
+    pair.run()
+    pair.admit()
+    for _ in range(5):
+        pair.decode.step()
+        pair.prefill.step()
+        assert pair.matched() is None
+    assert pair.states()[1] == ["consumer-offered"]
+    free[0] = 6
+    assert pair.matched() == len(TEXT)
+
+
+def test_an_end_that_the_machines_refuse_keeps_the_blocks_until_the_words_have_moved(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Prompt):
+        def digest(self, tokens: int) -> str | None:
+            raise RuntimeError("the host cannot say")
+
+    pair = make()
+    pair.run()
+    assert pair.finish(identity=Broken(TEXT)) == (True, None)
+    assert "the host cannot say" in caplog.text
+    (void,) = pair.prefill.step().streams.voids
+    assert void.ends
+    pair.prefill.report(sent=("p",))
+    assert not pair.prefill.state.live_count

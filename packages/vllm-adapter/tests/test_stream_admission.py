@@ -1,0 +1,200 @@
+"""Streams until they begin: engines are met for them, and each order ends once, well or badly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
+from lease_bench import FENCE
+from lease_bench import Bench as LeaseBench
+from read_bench import KEY, Bench
+
+from kv_scheduler_state import BlockList
+from kv_scheduler_state.streams import StreamWorker
+from vllm_adapter.worker.transfer.leases import StreamedLeases
+from vllm_adapter.worker.transfer.parts import PeerPlanner
+
+GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_tokens": 0, "context": (1, 0, 1)}
+STREAMS = (0xA000, 0, 64, 8192)
+
+
+@dataclass(frozen=True)
+class Order:
+    read: Any
+    tag: int = 9
+    start: int = 0
+
+
+def stream(request_id: str = "r1", **changes: Any) -> Order:
+    blocks = (BlockList((1, 2), 0, 0),)
+    return Order(
+        order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
+    )
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(PeerPlanner, "can_stream", lambda *_: True)
+    return Bench(streams=True)
+
+
+def codes(bench: Bench) -> list[tuple[str, str]]:
+    return [(each.end.order.request_id, each.end.code) for each in bench.streamed]
+
+
+def watch_with(bench: Bench, watched: list[str]) -> None:
+    class Watch:
+        def end(self) -> None:
+            watched.append("ended")
+
+    def watch_stream(key: str, slot: int, _listener: Any) -> Watch:
+        watched.append(f"{key} slot {slot}")
+        return Watch()
+
+    agent: Any = bench.agent
+    agent.watch_stream = watch_stream
+
+
+def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
+    watched: list[str] = []
+    watch_with(bench, watched)
+    bench.reads.follow(stream())
+    assert watched == []
+    bench.handshakes.answer(Outcome())
+    assert watched == [f"{KEY} slot 3"]
+    bench.reads.follow(stream("r2"))
+    assert len(watched) == 2, "at once: the engine is ready"
+    described: Any = bench.reads.describe(5)["streams"]
+    entry = described[0]
+    assert (entry["request_id"], entry["tokens"], entry["ranks_left"]) == ("r1", 32, 1)
+
+
+def test_without_streaming_nothing_is_followed() -> None:
+    bench = Bench()
+    bench.reads.follow(stream())
+    bench.reads.stop("r1")
+    assert (bench.handshakes.asked, bench.ends) == ([], [])
+
+
+def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None:
+    bench.reads.follow(stream())
+    bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
+    assert codes(bench) == [("r1", "timed-out")]
+    assert not bench.streamed[0].end.was_met
+    assert bench.ends == [], "the engine hears nothing of it: the prompt is asked for again"
+
+
+def test_an_offer_that_its_engine_contradicts_is_not_followed(bench: Bench) -> None:
+    bench.reads.follow(stream(nonce=""))
+    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(capabilities=("nonce",), streams=STREAMS)}))
+    assert codes(bench) == [("r1", "nonce-missing")]
+
+
+def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is_told(bench: Bench) -> None:
+    bench.reads.follow(stream())
+    bench.reads.stop("r1")
+    assert codes(bench) == [("r1", "stream-stopped")]
+    bench.handshakes.answer(Outcome())
+    assert [key for key, _ in bench.agent.notified] == [KEY]
+    assert (codes(bench), bench.ends) == ([("r1", "stream-stopped")], [])
+
+
+def test_all_streams_end_with_the_registration(bench: Bench) -> None:
+    watched: list[str] = []
+    watch_with(bench, watched)
+    bench.reads.follow(stream())
+    bench.handshakes.answer(Outcome())
+    bench.reads.follow(stream("r2", peer=peer(port=5601)))
+    bench.reads.end_all("asleep", "memory is given back")
+    assert sorted(codes(bench)) == [("r1", "asleep"), ("r2", "asleep")]
+    assert watched[-1] == "ended"
+    assert bench.reads.snapshot()["transfers"] == 0
+
+
+def test_a_stream_whose_order_raises_ends(bench: Bench) -> None:
+    class Unreadable:
+        def __hash__(self) -> int:
+            raise OverflowError("a number that nobody thought of")
+
+    bench.reads.follow(stream(peer=Unreadable()))
+    assert codes(bench) == [("r1", "OverflowError")]
+
+
+# Peers that can be streamed from -------------------------------------------------------------------------------------
+
+
+def planner(theirs: dict[str, Any]) -> PeerPlanner:
+    class Geometry:
+        def document(self, *_: object) -> dict[str, Any]:
+            return {"groups": [theirs]}
+
+    document: Any = {"groups": [GROUP]}
+    geometry: Any = Geometry()
+    unused: Any = None
+    return PeerPlanner(document, geometry, unused, "DRAM")
+
+
+@pytest.mark.parametrize(
+    ("change", "can"),
+    [
+        ({}, True),
+        ({"block_tokens": 32}, False),
+        ({"block_tokens": 8, "context": (2, 0, 1)}, True),
+        ({"window_tokens": 64}, False),
+        ({"kind": "state"}, False),
+        ({"kind": "latent"}, True),
+    ],
+)
+def test_groups_must_be_the_same_one_by_one(change: dict[str, Any], can: bool) -> None:
+    plan: Any = Plan()
+    metadata: Any = {(0, 0): Metadata(streams=STREAMS)}
+    assert planner({**GROUP, **change}).can_stream(peer(), metadata, plan) == can
+
+
+def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole() -> None:
+    plan: Any = Plan()
+    without: Any = {(0, 0): Metadata()}
+    assert not planner(GROUP).can_stream(peer(), without, plan)
+    plan.is_staged = True
+    with_memory: Any = {(0, 0): Metadata(streams=STREAMS)}
+    assert not planner(GROUP).can_stream(peer(), with_memory, plan)
+
+
+def test_groups_that_cannot_be_compared_cost_the_stream_and_nothing_else() -> None:
+    bench = Bench(streams=True)
+
+    def refuse(*_: object) -> bool:
+        raise CodedFailure("unreadable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerPlanner, "can_stream", refuse)
+        bench.reads.follow(stream())
+        bench.reads.read(order("plain"))
+        bench.handshakes.answer(Outcome())
+    assert codes(bench) == [("r1", "not-streamed")]
+    assert "plain/0.0" in bench.agent.posts
+
+
+# Leases of streamed prompts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [FENCE[0], FENCE[0] + 1])
+def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> None:
+    voided: list[int] = []
+
+    class Words:
+        def void(self, slot: int, word: int, tag: int) -> None:
+            assert tag == word % 2**32
+            voided.append(slot)
+
+    bench = LeaseBench()
+    words: Any = Words()
+    bench.leases.use_streams(StreamedLeases(StreamWorker(words, slots), slots))
+    bench.expect()
+    bench.grant()
+    bench.read()
+    assert bench.sent == ["r"]
+    plain = [slot for slot, _ in bench.agent.fences]
+    assert (voided, plain) == (([], [FENCE[0]]) if slots == FENCE[0] else ([FENCE[0]], []))

@@ -1,0 +1,317 @@
+"""Questions and answers of streamed hand-overs between two schedulers: in memory, and over real ZeroMQ on loopback."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from stream_wires import InMemory, OverZeroMq
+
+from kv_handshake import Codec
+from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.scheduler.stream_channel import StreamChannel
+
+SECRETS = (b"a fleet secret, 16+",)
+TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}
+OFFER = {"kind": "offer", "request_id": "p-1", "slot": 3, "generation": 5, "tag": 5, "ticket": TICKET}
+FINAL = {"kind": "final", "request_id": "p-1", "slot": 3, "generation": 5, "ticket": TICKET}
+BUSY, PLAIN = {"kind": "no", "reason": "busy"}, {"kind": "no", "reason": "not-streamed"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the consumer's machines."""
+
+    host: str
+    port: int
+    request_id: str = "d-1"
+    number: int = 1
+    hand_over_id: str = "0f" * 16
+    digest: str = "d1" * 32
+    tokens: int = 100
+    wants_final: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the producer's machines."""
+
+    asker: str
+    answer: dict[str, object]
+
+
+def _taken(items: list[Any]) -> list[Any]:
+    taken = items.copy()
+    items.clear()
+    return taken
+
+
+@dataclass
+class Machines:
+    """Both halves of the request machines, as far as a channel sees them."""
+
+    questions: list[Question] = field(default_factory=list)
+    cancels: list[tuple[str, int]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    standings: list[Any] = field(default_factory=list)
+    asked: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    gone: list[tuple[str, str]] = field(default_factory=list)
+    answered: list[tuple[str, int, dict[str, object]]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def stream_question(self, asker: str, question: Mapping[str, object]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.asked[asker] = question
+
+    def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
+        self.gone.append((asker, hand_over_id))
+
+    def take_stream_answers(self) -> Sequence[Answer]:
+        return _taken(self.answers)
+
+    def take_stream_standings(self) -> Sequence[Any]:
+        return _taken(self.standings)
+
+    def take_stream_questions(self) -> Sequence[Question]:
+        return _taken(self.questions)
+
+    def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
+        return _taken(self.cancels)
+
+    def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
+        self.answered.append((request_id, number, dict(answer)))
+        return True
+
+
+class Replaying(InMemory):
+    """Sends the first answer again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: bytes | None = None
+
+    def answer(self, ask_id: int, payload: bytes) -> None:
+        self._first = self._first or payload
+        super().answer(ask_id, self._first)
+
+
+class Pair:
+    """A producer and a consumer with a channel each."""
+
+    def __init__(
+        self, wire: Any, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = (), *, takes_asks: bool = True
+    ) -> None:
+        self.wire = wire
+        self.producer, self.consumer = Machines(), Machines()
+        log = CauseLog(time.monotonic)
+        self.there = StreamChannel(self.producer, Codec(), wire.client, secrets=lambda: theirs, wait_s=5.0, log=log)
+        self.here = StreamChannel(self.consumer, Codec(), wire.client, secrets=lambda: ours, wait_s=5.0, log=log)
+        if takes_asks:
+            self.there.serve(wire.listener())
+        wire.start()
+
+    def ask(self, **changes: Any) -> None:
+        self.consumer.questions.append(Question(**{"host": "127.0.0.1", "port": self.wire.port, **changes}))
+        self.turn()
+
+    def turn(self) -> None:
+        for channel in (self.here, self.there, self.here):
+            channel.hear(0.0)
+            channel.say()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 8
+        while not condition():
+            assert time.monotonic() < end_s, "it did not happen in time"
+            self.turn()
+            time.sleep(0.001)
+
+    def asker(self, count: int = 1) -> str:
+        """Return the latest question's asker, once so many have come."""
+        self.until(lambda: len(self.producer.asked) >= count)
+        return list(self.producer.asked)[-1]
+
+    def answered(self) -> tuple[str, int, dict[str, object]]:
+        self.until(lambda: self.consumer.answered)
+        return self.consumer.answered.pop(0)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(params=[InMemory, OverZeroMq])
+def wire(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = request.param()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("secrets", [(), SECRETS])
+@pytest.mark.parametrize("answer", [OFFER, FINAL, {"kind": "no", "reason": "digest-mismatch"}])
+def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[bytes], answer: dict[str, Any]) -> None:
+    pair = Pair(wire, secrets, secrets)
+    pair.ask()
+    asker = pair.asker()
+    assert pair.producer.asked[asker] == {
+        "hand_over_id": "0f" * 16,
+        "number": 1,
+        "digest": "d1" * 32,
+        "tokens": 100,
+        "wants_final": False,
+    }
+    assert not pair.consumer.answered
+    pair.producer.answers.append(Answer(asker, answer))
+    request_id, number, read = pair.answered()
+    assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
+
+
+def test_many_questions_are_open_at_once_and_answered_in_any_order(wire: Any) -> None:
+    pair = Pair(wire)
+    for number in range(1, 31):
+        pair.ask(number=number, request_id=f"d-{number}")
+    pair.asker(30)
+    numbers = {asker: question["number"] for asker, question in pair.producer.asked.items()}
+    for asker in reversed(numbers):
+        pair.producer.answers.append(Answer(asker, {**OFFER, "slot": numbers[asker]}))
+    pair.until(lambda: len(pair.consumer.answered) == 30)
+    assert {(f"d-{read['slot']}", read["slot"]) for *_, read in pair.consumer.answered} == {
+        (request_id, number) for request_id, number, _ in pair.consumer.answered
+    }
+
+
+def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> None:
+    pair = Pair(wire)
+    pair.ask()
+    asker = pair.asker()
+    pair.consumer.cancels.append(("d-1", 1))
+    pair.until(lambda: pair.producer.gone)
+    assert pair.producer.gone == [(asker, "0f" * 16)]
+    pair.producer.answers.append(Answer(asker, OFFER))  # crosses with the end of the question
+    pair.ask(number=2)
+    pair.producer.answers.append(Answer(pair.asker(2), FINAL))
+    assert pair.answered()[1] == 2
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [((), SECRETS), (SECRETS, ()), (SECRETS, (b"the secret of others",))])
+def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
+    wire: Any, ours: Sequence[bytes], theirs: Sequence[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(wire, ours, theirs)
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2):
+            pair.ask(number=number)
+            if not theirs:  # it opens every question, and its answer has no seal
+                pair.producer.answers.append(Answer(pair.asker(number), OFFER))
+            assert pair.answered() == ("d-1", number, PLAIN)
+    assert len(pair.producer.asked) == (0 if theirs else 2)
+    assert len([each for each in caplog.messages if "computed here, not streamed" in each]) == 1
+    assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
+
+
+def test_a_peer_that_is_not_there_is_not_asked_again(wire: Any, free_port: int) -> None:
+    pair = Pair(wire)
+    pair.ask(port=free_port)
+    assert pair.answered() == ("d-1", 1, PLAIN)
+
+
+def test_a_peer_without_asks_hands_over_whole(wire: Any, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(wire, takes_asks=False)
+    pair.ask()
+    assert pair.answered() == ("d-1", 1, PLAIN)
+    assert "computed here, not streamed: ask-unsupported" in caplog.text
+
+
+def test_what_the_machines_refuse_is_answered_with_a_no(wire: Any) -> None:
+    pair = Pair(wire)
+    pair.producer.error = RuntimeError("a mistake of ours")
+    pair.ask()
+    assert pair.answered()[2]["reason"] == "withdrawn"
+
+
+def test_an_answer_that_cannot_be_sent_is_a_no(wire: Any) -> None:
+    pair = Pair(wire)
+    pair.ask()
+    pair.producer.answers.append(Answer(pair.asker(), {**OFFER, "ticket": {"ids": [7] * 600_000}}))
+    assert pair.answered()[2]["reason"] == "withdrawn"
+
+
+def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) -> None:
+    pair = Pair(wire)
+    pair.ask(digest="")
+    assert pair.answered() == ("d-1", 1, PLAIN)
+
+
+def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
+    pair = Pair(wire)
+    pair.ask()
+    asker = pair.asker()
+    pair.there.close()
+    pair.producer.answers.append(Answer(asker, OFFER))
+    pair.there.hear(0.0)
+    pair.there.say()
+    pair.here.close()
+    pair.here.close()
+    assert pair.answered() == ("d-1", 1, BUSY)
+
+
+def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
+    """A step with a hundred questions to a peer that is not there, and as many to one that is silent for a while."""
+    pair = Pair(wire)
+    for number in range(1, 101):
+        pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port, number=number))
+    began_s = time.perf_counter()
+    pair.here.hear(0.0)
+    pair.here.say()
+    assert time.perf_counter() - began_s < 1.0
+    pair.asker(100)
+
+
+def test_an_answer_of_an_earlier_question_is_not_taken_for_that_of_a_later_one() -> None:
+    wire = Replaying()
+    pair = Pair(wire, SECRETS, SECRETS)
+    for number in (1, 2):
+        pair.ask()
+        pair.producer.answers.append(Answer(pair.asker(number), OFFER))
+        assert pair.answered()[2]["kind"] == ("offer" if number == 1 else "no")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An answer that stands."""
+
+    answer: dict[str, object] | None
+    digest: str = "d1" * 32
+    hand_over_id: str = "0f" * 16
+
+
+def test_an_answer_that_stands_is_given_by_the_listener_and_to_its_own_prompt_alone() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.append(Standing(FINAL))
+    pair.turn()
+    pair.ask()
+    pair.ask(number=2, digest="d2" * 32)
+    told = [(answer["kind"], answer.get("reason")) for *_, answer in pair.consumer.answered]
+    assert told == [("final", None), ("no", "digest-mismatch")]
+    assert not pair.producer.asked, "the machines were not needed"
+    pair.producer.standings.append(Standing(None))
+    pair.turn()
+    pair.ask(number=3)
+    assert len(pair.producer.asked) == 1
+
+
+def test_the_board_of_answers_has_a_bound() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.extend(Standing(FINAL, hand_over_id=f"{number:032x}") for number in range(5000))
+    pair.turn()
+    assert len(pair.there._board) == 4096
+    assert f"{4999:032x}" in pair.there._board

@@ -1,0 +1,369 @@
+"""Streamed reads between recording fakes, with the real machine that says what is read next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
+
+from kv_scheduler_state import BlockList
+from kv_scheduler_state._stream_reader import StreamReaders
+from vllm_adapter.steps import ReadTimes
+from vllm_adapter.worker.transfer.parts import TransferParts
+from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
+from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.streams import StreamCoordinator
+
+TAG, FENCE = 99, (3, 99)
+TWO_RANKS = ((0, 0), (0, 1))
+
+
+class Watch:
+    def __init__(self, listener: Any) -> None:
+        self.listener = listener
+        self.asked: list[tuple[int, int, int]] = []
+        self.is_ended = False
+
+    def read_table(self, tag: int, first: int, stop: int) -> None:
+        self.asked.append((tag, first, stop))
+
+    def end(self) -> None:
+        self.is_ended = True
+
+    def tell(self) -> None:
+        """Tell the tables that were asked for: the id at place p is 500 + p."""
+        asked, self.asked = self.asked, []
+        for tag, first, stop in asked:
+            self.listener.table(tag, first, tuple(range(500 + first, 500 + stop)))
+
+
+class Agent(FakeAgent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.watches: dict[str, Watch] = {}
+
+    def watch_stream(self, peer: str, slot: int, listener: Any) -> Watch:
+        assert slot == FENCE[0]
+        self.watches[peer] = watch = Watch(listener)
+        return watch
+
+
+@dataclass(frozen=True)
+class Order:
+    read: Any
+    tag: int = TAG
+    start: int = 0
+
+
+class Messages:
+    def __init__(self) -> None:
+        self.released: list[Any] = []
+
+    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
+        self.released.append((read.order.request_id, tuple(ranks)))
+
+
+class Spec:
+    local_rows = np.zeros((1, 5), np.uint64)
+
+
+class Bench:
+    """A prompt of 100 tokens in blocks of 16, read into the blocks 10 to 16."""
+
+    def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
+        self.now_s = 100.0
+        self.agent, self.messages, self.recorder = Agent(), Messages(), FakeRecorder()
+        self.finished: list[FinishedRead] = []
+        self.torn: list[tuple[str, str]] = []
+        self.dropped: list[str] = []
+        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self.messages, self)
+        agent, handshakes, codec, recorder, messages, peers = untyped
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        machine: Any = StreamReaders(stall_s=5.0)
+        self.streams = StreamCoordinator(
+            parts,
+            machine,
+            StreamShape([StreamGroup(16)]),
+            peers,
+            messages,
+            stall_s=5.0,
+            ended=self.ended,
+        )
+        ids = tuple(range(10 + start // 16, 17))
+        here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=())
+        self.read = Read(here, ReadTimes(self.now_s))
+        self.engine = PeerEngine(here.peer, 0.0, 0.0)
+        untyped_plan: Any = Plan(producer_ranks=ranks)
+        self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
+        self.engine.reads_in_flight = 1
+        for rank in ranks:
+            untyped_spec: Any = Spec()
+            self.agent.peers[self.engine.key(rank)] = untyped_spec
+        self.streams.begin(self.read, Order(here, start=start), self.engine)
+
+    def ended(self, finished: FinishedRead) -> None:
+        if finished.end.code in {"", "stream-stopped"}:
+            self.finished.append(finished)
+        else:
+            self.torn.append((finished.end.order.request_id, finished.end.code))
+
+    # the directory of engines, as streams know it
+
+    def drop(self, engine: PeerEngine, reason: str) -> None:
+        assert engine is self.engine
+        self.dropped.append(reason)
+
+    def read_ended(self, engine: PeerEngine) -> None:
+        engine.reads_in_flight -= 1
+
+    def watch(self, rank: Any = (0, 0)) -> Watch:
+        return self.agent.watches[self.engine.key(rank)]
+
+    def progress(self, tokens: int, rank: Any = (0, 0), tag: int = TAG) -> None:
+        self.watch(rank).listener.progress(tag, tokens)
+
+    def posts(self) -> list[tuple[list[int], list[int], Any]]:
+        """Return the transfers that are not over: our blocks, the peer's, fence."""
+        return [(post["local"], post["remote"], post["fence"]) for post in self.agent.posts.values()]
+
+    def end_all(self, **facts: Any) -> None:
+        for transfer_id in list(self.agent.posts):
+            del self.agent.posts[transfer_id]
+            assert self.streams.transfer_ended(Result(transfer_id, **facts))
+
+    def codes(self) -> list[str]:
+        return [each.end.code for each in self.finished]
+
+
+def test_parts_follow_progress_and_the_fence_decides() -> None:
+    bench = Bench()
+    bench.progress(0)
+    bench.progress(40)
+    assert bench.watch().asked == [(TAG, 0, 2)]
+    assert bench.posts() == []
+    bench.watch().tell()
+    assert bench.posts() == [([10, 11], [500, 501], None)]
+    bench.progress(80)
+    bench.watch().tell()
+    bench.end_all()
+    bench.progress(100)
+    bench.watch().tell()
+    assert bench.posts() == [([15, 16], [505, 506], None)]
+    assert not bench.finished
+    bench.end_all()
+    assert bench.posts() == [([], [], FENCE)], "the word is read once all parts have landed"
+    assert bench.watch().is_ended
+    assert not bench.messages.released
+    bench.end_all()
+    assert bench.codes() == [""]
+    assert bench.messages.released == [("r1", ((0, 0),))]
+    assert (bench.read.times.bytes_moved, bench.engine.reads_in_flight, bench.dropped) == (400, 0, [])
+    assert bench.read.times.early_bytes == 200
+    assert bench.torn == []
+    assert not bench.streams.transfer_ended(Result("somebody/0.0"))
+
+
+def test_what_is_here_already_is_not_read() -> None:
+    bench = Bench(start=32)
+    bench.progress(48)
+    bench.watch().tell()
+    assert bench.posts() == [([12], [502], None)]
+
+
+@pytest.mark.parametrize("outcome", ["fence-rejected", "failed", "timed-out"])
+def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
+    bench = Bench()
+    bench.progress(100)
+    bench.watch().tell()
+    bench.end_all()
+    bench.end_all(outcome=outcome, code="x")
+    assert bench.torn == [("r1", "stream-broken")]
+    assert not bench.finished
+    assert not bench.messages.released
+
+
+def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().tell()
+    bench.progress(80)  # its table is never told
+    bench.progress(0, tag=TAG + 1)
+    assert bench.torn == [], "a part is on the wire"
+    bench.end_all()
+    assert [request_id for request_id, _ in bench.torn] == ["r1"]
+    assert bench.watch().is_ended
+    bench.watch().tell()
+    assert bench.posts() == [], "a late table orders nothing"
+
+
+def test_pages_in_quarantine_are_waited_for() -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().tell()
+    (transfer_id,) = bench.agent.posts
+    bench.end_all(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
+    assert bench.torn == []
+    assert bench.streams.memory_quiet(transfer_id)
+    assert bench.torn == [("r1", "deadline-exceeded")]
+    assert not bench.streams.memory_quiet(transfer_id)
+
+
+def test_all_ranks_are_done_or_none() -> None:
+    bench = Bench(TWO_RANKS)
+    for rank in TWO_RANKS:
+        bench.progress(100, rank)
+    bench.watch((0, 0)).tell()
+    bench.end_all()
+    bench.end_all()
+    assert not bench.finished
+    assert not bench.messages.released, "a rank that is done is not told: the stream may be read once more"
+    bench.watch((0, 1)).tell()
+    bench.end_all()
+    bench.end_all()
+    assert bench.codes() == [""]
+    assert bench.messages.released == [("r1", TWO_RANKS)]
+
+
+def test_one_broken_rank_ends_the_others() -> None:
+    bench = Bench(TWO_RANKS)
+    bench.progress(40, (0, 0))
+    bench.watch((0, 0)).tell()
+    bench.watch((0, 1)).listener.broken("peer-disconnected", "gone")
+    assert bench.torn == []
+    assert bench.watch((0, 0)).is_ended
+    assert len(bench.dropped) == 1, "the engine is met anew"
+    bench.end_all()
+    assert bench.torn == [("r1", "peer-disconnected")]
+    assert bench.engine.reads_in_flight == 0
+
+
+def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> None:
+    bench = Bench(TWO_RANKS)
+    bench.progress(100, (0, 0))
+    bench.watch((0, 0)).tell()
+    bench.end_all()
+    bench.end_all()
+    bench.progress(0, (0, 1), tag=TAG + 1)
+    assert bench.torn == [("r1", "stream-broken")]
+    assert not bench.messages.released
+
+
+def test_no_progress_in_time_tears_the_stream() -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.now_s += 4.9
+    bench.streams.look_after()
+    assert bench.torn == []
+    bench.now_s += 0.2
+    bench.streams.look_after()
+    assert [request_id for request_id, _ in bench.torn] == ["r1"]
+
+
+def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().tell()
+    bench.streams.stop("r1")
+    bench.streams.stop("r1")
+    assert not bench.finished
+    assert set(bench.agent.cancelled) == set(bench.agent.posts)
+    bench.end_all()
+    assert bench.codes() == ["stream-stopped"]
+    assert bench.messages.released == [("r1", ((0, 0),))], "nobody reads it any more"
+    assert bench.torn == []
+    bench.streams.stop("r1")
+    assert len(bench.finished) == 1
+
+
+def test_a_stream_that_is_over_does_not_end_again() -> None:
+    torn = Bench()
+    torn.watch().listener.broken("peer-removed", "gone")
+    assert torn.torn == [("r1", "peer-removed")]
+    torn.streams.stop("r1")
+    assert (torn.codes(), torn.engine.reads_in_flight) == ([], 0)
+    done = Bench()
+    done.progress(100)
+    done.watch().tell()
+    done.end_all()
+    done.end_all()
+    done.streams.stop("r1")
+    assert done.codes() == [""]
+
+
+def test_a_peer_that_cannot_be_watched_tears_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CodedFailure("bad-streams")
+
+    monkeypatch.setattr(Agent, "watch_stream", refuse)
+    bench = Bench(TWO_RANKS)
+    assert bench.torn == [("r1", "bad-streams")]
+
+
+@pytest.mark.parametrize(("start", "can_stream"), [(8, True), (0, False)])
+def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool) -> None:
+    bench = Bench(start=start, can_stream=can_stream)
+    assert bench.torn == [("r1", "not-streamed")]
+    assert bench.agent.watches == {}
+
+
+def test_ids_that_the_plan_refuses_tear_the_stream() -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().listener.table(TAG, 0, (1, 5000))
+    assert bench.torn == [("r1", "block-out-of-range")]
+
+
+def test_a_post_that_is_refused_tears_the_stream() -> None:
+    bench = Bench()
+    bench.agent.refuse_post = True
+    bench.progress(40)
+    bench.watch().tell()
+    assert bench.torn == [("r1", "post-refused")]
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example_of_parts() -> None:
+    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
+    assert shape.entry_tokens == 32
+    assert [tuple(each) for each in shape.parts(100, 32, 64, has_rest=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
+    assert [tuple(each) for each in shape.parts(100, 96, 100, has_rest=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
+    window = StreamShape([StreamGroup(16, 20), StreamGroup(32), StreamGroup(0)])
+    assert [window.parts(100, at, min(at + 32, 100), has_rest=False)[0].length for at in range(0, 100, 32)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 100, 257])
+@pytest.mark.parametrize("start", [0, 32])
+@pytest.mark.parametrize("window", [0, 20, 64])
+def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: int) -> None:
+    shape = StreamShape([StreamGroup(16, window), StreamGroup(32), StreamGroup(0)])
+    start = start if start < tokens else 0
+    seen: list[int] = []
+    for at in range(start, tokens, 32):
+        stop = min(at + 32, tokens)
+        for part in shape.parts(tokens, at, stop, has_rest=stop == tokens):
+            seen += range(part.place, part.place + part.length)
+    small, large = -(-tokens // 16), -(-tokens // 32)
+    first = max(start, tokens - window if window else 0) // 16
+    assert sorted(seen) == [*range(first, small), *range(small + start // 32, small + large), small + large]
+
+
+def test_blocks_of_a_part() -> None:
+    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
+    parts = shape.parts(100, 64, 100, has_rest=True)
+    peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)})
+    assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
+    whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
+    local = shape.local_blocks(parts, whole)
+    assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
+    early = shape.local_blocks(shape.parts(100, 0, 64, has_rest=False), whole)
+    assert [(each.ids, each.first_token) for each in early] == [((2, 3), 32), ((21,), 32), ((), 0)]
