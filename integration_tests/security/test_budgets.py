@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kv_handshake import QueryLimits, Timing
 from kv_handshake import _limits as limits
+from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq import _options, _router
 from kv_handshake._zmq._watch import ConnectionLimits
 
@@ -33,7 +34,7 @@ def test_every_attack_that_is_measured_exists() -> None:
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    connections, timing = ConnectionLimits(), Timing()
+    connections, timing, asks = ConnectionLimits(), Timing(), AskLimits()
     code = {
         "bytes of a query": limits.MAX_QUERY_BYTES,
         "bytes that a connection is ahead of its queries": connections.ahead_bytes,
@@ -42,6 +43,10 @@ def test_numbers_are_those_of_the_code() -> None:
         "seconds without a query": int(connections.idle_s),
         "unread replies of a connection": _options.HIGH_WATER_MARK,
         "surplus frames of a message": vars(_router)["_MAX_SURPLUS_FRAMES"],
+        "open asks of a connection": asks.per_connection,
+        "open asks": asks.in_all,
+        "bytes of all open asks": asks.bytes_in_all,
+        "seconds that an ask is open": int(asks.wait_s),
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
         "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
