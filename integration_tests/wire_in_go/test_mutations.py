@@ -17,6 +17,7 @@ from test_live import listen
 from wire_values import envelope
 
 from kv_handshake import Advertisement, Codec, HandshakeError
+from kv_handshake._ask_frames import is_ask, parse_answer, parse_ask
 from kv_handshake._queries import parse_query
 from kv_handshake._reading import decode_clock
 from kv_handshake.testing import load_vectors
@@ -98,6 +99,16 @@ def test_envelopes(gopher: Gopher) -> None:
             Codec.decode_metadata(found)
 
     assert differences(gopher, "envelope", frames_of({"envelope", "refusal", "refused-envelope"}, 2), read) == []
+
+
+def test_asks(gopher: Gopher) -> None:
+    frames = [frame for frame in frames_of({"ask", "refused-ask"}, 9) if is_ask(frame)]
+    assert len(frames) > 0.5 * FRAMES_OF_A_KIND
+    assert differences(gopher, "ask-query", frames, parse_ask) == []
+
+
+def test_answers(gopher: Gopher) -> None:
+    assert differences(gopher, "answer", frames_of({"answer", "refused-answer"}, 10), parse_answer) == []
 
 
 def test_clocks(gopher: Gopher) -> None:

@@ -13,7 +13,7 @@ from kv_handshake import Codec, compatibility_id
 from kv_handshake.testing import load_vectors
 
 VECTORS = load_vectors()
-OURS = {"fence": "kvh_fence", "geometry": "kvh_geometry"}
+OURS = {"fence": "kvh_fence", "geometry": "kvh_geometry", "streams": "kvh_streams"}
 ENVELOPES = {"generation": "kvh_generation", "factors": "kvh_factors"}
 
 
@@ -24,7 +24,7 @@ def of_kind(*kinds: str) -> list[Any]:
 def test_every_kind_of_vector_is_read_here() -> None:
     assert {each.kind for each in VECTORS} == {
         *("query", "refused-query", "envelope", "refused-envelope", "refusal", "clock", "refused-clock"),
-        *("hash", "notification", "advertisement", "stream"),
+        *("hash", "notification", "advertisement", "stream", "ask", "refused-ask", "answer", "refused-answer"),
     }
 
 
@@ -43,6 +43,19 @@ def test_query(gopher: Gopher, vector: Any) -> None:
 @pytest.mark.parametrize("vector", of_kind("refused-query", "refused-envelope", "refused-clock"))
 def test_refused(gopher: Gopher, vector: Any) -> None:
     assert gopher.code(vector.kind.removeprefix("refused-"), hex=vector.data.hex()) == vector.expect["code"]
+
+
+@pytest.mark.parametrize("vector", of_kind("ask", "answer"))
+def test_asks_and_answers(gopher: Gopher, vector: Any) -> None:
+    read = gopher.ok("ask-query" if vector.kind == "ask" else "answer", hex=vector.data.hex())
+    assert (read.pop("again") == vector.data.hex()) is (vector.name != "ask-wide")
+    assert read == vector.expect
+
+
+@pytest.mark.parametrize("vector", of_kind("refused-ask", "refused-answer"))
+def test_refused_asks_and_answers(gopher: Gopher, vector: Any) -> None:
+    do = "ask-query" if vector.kind == "refused-ask" else "answer"
+    assert gopher.code(do, hex=vector.data.hex()) == vector.expect["code"]
 
 
 @pytest.mark.parametrize("vector", of_kind("envelope"))

@@ -171,6 +171,9 @@ func checkMetadata(values map[string]any) error {
 	if fence, isSet := values["kvh_fence"].([]any); isSet && !isWordArray(fence) {
 		return fault("invalid-metadata", "kvh_fence is no aligned array of words")
 	}
+	if streams, isSet := values["kvh_streams"].([]any); isSet && !isStreamMemory(streams) {
+		return fault("invalid-metadata", "kvh_streams is no aligned array of words")
+	}
 	regions := len(values["kv_caches_base_addr"].([]any))
 	for _, row := range metadataFields {
 		if items, isSet := values[row.key].([]any); isSet && row.regions && len(items) != regions {
@@ -218,6 +221,17 @@ func isWordArray(fence []any) bool {
 	address, device, words := bigOf(fence[0]), bigOf(fence[1]), bigOf(fence[2])
 	end := new(big.Int).Add(address, new(big.Int).Lsh(words, 3))
 	if address.Sign() < 0 || device.Sign() < 0 || words.Sign() < 1 {
+		return false
+	}
+	return new(big.Int).And(address, big.NewInt(7)).Sign() == 0 && (end.BitLen() <= 64 || isPowerOf64(end))
+}
+
+// isStreamMemory tells if [address, device, slots, entries] has room for a progress word and a table of each slot.
+func isStreamMemory(streams []any) bool {
+	address, device, slots, entries := bigOf(streams[0]), bigOf(streams[1]), bigOf(streams[2]), bigOf(streams[3])
+	words := new(big.Int).Mul(slots, new(big.Int).Add(entries, big.NewInt(1)))
+	end := new(big.Int).Add(address, new(big.Int).Lsh(words, 3))
+	if address.Sign() < 0 || device.Sign() < 0 || slots.Sign() < 1 || entries.Sign() < 1 {
 		return false
 	}
 	return new(big.Int).And(address, big.NewInt(7)).Sign() == 0 && (end.BitLen() <= 64 || isPowerOf64(end))

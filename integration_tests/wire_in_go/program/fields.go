@@ -134,6 +134,7 @@ var metadataFields = []field{
 	{key: "packed_member_layouts", kind: mapOf(exactly(2, isInteger)), since: 13, unset: newMap()},
 	{key: "kvh_fence", kind: optional(exactly(3, isInteger))},
 	{key: "kvh_geometry", kind: optional(isBytes)},
+	{key: "kvh_streams", kind: optional(exactly(4, isInteger))},
 }
 
 // envelopeFields are the rows of "Envelope".

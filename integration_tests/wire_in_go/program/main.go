@@ -28,6 +28,8 @@ var answers = map[string]func(request) (any, error){
 	"check-agent":       doCheckAgent,
 	"geometry":          doGeometry,
 	"ask":               doAsk,
+	"ask-query":         doAskQuery,
+	"answer":            doAnswer,
 	"ask-advertisement": doAskAdvertisement,
 	"listen":            doListen,
 }

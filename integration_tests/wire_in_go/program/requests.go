@@ -273,6 +273,31 @@ func doAskAdvertisement(r request) (any, error) {
 	return decodeAdvertisement(frames[len(frames)-1])
 }
 
+// doAskQuery reads an ask and writes it again.
+func doAskQuery(r request) (any, error) {
+	ask, err := decodeAsk(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	shown := map[string]any{"number": ask.Number, "payload": nil, "again": hex.EncodeToString(encodeAsk(ask))}
+	if !ask.Cancels {
+		shown["payload"] = hex.EncodeToString(ask.Payload)
+	}
+	return shown, nil
+}
+
+// doAnswer reads the reply to an ask and writes it again.
+func doAnswer(r request) (any, error) {
+	answer, err := decodeAnswer(r.frame())
+	if err != nil {
+		return nil, err
+	}
+	return map[string]any{
+		"number": answer.Number, "payload": hex.EncodeToString(answer.Payload), "code": answer.Code,
+		"retry_after_s": answer.Wait, "again": hex.EncodeToString(encodeAnswer(answer)),
+	}, nil
+}
+
 // doListen serves envelopes ("pp,tp" -> hexadecimal) on a port of loopback until the program ends.
 func doListen(r request) (any, error) {
 	keys, err := r.keys()
