@@ -27,6 +27,7 @@ class BlockPool:
         free: Blocks that nobody holds, the longest free one first.
         pressed: Blocks that memory pressure has taken away.
         kept: Blocks that are known by content.
+        spoils: Whether freed pages are spoiled at once; not where no step follows that may write them before they are lost.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,6 +35,7 @@ class BlockPool:
         self._world = engine.fleet.world
         self.free = list(range(1, engine.plan.blocks))
         self.pressed: list[int] = []
+        self.spoils = True
         self.kept: dict[int, Key] = {}
         self._found: dict[Key, int] = {}
         self._holders: dict[int, list[int]] = {}
@@ -63,6 +65,10 @@ class BlockPool:
             self._holders.setdefault(block, []).append(request.serial)
             self._world.counts["shared-blocks"] += 1
 
+    def holders(self, block: int) -> Sequence[int]:
+        """Return the serial numbers of the requests that hold a block."""
+        return self._holders.get(block, ())
+
     def idle_count(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks are free."""
         return sum(block not in self._holders for block in blocks)
@@ -86,7 +92,8 @@ class BlockPool:
                 del self._holders[block]
                 freed.append(block)
         self._engine.checks.freed(request, set(freed))
-        self._engine.pages.poison([block for block in freed if block not in self.kept])
+        if self.spoils:
+            self._engine.pages.poison([block for block in freed if block not in self.kept])
         self.free += freed
 
     # ------------------------------------------------------------------------------------------------------ content
@@ -119,7 +126,8 @@ class BlockPool:
         key = self.kept.pop(block, None)
         if key is not None:
             del self._found[key]
-            self._engine.pages.poison([block])
+            if block not in self._holders:  # blocks in use lose their content with the memory, not before
+                self._engine.pages.poison([block])
 
     # ------------------------------------------------------------------------------------------------------ pressure
 

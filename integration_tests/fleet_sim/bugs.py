@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import bugs_of_worlds
 import defects
+from bugs_of_streams import STREAM_BUGS
 
 import kv_scheduler_state._leases
 import vllm_adapter.worker.transfer.reads
@@ -152,7 +153,8 @@ BUGS: dict[str, Bug] = {
     "calls-lost": _swap(Mailbox, "put", defects.loses_every(25)),
     "sibling-never-woken": _nothing(HandOvers, "read_ended"),
     "cancelled-read-forgotten": _nothing(ReadCoordinator, "memory_quiet"),
-    "step-plan-lost-on-error": _plan_without(Registration, "reads"),
+    "step-plan-lost-on-error": _swap(Registration, "perform", defects.loses_reads),
     **{name: _swap(*parts) for name, parts in bugs_of_worlds.SWAPPED.items()},
     **{name: _nothing(*parts) for name, parts in bugs_of_worlds.NOTHING.items()},
+    **STREAM_BUGS,
 }

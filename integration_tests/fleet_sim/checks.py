@@ -19,6 +19,8 @@ __all__ = ["EngineChecks", "leftovers"]
 
 _MOST_PEERS = 24
 _SCRATCH_WORDS = 512
+_PADS = 64
+_MANY_SLOTS = 64
 _RELIEF_S = 2.0
 """Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
 _REFUSALS = frozenset(("hash-mismatch", "factors-differ", "recently-failed"))
@@ -48,6 +50,9 @@ class EngineChecks:
         if request.request_id in self._unfenced:
             self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
+        if request.is_streamed:
+            self._world.counts["stream-bytes early"] += request.early_bytes
+            self._world.counts["stream-bytes late"] += request.late_bytes
         for name, is_so in self._features(request):
             self._world.counts[f"accepted-{name}"] += is_so
 
@@ -61,7 +66,20 @@ class EngineChecks:
             ("state", "state" in kinds),
             ("mirror", plan.has_mirror),
             ("after-hit", request.hit > 0),
+            ("streamed", request.is_streamed),
+            *((f"streamed {name}", request.is_streamed and is_so) for name, is_so in self._shapes()),
             ("other-release", theirs is not None and theirs != self._engine.release),
+        )
+
+    def _shapes(self) -> tuple[tuple[str, bool], ...]:
+        """Return what streams of this engine have to cope with."""
+        plan, fleet = self._engine.plan, self._engine.fleet.plan.fleet
+        return (
+            ("latent", any(group.kind == "latent" for group in fleet.groups)),
+            ("state", fleet.has_state),
+            ("window", any(group.window_tokens for group in fleet.groups)),
+            ("mirror", any(one.has_mirror for one in fleet.engines)),
+            ("unequal-tp", any(one.tp != plan.tp for one in fleet.engines)),
         )
 
     def _may_read(self, request: Request) -> bool:
@@ -78,6 +96,31 @@ class EngineChecks:
                         "read-into-shared",
                         f"{self._engine.name}: {request.request_id} is to read into block {block}, which others may use",
                     )
+
+    def slot_opened(self, request: Request, slot: int) -> None:
+        """A stream's slot has no other owner that still holds blocks: its void would hit the new owner's word."""
+        for other in self._engine.host.requests.values():
+            if other is not request and other.fence is not None and other.fence[0] == slot and any(other.blocks):
+                self._world.violated(
+                    "slot-shared",
+                    f"{self._engine.name}: stream slot {slot} is given to {request.request_id}, and {other.request_id} "
+                    f"({other.status}) has it still",
+                )
+
+    def begins(self, request: Request, hit: int) -> None:
+        """Where nothing breaks, no prompt that a peer computes at the same time is computed here as well."""
+        plan = self._engine.fleet.plan.fleet
+        if not plan.is_calm or not request.hand_over_id or request.is_producer or request.is_loaded or hit:
+            return
+        if plan.fence_slots < _MANY_SLOTS:
+            return  # a prompt without a fence is not handed over
+        sizes = {one.block_tokens for one in plan.engines}
+        if len(sizes) > 1 and any(group.window_tokens for group in plan.groups):
+            return  # a list of the last blocks may begin within a block of the reader's
+        if request.status == "running" and plan.stream_fraction == 1 and all(one.streams for one in plan.engines):
+            self._world.violated(
+                "needless-compute", f"{self._engine.name}: {request.request_id} is computed, and was to be read"
+            )
 
     def kept(self, number: int, block: int, ids: tuple[int, ...]) -> None:
         """A block that is known by content has this content."""
@@ -239,6 +282,9 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     if state.live_count or state.lease_count or state.fence_slots_used:
         left = f"{state.live_count} requests, {state.lease_count} leases, {state.fence_slots_used} fence slots"
         found.append(("records-left", f"the request machines keep {left}"))
+    if state.stream_slots_used or state.stream_blocks_held:
+        left = f"{state.stream_slots_used} stream slots, {state.stream_blocks_held} blocks of streams"
+        found.append(("streams-left", f"the request machines keep {left}"))
     found += [("invariant", problem) for problem in state.check_invariants()]
     for worker in engine.workers:
         registration: Any = worker._registration
@@ -276,6 +322,11 @@ def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
         )
     if free != _SCRATCH_WORDS:
         found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
+    gauges = agent.polls.gauges()
+    if gauges["streams_watched"]:
+        found.append(("watches-left", f"watches {gauges['streams_watched']:.0f} streams"))
+    if gauges["stream_pads_free"] not in {0, _PADS}:
+        found.append(("pads-left", f"has {gauges['stream_pads_free']:.0f} of {_PADS} pads"))
     if agent._port.unloaded_alive:
         found.append(("unloaded-alive", f"has unloaded {agent._port.unloaded_alive[0]}, which lives: sockets leak"))
     return found

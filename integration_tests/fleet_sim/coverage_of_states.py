@@ -15,9 +15,11 @@ from kv_nixl_agent._states import step
 from kv_scheduler_state._consumer import ConsumerRecord
 from kv_scheduler_state._machine import advance
 from kv_scheduler_state._producer_record import ProducerRecord
+from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 
-__all__ = ["OUT_OF_REACH", "all_pairs", "count_steps"]
+__all__ = ["OUT_OF_REACH", "all_pairs", "count_steps", "stream_pairs"]
 
 OUT_OF_REACH = {
     ("consumer local", "hit"): "changes nothing, so the step is not taken",
@@ -38,12 +40,37 @@ def all_pairs() -> set[tuple[str, str]]:
     return pairs | {(f"transfer {row.state}", row.event) for row in TRANSFER_TABLE}
 
 
+def stream_pairs() -> set[tuple[str, str]]:
+    """Return every pair that streams add to the machines."""
+    tables = {
+        "producer": STREAM_PRODUCER_TABLE.rows,
+        "consumer": STREAM_CONSUMER_TABLE.rows,
+        "reader": STREAM_READER_TABLE.rows,
+    }
+    return {(f"{name} {row.state}", row.event) for name, rows in tables.items() for row in rows}
+
+
 def count_steps(stack: ExitStack, world: World) -> None:
     """Count steps into the world's pairs."""
     for name, record in (("producer", ProducerRecord), ("consumer", ConsumerRecord)):
         stack.enter_context(patch.object(record, "__init__", _arriving(record.__init__, name, world)))
         stack.enter_context(patch.object(record, "advance", _counting(record.advance, name, world)))
     stack.enter_context(patch.object(kv_scheduler_state._leases, "advance", _counting(advance, "lease", world)))
+
+    taken = StreamReaders._step
+
+    def read(readers: StreamReaders, request_id: str, reading: Any, event: str) -> Any:
+        world.pairs[f"reader {reading.state}", event] += 1
+        return taken(readers, request_id, reading, event)
+
+    watched = StreamReaders.watch
+
+    def watch(readers: StreamReaders, *arguments: Any) -> None:
+        world.pairs["reader new", "watch"] += 1
+        watched(readers, *arguments)
+
+    stack.enter_context(patch.object(StreamReaders, "_step", read))
+    stack.enter_context(patch.object(StreamReaders, "watch", watch))
 
     def stepped(state: Any, event: Any) -> Any:
         world.pairs[f"transfer {state}", event] += 1

@@ -47,6 +47,7 @@ __all__ = [
     "last_first",
     "late_fence",
     "loses_every",
+    "loses_reads",
     "mixed_up",
     "no_ended_words",
     "no_first_words",
@@ -256,6 +257,11 @@ def hold_nothing(old: Any) -> Any:
         self._give_up(transfer)
 
     return hold
+
+
+def loses_reads(old: Any) -> Any:
+    """The reads of a step are lost."""
+    return lambda self, plan, void_grants, reads: old(self, plan, void_grants, reads._replace(reads=()))
 
 
 def early_free(old: Any) -> Any:

@@ -11,7 +11,7 @@ from faults import KINDS
 from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
 from router import DAMAGES
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_plan", "plain_plan"]
 
 _CALM_PART = 0.15
 _FEW_SLOTS_PART = 0.06
@@ -26,10 +26,10 @@ _LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
 
 def draw_plan(seed: int) -> EpisodePlan:
     """Return the plan of a seed."""
-    return enriched(_plain(seed))
+    return enriched(plain_plan(seed))
 
 
-def _plain(seed: int) -> EpisodePlan:
+def plain_plan(seed: int) -> EpisodePlan:
     """Return a plan with attention groups and nothing else."""
     draw = random.Random(seed)
     if draw.random() < _CALM_PART:

@@ -7,23 +7,30 @@ of the seeds, and several parts often meet.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from plan import EnginePlan, EpisodePlan, FaultPlan, GroupPlan, RequestPlan
 from releases import CHANGES
 
-__all__ = ["enriched"]
+__all__ = ["PARTS_OF_STREAMS", "enriched", "parts_of"]
+
+Part = Callable[[random.Random, EpisodePlan], EpisodePlan]
 
 
 def enriched(plan: EpisodePlan) -> EpisodePlan:
     """Return a plan with more in it."""
+    return parts_of(plan, _PARTS)
+
+
+def parts_of(plan: EpisodePlan, parts: Sequence[tuple[Part, float]]) -> EpisodePlan:
+    """Return a plan with some of these parts, each with its probability."""
     draw = random.Random(f"{plan.seed}/world")
     # Each look costs an event: coarse ones are cheap, and only some seeds need fine ones.
     poll_s, tick_parts = draw.choice(((0.02, 12), (0.08, 6), (0.08, 6), (0.08, 6)))
     plan = replace(plan, fleet=replace(plan.fleet, poll_s=poll_s, tick_parts=tick_parts))
-    for part, share in _PARTS:
+    for part, share in parts:
         if draw.random() < share:
             plan = part(draw, plan)
     if plan.fleet.has_state:  # a state cannot be set back, so that every request must end with its sample
@@ -184,3 +191,13 @@ _PARTS = (
     (_sleeps, 0.15),
 )
 """Each part, and the share of seeds that have it."""
+
+PARTS_OF_STREAMS: tuple[tuple[Part, float], ...] = (
+    (_samples, 0.5),
+    (_kinds, 0.4),
+    (_prefixes, 0.25),
+    (_mirrors, 0.1),
+    (_resets, 0.1),
+    (_sleeps, 0.1),
+)
+"""Those that mean something for prompts that are read while they are computed, and the share of seeds that have them."""

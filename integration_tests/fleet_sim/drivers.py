@@ -11,7 +11,7 @@ from typing import Any, final
 from seams import SimThread, SimThreads
 from world import Process, World
 
-__all__ = ["ClientDriver", "ListenerDriver", "TransferDriver"]
+__all__ = ["AskerDriver", "ClientDriver", "ListenerDriver", "TransferDriver"]
 
 _TURN_S = 2e-5
 """How long after a turn that moved something the next one begins."""
@@ -150,14 +150,94 @@ class ClientDriver:
 
 
 @final
+class AskerDriver:
+    """Turns of `kv_handshake`'s asker."""
+
+    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
+        self._world, self._threads, self.process, self._thread = world, threads, process, thread
+        self.loop: Any = thread.loop
+        self.loop._hub.driver = self
+        self.is_running = True
+        self._token = 0
+
+    def ring(self) -> None:
+        """Begin the next turn now."""
+        if self.is_running:
+            self._schedule(_TURN_S)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._token += 1
+        token = self._token
+        self._world.after(delay_s, lambda: self._turn(token), self.process)
+
+    def _as_thread(self, action: Any) -> None:
+        former, self._threads.running = self._threads.running, self._thread
+        try:
+            action()
+        except Exception as error:
+            self._world.violated("asker-error", f"{self.process.name}: {error!r}")
+        finally:
+            self._threads.running = former
+
+    def _turn(self, token: int) -> None:
+        if token != self._token or not self.is_running:
+            return
+        self._as_thread(self.loop._turn)
+        self._world.counts["asker-turns"] += 1
+        if self.loop._hub.is_ready:
+            self._schedule(_TURN_S)
+        elif self.loop._peers or self.loop._inbox:
+            self._schedule(max(_TURN_S, (self.loop._next_event_s() - self._world.clock()) / self.process.rate))
+
+    def end(self) -> None:
+        """End all asks, as the thread does when it is closed."""
+        if self.is_running:
+            self.is_running = False
+            self._as_thread(self.loop._run)
+
+
+@final
 class ListenerDriver:
-    """Serves the side channel: production decides on every reply."""
+    """Serves the side channel: production decides on every reply, also on those that come later."""
 
     def __init__(self, world: World, process: Process, thread: SimThread) -> None:
         self._world, self.process = world, process
         self.listener: Any = thread.loop
         self.is_running = True
+        self._connections: dict[bytes, Any] = {}
+        self._is_due = False
         self.listener._socket.port.bind(self)
+
+    def serve(self, connection: Any, incoming: Any) -> list[bytes]:
+        """Return the reply to a query, none for an ask that is open."""
+        reply = list(self.listener._reply(incoming))
+        desk = self.listener._desk
+        if desk is not None and not reply:
+            self._connections[incoming.envelope[0]] = connection
+            self._world.after(desk._parking._limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
+        return reply
+
+    def wake(self) -> None:
+        """Send replies that are due now; once, however often it is woken."""
+        if self.is_running and not self._is_due:
+            self._is_due = True
+            self._world.after(_TURN_S, self._send_due, self.process)
+
+    def hung_up(self, number: int) -> None:
+        """Take in the end of a connection."""
+        if self.is_running:
+            self._connections.pop(str(number).encode(), None)
+            self.listener._connection_ended(number)
+
+    def _send_due(self) -> None:
+        self._is_due = False
+        desk = self.listener._desk
+        if not self.is_running or desk is None:
+            return
+        for envelope, frames in desk.take_replies(self._world.clock()):
+            connection = self._connections.get(envelope[0])
+            if connection is not None:
+                connection.reply(self, list(frames))
 
     def end(self) -> None:
         """Free the port."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
+from device import SimDevice
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan
 from releases import RELEASES
@@ -43,7 +44,8 @@ class Engine:
         self.process = Process(self.lane, offset_s=offset_s, rate=rate)
         self.pages = Pages(self.plan, fleet.plan.fleet.groups, fleet.plan.fleet.state_groups)
         self.checks = EngineChecks(self)
-        self.settings = _settings(fleet)
+        self.device = SimDevice() if self.plan.has_device and not self.plan.has_mirror else None
+        self.settings = _settings(fleet, self.plan)
         self.workers: list[WorkerSide] = []
         self._reports: dict[str, int] = {}
         self._failed: set[str] = set()
@@ -61,7 +63,9 @@ class Engine:
         for rank in range(self.plan.tp):
             facts = self._facts(rank)
             worker = WorkerSide(facts, WorkerParts(facts, self.settings, port_factory=port))
-            worker.register(self.pages.caches(rank), self.fleet.converter(self, rank), self.pages.mirror)
+            worker.register(
+                self.pages.caches(rank), self.fleet.converter(self, rank), self.pages.mirror, marks=self.device
+            )
             assert worker.envelope is not None
             payloads[0, rank] = worker.envelope
             self.workers.append(worker)
@@ -71,6 +75,7 @@ class Engine:
         )
         self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock, is_ending=self._is_ending)
         self.side.serve(payloads)
+        self.side.bind_free_blocks(lambda: len(self.host.free))
 
     def _is_ending(self) -> bool:
         return self.host.outages.is_ending
@@ -147,6 +152,15 @@ class Engine:
         self._failed -= bad
         return sent, received, bad, registrations, reasons
 
+    def on_workers(self, hook: str, orders: Any) -> None:
+        """Call a hook of every worker with a step's orders."""
+        for worker in self.workers:
+            getattr(worker, hook)(orders)
+
+    def stream_ends(self, reports: list[Any]) -> list[tuple[str, Any, bool]]:
+        """Return the ends of streams as vLLM's aggregation does: one behind the other."""
+        return [(request_id, rank, is_done) for rank, report in reports for request_id, is_done in report.stream_ends]
+
     def die(self) -> None:
         """End as by SIGKILL."""
         self.process.is_dead = True
@@ -163,7 +177,7 @@ def _kind(group: GroupPlan) -> GroupKind:
     return "sliding-window" if group.window_tokens else "attention"
 
 
-def _settings(fleet: Fleet) -> Settings:
+def _settings(fleet: Fleet, engine: EnginePlan) -> Settings:
     plan = fleet.plan.fleet
     return Settings(
         progress_thread="off",
@@ -183,4 +197,9 @@ def _settings(fleet: Fleet) -> Settings:
         receive_conversion=plan.conversion,
         compatibility_policy=plan.compatibility,
         ticket_secret_variable="SIM_FLEET_SECRET" if plan.is_sealed else "",
+        streaming=engine.streams,
+        stream_slots=max(1, plan.stream_slots),
+        stream_reserve_fraction=plan.stream_fraction,
+        ask_wait_s=plan.ask_wait_s,
+        remote_hosts=("10.0.0.0/24",) if engine.streams else (),
     )

@@ -71,17 +71,25 @@ class Fairness:
         self._fleet = engine.fleet
         self._world = engine.fleet.world
         self._begun: dict[str, _Read] = {}
+        # Slot, and what its link had cost, of streams: they wait for their peer's chunks, but their bytes delay others.
+        self._streams: dict[str, tuple[int, float]] = {}
         self._changed = {request.name for request in engine.fleet.plan.requests if request.damage}
 
     def ordered(self, orders: Any) -> None:
         """Note the reads that a step orders, but for those of changed tickets, which may name an engine that never was."""
+        for stream in orders.plan.streams.watches:
+            lane = self._fleet.slot_at(stream.read.peer.host, stream.read.peer.port)
+            if lane:
+                self._streams[stream.read.request_id] = int(lane[1:]), self._spent_s(lane)
         for order in orders.plan.reads:
+            self._streams.pop(order.request_id, None)
             lane = self._fleet.slot_at(order.peer.host, order.peer.port)
             is_changed = order.request_id.split("-")[0].rstrip("x") in self._changed
             if lane and order.is_reported and not order.is_notify_only and not is_changed:
                 slot = int(lane[1:])
                 # Reads of the same peer that are under way may come first: their bytes are its own, too.
                 before = [read.spent_s for read in self._begun.values() if read.slot == slot]
+                before += [spent_s for at, spent_s in self._streams.values() if at == slot]
                 spent_s = min([self._spent_s(lane), *before])
                 peer = self._fleet.engine(slot)
                 blocks = tuple(len(group.ids) - group.ids.count(group.null) for group in order.local_blocks)
@@ -97,6 +105,7 @@ class Fairness:
 
         A failed one may be early.
         """
+        self._streams.pop(request_id, None)
         read = self._begun.pop(request_id, None)
         if read is None:
             return

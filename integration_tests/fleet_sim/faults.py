@@ -34,7 +34,10 @@ class Faults:
                 self._world.note(self._fleet.lane(fault.engine), f"FAULT {fault.kind} {fault.duration_s:.2f} s")
                 _ACTIONS[fault.kind](self, fault)
 
-        self._world.after(fault.at_s, happen)
+        if fault.request:
+            self._fleet.at_chunk(f"{fault.request}-p1", fault.chunk, lambda: self._world.after(fault.at_s, happen))
+        else:
+            self._world.after(fault.at_s, happen)
 
     def heal(self) -> None:
         """End every fault: links are whole, processes run, dead engines come back."""
@@ -171,6 +174,22 @@ class Faults:
             mirror.is_broken = True
             self._world.after(fault.duration_s, lambda: setattr(mirror, "is_broken", False))
 
+    def abort(self, fault: FaultPlan) -> None:
+        """A client gives a request up, at one engine of the two."""
+        engine = self._living(fault)
+        if engine is not None:
+            engine.host.abort(f"{fault.request}-{'d' if fault.second else 'p'}1")
+
+    def preempt(self, fault: FaultPlan) -> None:
+        """Memory runs short just when this request is to go on."""
+        engine = self._living(fault)
+        if engine is not None:
+            engine.host.shortages.add(f"{fault.request}-p1")
+
+    def same_id(self, fault: FaultPlan) -> None:
+        """A router sends another hand-over under the id of one that is under way, or has ended; `second`: another prompt."""
+        self._fleet.router.same_id(fault.request, is_other=bool(fault.second))
+
     def _living(self, fault: FaultPlan) -> Engine | None:
         engine = self._fleet.engine(fault.engine)
         return None if engine is None or engine.process.is_dead else engine
@@ -205,6 +224,9 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "mirror": Faults.mirror,
     "blip": Faults.blip,
     "starve": Faults.starve,
+    "abort-at": Faults.abort,
+    "preempt": Faults.preempt,
+    "same-id": Faults.same_id,
 }
 KINDS = tuple(_ACTIONS)[:11]
 """Kinds that any fleet meets; the others are drawn where they mean something."""

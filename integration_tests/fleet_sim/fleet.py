@@ -5,17 +5,21 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from drivers import ClientDriver, ListenerDriver, TransferDriver
+from device import MarksDriver
+from drivers import AskerDriver, ClientDriver, ListenerDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
 from plan import EpisodePlan
-from world import World
+from world import Process, World
 
 from kv_handshake import Listener
+from kv_handshake._asker import Asker
 from kv_handshake._loop import Loop as ClientLoop
+from vllm_adapter.worker.chunk_marks import ChunkMarks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "sim"))
 from numpy_pages import NumpyPages
@@ -42,12 +46,16 @@ class Fleet:
             notice_s=plan.fleet.notice_s,
             patience_s=plan.fleet.patience_s,
         )
+        self.fabric.tears_words = plan.fleet.stream_slots > 0
         self.listeners: dict[tuple[str, int], Any] = {}
         self.threads: SimThreads
         self.router: Router
         self.is_sealed = plan.fleet.is_sealed
         self.releases: dict[str, str] = {}
+        self.whole: set[str] = set()
+        self._watchers: dict[tuple[str, int], list[Callable[[], None]]] = {}
         self._engines: list[Engine | None] = [None] * len(plan.fleet.engines)
+        self.connection_numbers = itertools.count(1)
         self._lives = itertools.count(1)
         self._ids = itertools.count(1)
         self._first_ids: list[int] = []
@@ -115,6 +123,28 @@ class Fleet:
         engine.die()
         self.router.engine_died(engine)
 
+    # ------------------------------------------------------------------------------------------------------ chunks
+
+    def at_chunk(self, request_id: str, number: int, action: Callable[[], None]) -> None:
+        """Run an action when this chunk of a request has been scheduled; number 0 stands for the end of its prompt."""
+        self._watchers.setdefault((request_id, number), []).append(action)
+
+    def counter_of(self, process: Process) -> Callable[[Sequence[Sequence[int]]], None]:
+        """Return what counts the bytes that reads of a process move for streams, before and after the last chunk."""
+
+        def count(copies: Sequence[Sequence[int]]) -> None:
+            engine = next((one for one in self.living() if one.process is process), None)
+            if engine is not None:
+                for _, target, size in copies:
+                    engine.host.holdings.count_bytes(target, size)
+
+        return count
+
+    def reached(self, request_id: str, number: int) -> None:
+        """Take in that a request has come to a chunk."""
+        for action in self._watchers.pop((request_id, number), ()):
+            action()
+
     # ------------------------------------------------------------------------------------------------------ seams
 
     def adopt(self, thread: SimThread) -> object:
@@ -123,6 +153,10 @@ class Fleet:
         assert process is not None
         if isinstance(thread.loop, Listener):
             return ListenerDriver(self.world, process, thread)
+        if isinstance(thread.loop, Asker):
+            return AskerDriver(self.world, self.threads, process, thread)
+        if isinstance(thread.loop, ChunkMarks):
+            return MarksDriver(self.world, self.threads, process, thread)
         kind = ClientDriver if isinstance(thread.loop, ClientLoop) else TransferDriver
         return kind(self.world, self.threads, process, thread)
 

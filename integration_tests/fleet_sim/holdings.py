@@ -81,6 +81,17 @@ class Holdings:
             for group, hit in zip(request.blocks, hits, strict=True)
         ]
 
+    def count_bytes(self, target: int, size: int) -> None:
+        """Count bytes that have come to an address for a request that is read while its peer computes it."""
+        block = self._engine.pages.block_of(target)
+        holders = self.pool.holders(block) if block else ()
+        for request in self._engine.host.requests.values():
+            if request.is_streamed and request.serial in holders:
+                if request.hand_over_id in self._engine.fleet.whole:
+                    request.late_bytes += size
+                else:
+                    request.early_bytes += size
+
     # ------------------------------------------------------------------------------------------------------ give back
 
     def free_all(self, request: Request) -> None:

@@ -14,6 +14,7 @@ from typing import Any, final
 from blocks import BlockPool
 from engine import Engine
 from holdings import Holdings, Work
+from noted import note_chunks, note_computed, note_orders
 from outages import Outages
 from request import Request
 
@@ -23,6 +24,10 @@ from vllm_adapter.scheduler.values import Arrival, Ending
 __all__ = ["Host", "Request"]
 
 _IDLE_STEP_S = 0.1
+_GIVEN_PART = 0.3
+"""Part of a step after which everything was given to a device, and the workers are done with it."""
+_ASKING_STEP_S = 0.01
+"""While the connector says "ask again", the host steps faster: vLLM makes about 1000 such steps a second."""
 
 
 @final
@@ -38,14 +43,14 @@ class Host:
         self.outages = Outages(self)
         self.requests: dict[str, Request] = {}
         self.reset_preempted: list[str] = []
+        self.shortages: set[str] = set()
+        self._is_asking = False
         self._preempted: list[str] = []
         self._serials = 0
         self.ends_at_sample = engine.fleet.plan.fleet.ends_at_sample
         self._late: Callable[[], None] | None = None
         self._is_stepping = False
         self.steps = 0
-
-    # ------------------------------------------------------------------------------------------------------ doors
 
     def arrive(self, request: Request) -> None:
         """Take a request in."""
@@ -61,13 +66,15 @@ class Host:
         request.serial = self._serials
         self.requests[request.request_id] = request
         backoff: list[int] = []
-
-        def drop_tail(tail: int) -> bool:
-            backoff.append(tail)
-            return True
-
         self.engine.side.arrived(
-            Arrival(request.request_id, request.params, request.prompt_tokens, identity=request, drop_tail=drop_tail)
+            Arrival(
+                request.request_id,
+                request.params,
+                request.prompt_tokens,
+                identity=request,
+                drop_tail=lambda tail: backoff.append(tail) is None,
+                max_tokens=request.most_tokens - request.prompt_tokens,
+            )
         )
         if backoff:
             request.prompt_tokens -= backoff[0]
@@ -92,8 +99,6 @@ class Host:
         if not self._is_stepping:
             self._is_stepping = True
             self.world.after(0.0, self._step, self.engine.process)
-
-    # ------------------------------------------------------------------------------------------------------ blocks
 
     @property
     def free(self) -> list[int]:
@@ -129,11 +134,19 @@ class Host:
         self.reset_preempted = []
         orders = self.engine.side.build_step(preempted, [item.chunk for item in work])
         self.settle()
-        for worker in self.engine.workers:
-            worker.apply(orders)
+        self.engine.on_workers("before_forward", orders)
+        if not self.plan.applies_late:
+            self.engine.on_workers("apply", orders)
         self.engine.checks.reads_ordered(orders)
-        self._watch(orders)
-        duration_s = self.plan.step_s if work or orders.plan.reads else _IDLE_STEP_S
+        note_orders(self.engine, self.requests, orders.plan)
+        note_chunks(self.engine.fleet, work)
+        idle_s = _ASKING_STEP_S if self._is_asking else _IDLE_STEP_S
+        duration_s = self.plan.step_s if work or orders.plan.reads else idle_s
+        if self.engine.device is not None:
+            self.engine.device.given()
+            self.world.after(
+                duration_s * _GIVEN_PART, lambda: self.engine.on_workers("save", orders), self.engine.process
+            )
         self.world.after(duration_s, lambda: self._end_step(orders, work), self.engine.process)
 
     def settle(self) -> None:
@@ -142,24 +155,18 @@ class Host:
         if late is not None:
             late()
 
-    def _watch(self, orders: Any) -> None:
-        for order in orders.plan.fences:
-            request = self.requests.get(order.request_id)
-            if request is not None:
-                request.fence = (order.slot, order.generation)
-        for order in orders.plan.reads:
-            request = self.requests.get(order.request_id)
-            if request is not None:
-                self.engine.checks.ordered(request, [list(blocks.ids) for blocks in order.local_blocks])
-
     def _end_step(self, orders: Any, work: list[Work]) -> None:
         if self.outages.delays(lambda: self._end_step(orders, work)):
             return
         self.holdings.compute(work)
-        reports = []
-        for worker in self.engine.workers:
-            worker.save(orders)
-            reports.append((worker.rank, worker.take_report()))
+        note_computed(self.engine.fleet, work)
+        if self.plan.applies_late:
+            self.engine.on_workers("apply", orders)
+        if self.engine.device is None:
+            self.engine.on_workers("save", orders)
+        else:
+            self.engine.device.computed()
+        reports = [(worker.rank, worker.take_report()) for worker in self.engine.workers]
         resets = self.outages.resets
 
         def results() -> None:
@@ -173,6 +180,11 @@ class Host:
 
     def _schedule(self) -> list[Work]:
         work: list[Work] = []
+        self._is_asking = False
+        for request in [one for one in self.requests.values() if one.request_id in self.shortages]:
+            if request.status == "running":
+                self._preempt(request, work)
+                self.shortages.discard(request.request_id)
         for request in [one for one in self.requests.values() if one.status == "running"]:
             if request.status == "running":
                 self._grow(request, work)
@@ -231,6 +243,7 @@ class Host:
         """Take a running request's blocks away; it starts again."""
         self.holdings.free_all(request)
         request.status, request.computed, request.scheduled, request.valid, request.hit = "waiting", 0, 0, 0, 0
+        self.engine.fleet.whole.discard(request.hand_over_id)
         request.preemptions += 1
         request.is_fresh, request.void_since = True, 0
 
@@ -245,6 +258,7 @@ class Host:
             hits, local = self.holdings.prefix.longest_hit(request)
             offered, _ = side.external_tokens(request_id, local)
             if offered is None:
+                self._is_asking = True
                 return True
             external = offered
             if not external and self.holdings.prefix.needs_read:
@@ -261,6 +275,7 @@ class Host:
             new = [[] for _ in self.groups] if is_back else self.holdings.new_blocks(request, hits)
             side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)
         request.status = "parked" if external else "running"
+        self.engine.checks.begins(request, local)
         if external:
             request.valid = local + external
             self.engine.note(f"{request_id} reads {external} tokens" + f" after a hit of {local}" * bool(local))
@@ -278,7 +293,12 @@ class Host:
     def _update(self, reports: list[Any], work: list[Work], resets: int) -> None:
         sent, received, failed, registrations, reasons = self.engine.gather(reports)
         self.engine.side.update_output(
-            sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None
+            sent=sent,
+            received=received,
+            failed=failed,
+            registrations=registrations or None,
+            reasons=reasons or None,
+            stream_ends=self.engine.stream_ends(reports),
         )
         for request_id in received:
             self.engine.checks.fairness.reported(request_id, received, is_good=request_id not in failed)
@@ -356,8 +376,9 @@ class Host:
         keeps, params = self.engine.side.finished(ending, blocks)
         self._reply(request, outcome, self.engine.written(params))
         if keeps:
-            self.engine.checks.handed_over(params)
-            if request.void_since:
+            if params is not None or not request.hand_over_id:
+                self.engine.checks.handed_over(params)
+            if request.void_since and params is not None:
                 self.world.violated("handed-over-after-reset", f"{self.engine.name}: {request.request_id}")
             request.status = "held"
             self.engine.note(f"{request.request_id} is handed over")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from typing import final
 
-from coverage_of_states import OUT_OF_REACH, all_pairs
+from coverage_of_states import OUT_OF_REACH, all_pairs, stream_pairs
 from draw import draw_plan
+from draw_streams import draw_stream_plan
 from episode import play
+from plan import EpisodePlan
 
-__all__ = ["Figures", "play_many"]
+__all__ = ["DRAWS", "Figures", "play_many"]
 
 _CHUNK = 50
 
@@ -53,8 +56,20 @@ class Figures:
             f"reads accepted with, or of: {special}; refused between releases {self.counts['refused-releases']}",
             f"prefix hits: {self.counts['hits alone']} alone, {self.counts['hits before a read']} before a read",
             f"faults: {sum(faults.values())} of {len(faults)} kinds: {faults}",
+            *self._streams(),
             self._covered(),
         ]
+
+    def _streams(self) -> list[str]:
+        """Return the figures of streamed hand-overs as text, none where there were none."""
+        early, late = self.counts["stream-bytes early"], self.counts["stream-bytes late"]
+        if not early + late:
+            return []
+        wanted = stream_pairs()
+        missing = sorted(f"{state}: {event}" for state, event in wanted - self.pairs.keys())
+        met = f"pairs of state and event of streams {len(wanted) - len(missing)} of {len(wanted)}, not met: {missing or 'none'}"
+        share = f"{early} of {early + late} bytes ({early / (early + late):.0%}) before the last chunk was computed"
+        return [f"streams accepted {self.counts['accepted-streamed']}, {share}", met]
 
     def _covered(self) -> str:
         """Return which states, and pairs of state and event, the machines met, as text."""
@@ -95,10 +110,14 @@ class Figures:
         }
 
 
-def _share(seeds: list[int]) -> Figures:
+DRAWS: dict[str, Callable[[int], EpisodePlan]] = {"plain": draw_plan, "streams": draw_stream_plan}
+"""Plans of seeds, by kind of run."""
+
+
+def _share(kind: str, seeds: list[int]) -> Figures:
     figures = Figures()
     for seed in seeds:
-        plan = draw_plan(seed)
+        plan = DRAWS[kind](seed)
         outcome = play(plan)
         figures.episodes += 1
         figures.events += outcome.events
@@ -110,12 +129,12 @@ def _share(seeds: list[int]) -> Figures:
     return figures
 
 
-def play_many(seeds: Iterable[int], *, jobs: int | None = None) -> Figures:
-    """Play seeds on several processes."""
+def play_many(seeds: Iterable[int], kind: str = "plain", *, jobs: int | None = None) -> Figures:
+    """Play seeds of a kind of run, a key of `DRAWS`, on several processes."""
     wanted = list(seeds)
     shares = [wanted[at : at + _CHUNK] for at in range(0, len(wanted), _CHUNK)]
     figures = Figures()
     with ProcessPoolExecutor(jobs or min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        for share in pool.map(_share, shares):
+        for share in pool.map(partial(_share, kind), shares):
             figures.add(share)
     return figures

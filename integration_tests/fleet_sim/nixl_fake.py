@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 from wire_bytes import damaged
@@ -33,6 +33,8 @@ class _Fleet(Protocol):
 
     def fault(self, kind: str) -> None: ...
 
+    def counter_of(self, process: Process) -> Callable[[Sequence[Sequence[int]]], None]: ...
+
 
 @final
 class Fabric:
@@ -41,6 +43,7 @@ class Fabric:
     Attributes:
         blocks_reads_of_stopped: Whether a stopped process stops reads of its memory, as over TCP; CMA goes on.
         notice_s: Longest time until the loss of a process is noticed.
+        tears_words: Whether a read of several words may be torn, too.
         patience_s: How long a transfer waits for a cut link before it ends as disconnected.
     """
 
@@ -53,6 +56,7 @@ class Fabric:
         self.agents: dict[str, SimNixl] = {}
         self.transfers: dict[SimTransfer, None] = {}
         self.latency_polls = 0
+        self.tears_words = False
         self.agents_unloaded_alive = 0
         self._incarnations = 0
 
@@ -91,6 +95,7 @@ class Fabric:
         assert process is not None
         inner = FakeNixl(self, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
         agent = self.agents[agent_name] = SimNixl(self, process, inner)
+        agent.moved = self.fleet.counter_of(process) if self.tears_words else None
         return agent
 
 
@@ -100,7 +105,9 @@ class SimTransfer:
 
     def __init__(self, owner: SimNixl, inner: FakeTransfer, peer_name: str) -> None:
         self.owner, self.inner, self.peer_name = owner, inner, peer_name
-        self.copies: list[list[int]] = inner.copies.tolist()
+        self.copies: list[list[int]] = (
+            _torn(inner.copies.tolist()) if owner.fabric.tears_words else inner.copies.tolist()
+        )
         self.peer: SimNixl | None = owner.fabric.agents.get(peer_name) if inner.peer is not None else None
         self.is_posted = self.is_done = self.is_seen = False
         self.failure = ""
@@ -155,6 +162,8 @@ class SimTransfer:
                 )
         for source, target, length in self.copies[self.moved : until]:
             ctypes.memmove(target, source, length)
+        if self.owner.moved is not None:
+            self.owner.moved(self.copies[self.moved : until])
         self.moved = until
 
     def fail(self, code: str) -> None:
@@ -165,6 +174,18 @@ class SimTransfer:
             self.owner.fabric.transfers.pop(self, None)
 
 
+def _torn(copies: list[list[int]]) -> list[list[int]]:
+    """Return a read of one run of words as two, so that it may be torn between them.
+
+    Example: 64 bytes from 1000 to 2000 are 32 from 1000 to 2000 and 32 from 1032 to 2032.
+    """
+    if len(copies) != 1 or copies[0][2] < 2 * _WORD_BYTES:
+        return copies
+    source, target, size = copies[0]
+    half = size // (2 * _WORD_BYTES) * _WORD_BYTES
+    return [[source, target, half], [source + half, target + half, size - half]]
+
+
 @final
 class SimNixl:
     """The port of one agent.
@@ -172,6 +193,7 @@ class SimNixl:
     Attributes:
         broken: Agents whose connection has ended as disconnected and that were not unloaded since.
         list_count: Prepared lists that were not released.
+        moved: Called with the copies that a read of its has made, if there is something.
         unloaded_alive: Agents of living processes that were unloaded over a good connection; with real NIXL that leaks sockets.
     """
 
@@ -186,6 +208,7 @@ class SimNixl:
         self.list_count = 0
         self.broken: set[str] = set()
         self.unloaded_alive: list[str] = []
+        self.moved: Any = None
 
     @property
     def is_alive(self) -> bool:
@@ -223,6 +246,9 @@ class SimNixl:
         self.list_count -= 1
 
     def post(self, transfer: SimTransfer) -> str:
+        if transfer.is_seen:  # a handle may be posted again once it is done
+            transfer.is_done = transfer.is_seen = False
+            transfer.moved, transfer.waited_s = 0, 0.0
         transfer.is_posted = True
         if transfer.peer_name in self.broken:
             transfer.failure = "nixl-disconnected"

@@ -125,6 +125,7 @@ class Outages:
             for request_id in list(host.requests):
                 host.abort(request_id)
         self.is_paused, self._is_frozen = True, not aborts
+        host.pool.spoils = False
         self._preempt_all()
         for request in host.requests.values():
             if request.status == "waiting" and request.computed:
@@ -143,6 +144,7 @@ class Outages:
             self._is_blocked = False
         self.is_asleep = self._engine.process.is_asleep = True
         self._engine.pages.lose()
+        host.pool.spoils = True
         self._engine.note("is asleep")
         self._take_inputs()
         self._world.after(duration_s, lambda: self._call(self._wake_up), self._engine.process)

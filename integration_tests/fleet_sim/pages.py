@@ -103,10 +103,12 @@ class Pages:
         assert isinstance(pages, StatePages)
         return pages.differs(block, ids)
 
+    def block_of(self, address: int) -> int | None:
+        """Return the block that an address lies in, None if it lies elsewhere."""
+        offset = address - self.wire.ctypes.data
+        return offset // self.page_bytes % self.wire.shape[2] if 0 <= offset < self.wire.nbytes else None
+
     def touches(self, address: int, blocks: set[int]) -> int | None:
         """Return the block of `blocks` that an address lies in, None if it lies elsewhere."""
-        offset = address - self.wire.ctypes.data
-        if not 0 <= offset < self.wire.nbytes:
-            return None
-        block = offset // self.page_bytes % self.wire.shape[2]
+        block = self.block_of(address)
         return block if block in blocks else None

@@ -45,6 +45,9 @@ class EnginePlan:
         has_prefix_cache: Whether blocks are kept by content, and shared.
         has_mirror: Whether peers see a mirror of its cache in host memory.
         release: The release that it runs, a key of `releases.RELEASES`.
+        streams: Whether it hands prompts over, and reads them, while they are computed.
+        has_device: Whether the forward pass runs on a device: workers are done with a step before it is.
+        applies_late: Whether workers get the orders of reads after the forward pass, as vLLM 0.32 has it.
     """
 
     role: str
@@ -60,6 +63,9 @@ class EnginePlan:
     has_prefix_cache: bool = False
     has_mirror: bool = False
     release: str = ""
+    streams: bool = False
+    has_device: bool = False
+    applies_late: bool = False
 
 
 @final
@@ -69,7 +75,8 @@ class FleetPlan:
 
     `next_release` is what an upgrade brings. With `ends_at_sample` a request ends with the sample of its last token, as in vLLM;
     else once that token is computed, too. Transfer threads look at the wire at least every `poll_s`, and at their leases
-    `tick_parts` times a lease.
+    `tick_parts` times a lease. Of engines that stream, `stream_fraction` of the blocks may wait for their data; a question waits
+    `ask_wait_s`. With `answer_s` every request has its answer within that time.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -101,6 +108,10 @@ class FleetPlan:
     poll_s: float = 0.02
     tick_parts: int = 12
     engine_ttl_s: float = 0.0
+    stream_slots: int = 0
+    stream_fraction: float = 0.5
+    ask_wait_s: float = 2.0
+    answer_s: float = 0.0
 
     @property
     def has_state(self) -> bool:
@@ -112,7 +123,7 @@ class FleetPlan:
         """Return what tells two configurations apart, in words."""
         engines = ",".join(
             f"{one.role[0]}{one.tp}x{one.block_tokens}{one.order}{'+' * one.has_lag}{'c' * one.has_prefix_cache}"
-            f"{'m' * one.has_mirror}{one.release}"
+            f"{'m' * one.has_mirror}{'e' * one.streams}{one.release}"
             for one in self.engines
         )
         groups = ",".join(f"{group.kind[0]}{group.window_tokens}x{group.layers}" for group in self.groups)
@@ -141,6 +152,9 @@ class RequestPlan:
         turn_tokens: Tokens that each further turn adds; -1 for 3 and the number of the turn before.
         again: When the same prompt is sent to prefill once more under the same id: "" for never, "abort" right after the client
             gave the first one up, "leased" while its ticket is out, "end" after decode's answer.
+        early: How the router sends both requests of the first turn at once, under one hand-over id: "" not at all, "both" at the
+            same time, "prefill" or "decode": that one `router_s` before the other.
+        prefill_tokens: Tokens that prefill generates for an early request; routers ask for one.
     """
 
     name: str
@@ -159,12 +173,18 @@ class RequestPlan:
     family_tokens: int = 0
     turn_tokens: int = -1
     again: str = ""
+    early: str = ""
+    prefill_tokens: int = 1
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """A fault: its kind, when, for how long, where, how bad. `second` is a link's target, or the way of a restart."""
+    """A fault: its kind, when, for how long, where, how bad. `second` is a link's target, or the way of a restart.
+
+    With `request` it happens `at_s` after this request's chunk of that number was scheduled at its prefill engine, the first one
+    being 1; a number beyond the last one's stands for the end of the prompt.
+    """
 
     kind: str
     at_s: float
@@ -172,6 +192,8 @@ class FaultPlan:
     engine: int = 0
     second: int = 0
     amount: float = 0.0
+    request: str = ""
+    chunk: int = 0
 
 
 @final

@@ -19,8 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bugs import BUGS
-from draw import draw_plan
+from bugs_of_streams import STREAM_BUGS
 from episode import Outcome, play
+from many import DRAWS
 from plan import EpisodePlan
 from shrink import shrink
 
@@ -75,6 +76,10 @@ def _disconnects(plan: EpisodePlan) -> bool:
     return bool(cuts)
 
 
+def _preempts(plan: EpisodePlan) -> bool:
+    return any(fault.kind == "preempt" for fault in plan.faults)
+
+
 HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
     "fence-stale-generation": _is_short_of_slots_under_reads,
     "fence-generations-repeat": _is_short_of_slots_under_reads,
@@ -106,6 +111,10 @@ HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
     "quarantine-released-early": _stalls,
     "quarantine-never-ends": _stalls,
     "cancelled-read-forgotten": _stalls,
+    "stream-generation-kept": _preempts,
+    "stream-no-final-fence": _preempts,
+    "stream-void-after-forward": _preempts,
+    "stream-state-early": lambda plan: plan.fleet.has_state,
 }
 """Seeds to look at first: a bug is found sooner, and by no other seeds."""
 
@@ -114,8 +123,9 @@ def find(name: str, seeds: int, within_s: float) -> tuple[int, Outcome] | None:
     """Return a seed that finds a bug, and its episode."""
     until_s = time.monotonic() + within_s
     hint = HINTS.get(name, lambda _: True)
-    for seed in sorted(range(seeds), key=lambda each: not hint(draw_plan(each))):
-        outcome = play(draw_plan(seed), BUGS[name])
+    draw = DRAWS["streams" if name in STREAM_BUGS else "plain"]
+    for seed in sorted(range(seeds), key=lambda each: not hint(draw(each))):
+        outcome = play(draw(seed), BUGS[name])
         if outcome.violations:
             return seed, outcome
         if time.monotonic() > until_s:

@@ -24,6 +24,11 @@ class Request:
         hit: Those among them that were found in the prefix cache.
         serial: Tells it from others that had or will have the same id.
         void_since: Number of the cache reset that its KV is from before; 0 for none.
+        is_producer: Whether it is to be handed over.
+        hand_over_id: Id under which both engines were sent it at once; empty for a plain one.
+        chunks: Chunks that were scheduled so far, those of earlier starts among them.
+        is_streamed: Whether its latest read follows the peer's computation.
+        early_bytes, late_bytes: Bytes that such reads moved before and after the peer had computed the last chunk.
     """
 
     request_id: str
@@ -49,6 +54,12 @@ class Request:
     received_ranks: int = 0
     sent_ranks: int = 0
     refusal: str = ""
+    hand_over_id: str = ""
+    is_producer: bool = False
+    chunks: int = 0
+    is_streamed: bool = False
+    early_bytes: int = 0
+    late_bytes: int = 0
 
     def digest(self, tokens: int) -> str | None:
         """Return the digest of the first tokens."""

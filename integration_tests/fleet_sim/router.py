@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from host import Request
 from plan import RequestPlan
+
+from vllm_adapter.wiring import prefill_request_params
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -52,6 +55,9 @@ class Router:
         self._sent = 0
         self.outcomes: dict[str, str] = {}
         self._tickets: list[Mapping[str, object]] = []
+        self._plans: dict[str, RequestPlan] = {}
+        self._prompts: dict[str, list[int]] = {}
+        self._repeats = 0
 
     def open_names(self) -> list[str]:
         """Return requests without an answer."""
@@ -60,6 +66,11 @@ class Router:
     def start(self, plan: RequestPlan) -> None:
         """Begin a conversation at its time."""
         self._open[plan.name] = plan.turns * plan.readers + bool(plan.again)
+        if plan.early:
+            self._open[plan.name] = 2
+            self._plans[plan.name] = plan
+            self.world.after(plan.at_s, lambda: self._together(plan, self._prompt(plan), self._hand_over_id(plan.name)))
+            return
         self.world.after(plan.at_s, lambda: self._prefill(plan, 1, self._prompt(plan), None))
 
     def _prompt(self, plan: RequestPlan) -> list[int]:
@@ -92,6 +103,47 @@ class Router:
             self._abort_later(plan.prefill, name, plan.abort_s)
         if turn == 1 and plan.again == "abort":
             self.world.after(plan.abort_s + 2 * self.fleet.network.base_s, lambda: self._again(plan, ids))
+
+    # ------------------------------------------------------------------------------------------------------ both at once
+
+    def _hand_over_id(self, name: str) -> str:
+        return f"{self.world.random(f'hand-over {name}').getrandbits(128):032x}"
+
+    def _together(self, plan: RequestPlan, ids: list[int], hand_over_id: str, suffix: str = "") -> None:
+        """Send a prompt to both engines at once, or to one of them a little later."""
+        host, port = self.fleet.place(plan.prefill)
+        secret = os.environ["SIM_FLEET_SECRET"].encode() if self.fleet.is_sealed else None
+        prefill = prefill_request_params((hand_over_id, host, port), secret=secret)
+        decode = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": prefill["kv_stream"]}
+        self._prompts.setdefault(plan.name, ids)
+        names = f"{plan.name}-p1{suffix}", f"{plan.name}-d1{suffix}"
+
+        def send(number: int, slot: int, most: int, params: Mapping[str, object]) -> None:
+            def answered(outcome: str, _ticket: object, _ids: list[int]) -> None:
+                self._end(names[number], plan, 1, outcome)
+
+            self._send(slot, names[number], ids, most, params, answered, plan, hand_over_id)
+
+        later = {"prefill": 1, "decode": 0}.get(plan.early)
+        calls = [
+            partial(send, 0, plan.prefill, len(ids) + plan.prefill_tokens, prefill),
+            partial(send, 1, plan.decode, len(ids) + plan.new_tokens, decode),
+        ]
+        for number, call in enumerate(calls):
+            if number == later:
+                self.world.after(plan.router_s, call)
+            else:
+                call()
+
+    def same_id(self, name: str, *, is_other: bool) -> None:
+        """Send a hand-over under the id of an earlier one, of the same prompt or of another one."""
+        plan, ids = self._plans.get(name), self._prompts.get(name)
+        if plan is None or ids is None:
+            return
+        self._repeats += 1
+        ids = self.fleet.new_ids(f"{name} again", len(ids)) if is_other else ids
+        self._open[name] = self._open.get(name, 0) + 2
+        self._together(plan, ids, self._hand_over_id(name), f".{self._repeats}")
 
     def _again(self, plan: RequestPlan, ids: list[int]) -> None:
         """Send a conversation's first turn once more, under the ids of the first time."""
@@ -134,21 +186,33 @@ class Router:
             self._abort_later(plan.decode, name, plan.abort_s)
 
     def _send(
-        self, slot: int, name: str, ids: list[int], most: int, params: Any, answered: Any, plan: RequestPlan
+        self,
+        slot: int,
+        name: str,
+        ids: list[int],
+        most: int,
+        params: Any,
+        answered: Any,
+        plan: RequestPlan,
+        hand_over_id: str = "",
     ) -> None:
         lane = self.fleet.lane(slot)
         delay_s = self.fleet.network.delay_s("router", lane, "http")
         self._sent += 1
-        number = self._sent
+        number, sent_s = self._sent, self.world.time_s
         self.world.note_message("router", lane, name, self.world.time_s + delay_s)
 
         def answer(outcome: str, ticket: Mapping[str, object] | None, all_ids: list[int]) -> None:
             self._at.pop(number, None)
+            took_s, most_s = self.world.time_s - sent_s, self.fleet.plan.fleet.answer_s
+            if most_s and took_s > most_s:
+                self.world.violated("deadlock", f"{name} was answered after {took_s:.1f} s, and nothing was wrong")
             back_s = self.fleet.network.delay_s(lane, "router", "http")
             self.world.note_message(lane, "router", f"{name}: {outcome}", self.world.time_s + back_s)
             self.world.after(back_s, lambda: answered(outcome, ticket, all_ids))
 
         request = Request(name, list(ids), len(ids), most, params, answer, lambda: self.fleet.new_ids(plan.name, 1)[0])
+        request.hand_over_id, request.is_producer = hand_over_id, slot == plan.prefill
 
         def arrives() -> None:
             engine = self.fleet.engine(slot)

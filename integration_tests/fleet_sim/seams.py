@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, final
 from unittest.mock import patch
 
 from world import World
 
+import kv_handshake._asker
 import kv_handshake._client
 import kv_handshake._listener
 import kv_handshake._log
@@ -23,16 +25,19 @@ import kv_nixl_agent._handles
 import kv_nixl_agent._loop
 import kv_nixl_agent._pacing
 import kv_nixl_agent._thread
+import vllm_adapter.scheduler.stream_channel
 import vllm_adapter.wiring
+import vllm_adapter.worker.chunk_marks
 import vllm_adapter.worker.completion
 import vllm_adapter.worker.engine_thread
 import vllm_adapter.worker.registration
 from kv_handshake import Client, Listener
-from kv_nixl_agent import ThreadOptions, TransferThread
+from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 
 __all__ = ["SimThread", "simulated"]
 
 _TIMED = (
+    kv_handshake._asker,
     kv_handshake._client,
     kv_handshake._listener,
     kv_handshake._log,
@@ -42,7 +47,15 @@ _TIMED = (
     vllm_adapter.worker.completion,
     vllm_adapter.worker.engine_thread,
 )
-_THREADED = (kv_handshake._listener, kv_handshake._loop, kv_nixl_agent._thread)
+_POLL_S = 0.004
+"""Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
+_THREADED = (
+    kv_handshake._asker,
+    kv_handshake._listener,
+    kv_handshake._loop,
+    kv_nixl_agent._thread,
+    vllm_adapter.worker.chunk_marks,
+)
 
 
 @final
@@ -205,14 +218,17 @@ def simulated(
         (kv_nixl_agent._pacing, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", BlockingTime(world)),
         (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
+        (kv_handshake._asker, "Hub", hub),
         (kv_handshake._loop, "Hub", hub),
         (kv_handshake._listener, "ListeningPort", port),
         (kv_handshake._listener, "RouterSocket", router),
         (vllm_adapter.wiring, "secrets", SimSecrets(world)),
+        (vllm_adapter.scheduler.stream_channel, "random", SimSecrets(world)),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),
         (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
         (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),
         (vllm_adapter.worker.registration, "_TICK_S", tick_s),
+        (vllm_adapter.wiring, "AgentOptions", partial(AgentOptions, stream_poll_s=_POLL_S)),
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:

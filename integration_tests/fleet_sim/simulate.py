@@ -16,9 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bugs import BUGS
-from draw import draw_plan
 from episode import Outcome, play
-from many import play_many
+from many import DRAWS, play_many
 from picture import write_picture
 from plan import from_json, to_json
 from shrink import shrink
@@ -35,9 +34,13 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="do not shrink")
     parser.add_argument("--html", type=Path, help="write the episode as a picture")
     parser.add_argument("--save", type=Path, help="save the (shrunk) plan")
+    parser.add_argument(
+        "--streams", action="store_true", help="seeds of fleets whose prompts are read while they are computed"
+    )
     given = parser.parse_args()
+    kind = "streams" if given.streams else "plain"
     if given.count > 1:
-        figures = play_many(range(given.seed, given.seed + given.count))
+        figures = play_many(range(given.seed, given.seed + given.count), kind)
         if given.json:
             print(json.dumps(figures.as_values(), indent=1))
             return int(bool(figures.failures))
@@ -46,7 +49,7 @@ def main() -> int:
         print("\n".join(figures.lines()))
         return int(bool(figures.failures))
     bug = BUGS[given.bug] if given.bug else None
-    outcome = play(from_json(given.plan.read_text()) if given.plan else draw_plan(given.seed), bug)
+    outcome = play(from_json(given.plan.read_text()) if given.plan else DRAWS[kind](given.seed), bug)
     if outcome.violations and not given.whole:
         outcome = shrink(outcome.plan, bug)
     print_timeline(outcome)
@@ -56,7 +59,7 @@ def main() -> int:
         given.save.write_text(to_json(outcome.plan))
     if outcome.violations:
         planted = f" --bug {given.bug}" if given.bug else ""
-        which = f"--plan {given.plan}" if given.plan else str(given.seed)
+        which = f"--plan {given.plan}" if given.plan else str(given.seed) + " --streams" * given.streams
         print(f"replay: python integration_tests/fleet_sim/simulate.py {which}{planted}")
         if given.save:
             print(f"replay this: python integration_tests/fleet_sim/simulate.py --plan {given.save} --whole{planted}")

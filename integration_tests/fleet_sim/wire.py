@@ -18,6 +18,8 @@ from kv_handshake._zmq._watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
 
+_FRAME_BYTES = 1024
+
 
 @final
 class SimConnection:
@@ -26,13 +28,15 @@ class SimConnection:
     def __init__(self, hub: SimHub, address: str, port: int, key_number: int) -> None:
         self.hub, self.address, self.port, self.key_number = hub, address, port, key_number
         self.is_open = False
-        self.sender = Sender(hub.driver.process.name, 0)
         self._fleet = hub.fleet
+        self.number = next(self._fleet.connection_numbers)
+        self.sender = Sender(hub.driver.process.name, self.number)
         self._fault = ""
         self._replies: deque[list[bytes]] = deque()
         self._is_closed = False
         self._last_s = 0.0
         self._slot = hub.driver.process.name
+        self._served_by: Any = None
         self._open()
 
     def _target(self) -> Any:
@@ -60,6 +64,13 @@ class SimConnection:
         if not self._is_closed and not self._fault:
             self._fault = fault
             self.hub.changed(self)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Let the listener learn that the connection is gone."""
+        driver, self._served_by = self._served_by, None
+        if driver is not None:
+            self._fleet.world.after(self._fleet.network.base_s, lambda: driver.hung_up(self.number), driver.process)
 
     def send(self, query: bytes) -> None:
         fleet, network = self._fleet, self._fleet.network
@@ -81,17 +92,26 @@ class SimConnection:
         self._last_s = arrives_s
 
     def _serve(self, driver: Any, query: bytes) -> None:
-        """Answer as the listener's process."""
-        fleet, network = self._fleet, self._fleet.network
+        """Answer as the listener's process, at once or, to an ask, later."""
         if not driver.is_running or self._is_closed:
             return
         self.sender.queries += 1
-        reply = list(driver.listener._reply(Incoming((b"id", b""), query, self.sender)))
+        self._served_by = driver
+        reply = driver.serve(self, Incoming((str(self.number).encode(), b""), query, self.sender))
+        if reply:
+            self.reply(driver, reply)
+
+    def reply(self, driver: Any, reply: list[bytes]) -> None:
+        """Send frames back as the listener's process."""
+        fleet, network = self._fleet, self._fleet.network
+        if self._is_closed or self._fault:
+            return
         peer = driver.process.name
         link, draw = network.link(peer, self._slot), network.draws(peer, self._slot, "zmq faults")
         if self._is_cut(peer):
             return
-        delay_s = network.delay_s(peer, self._slot, "zmq", sum(map(len, reply)))
+        # Not by their exact length: addresses in them have 14 or 15 digits, as the process happens to lie in memory.
+        delay_s = network.delay_s(peer, self._slot, "zmq", _FRAME_BYTES * len(reply))
         arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
         self._last_s = arrives_s
         if draw.random() < link.loss:
@@ -120,7 +140,9 @@ class SimConnection:
         return self._fault
 
     def close(self) -> None:
-        self._is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            self._hang_up()
 
 
 @final
@@ -194,6 +216,12 @@ class SimPort:
         """Serve this driver's replies from now on."""
         self._fleet.listeners[self._key] = driver
 
+    def wake(self) -> None:
+        """Let the driver look for replies that are due."""
+        driver = self._fleet.listeners.get(self._key)
+        if driver is not None:
+            driver.wake()
+
     def close(self) -> None:
         self._fleet.listeners.pop(self._key, None)
 
@@ -202,7 +230,7 @@ class SimPort:
 class SimRouter:
     """Stands for the listener's socket."""
 
-    def __init__(self, port: SimPort, *, security: object = None, report: object = None) -> None:
+    def __init__(self, port: SimPort, *, security: object = None, report: object = None, closed: object = None) -> None:
         self.port = port
         self.security = security
         self.is_outdated = False
@@ -211,7 +239,7 @@ class SimRouter:
         return {}
 
     def wake(self) -> None:
-        pass
+        self.port.wake()
 
     def close(self) -> None:
         pass
