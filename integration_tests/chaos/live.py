@@ -16,10 +16,10 @@ from typing import Any, final
 from load import Load, Pair, Prompt, make_prompts
 from recorder import HELD_BY_ENGINE, Held, Recorder, family_of, is_alive, running_recorder, usage_of
 from verdicts import Outages
-from warm import Starter, started_starter
 
 from kvdev.demo import connector_config
 from kvdev.engines import Engine, EngineSpec, Launch, local_model, start_all
+from kvdev.forked import Starter, started_starter
 from kvdev.steps import note
 
 __all__ = ["FAILS", "LEASE_S", "NAMES", "Live", "Setting", "Warm", "started_live", "warm_starter", "with_answers"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from kvdev.marks import with_tables  # noqa: E402  (the path above leads to it)
+
 PAGE = ROOT / "docs" / "chaos.md"
 FIGURES = ROOT / "docs" / "chaos" / "figures.json"
 PICTURE = ROOT / "docs" / "chaos" / "soak.svg"
@@ -30,7 +33,7 @@ _ORDER = (
 )
 """Faults in the order of the table."""
 
-__all__ = ["FIGURES", "PAGE", "PICTURE", "tables", "with_tables"]
+__all__ = ["FIGURES", "PAGE", "PICTURE", "tables"]
 
 
 def gathered(reports: Path) -> dict[str, Any]:
@@ -128,17 +131,6 @@ def _soak(report: dict[str, Any]) -> str:
             cells = [f"{each[column]:g}" for column in ("median", "least", "most", "grew", "bound")]
             rows.append(f"| {name} | {title} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
-
-
-def with_tables(page: str, made: dict[str, str]) -> str:
-    """Return the page with each table between its two marks."""
-    for name, table in made.items():
-        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        found = marks.search(page)
-        if not found:
-            raise ValueError(f"the page has no marks for the table {name!r}")
-        page = f"{page[: found.start()]}{found[1]}{table}\n{found[2]}{page[found.end() :]}"
-    return page
 
 
 def main() -> None:

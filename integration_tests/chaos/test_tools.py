@@ -23,10 +23,13 @@ from aiohttp import web
 from load import Asked, Load, Pair, Prompt, make_prompts, running_load
 from namespaces import started_link, why_no_namespaces
 from proxy import Behaviour, Proxy, running_proxy
-from record import FIGURES, PAGE, PICTURE, tables, with_tables
+from record import FIGURES, PAGE, PICTURE, tables
 from recorder import Held, family_of, held_of, is_alive, sample_of
 from verdicts import Outages, growth, judge, judge_all, too_large
-from warm import ForkedProcess
+
+from kvdev.forked import ForkedProcess
+from kvdev.marks import with_tables
+from kvdev.paths import ROOT
 
 PROMPT = Prompt(7, "a prompt", 3, " and its answer")
 PAIR = Pair("p", "d", "http://127.0.0.1:1", "http://127.0.0.1:1")
@@ -313,7 +316,7 @@ def test_holdings_are_those_of_one_engine_and_a_silent_part_is_told() -> None:
 
 def test_the_starter_says_that_its_vllm_is_not_there(tmp_path: Path) -> None:
     """The workspace has no vLLM: nothing is preloaded, and the process still obeys and ends with its input."""
-    program = Path(__file__).with_name("starter.py")
+    program = ROOT / "tools" / "kvdev" / "starter.py"
     done = subprocess.run(
         [sys.executable, program, str(tmp_path)], input=b"", capture_output=True, timeout=30, check=True
     )

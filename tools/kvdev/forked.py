@@ -24,7 +24,7 @@ from kvdev.paths import ROOT
 __all__ = ["ForkedProcess", "Starter", "started_starter"]
 
 _PROGRAM = Path(__file__).with_name("starter.py")
-_SITE = ROOT / "tools" / "kvdev" / "engine_site"
+_SITE = Path(__file__).with_name("engine_site")
 _READY_WITHIN_S = 300.0
 _ANSWERS_WITHIN_S = 30.0
 _CODE_WITHIN_S = 5.0
@@ -91,7 +91,7 @@ class Starter:
             "namespaces": list(self.namespaces.get(log.stem, ())),
         }
         with self._lock:
-            assert self.process.stdin is not None
+            assert self.process.stdin is not None  # noqa: S101 - a pipe, for type checkers
             self.process.stdin.write(json.dumps(order).encode() + b"\n")
             self.process.stdin.flush()
             return ForkedProcess(int(self._line(_ANSWERS_WITHIN_S)), self.folder)
@@ -102,7 +102,7 @@ class Starter:
         return answer
 
     def _line(self, within_s: float) -> bytes:
-        assert self.process.stdout is not None
+        assert self.process.stdout is not None  # noqa: S101 - a pipe, for type checkers
         if not select.select([self.process.stdout], [], [], within_s)[0]:
             raise TimeoutError(f"the starter does not answer within {within_s:g} s")
         line = self.process.stdout.readline()
@@ -121,7 +121,7 @@ def _preloaded_libraries(python: Path) -> str:
 @contextlib.contextmanager
 def started_starter(python: Path) -> Iterator[Starter]:
     """Start the importing process; at the end it ends all engines that it has forked."""
-    with tempfile.TemporaryDirectory(prefix="kv-chaos-") as name:
+    with tempfile.TemporaryDirectory(prefix="kv-starter-") as name:
         folder = Path(name)
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_", "NIXL_"))},
@@ -135,7 +135,7 @@ def started_starter(python: Path) -> Iterator[Starter]:
         }
         with (folder / "starter.log").open("wb") as sink:
             process = subprocess.Popen(
-                [python, _PROGRAM, str(folder)],
+                [python, "-P", _PROGRAM, str(folder)],  # -P: the program's folder has modules that must hide no others
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -150,8 +150,8 @@ def started_starter(python: Path) -> Iterator[Starter]:
                 print(f"not imported beforehand, this vLLM has none: {', '.join(missing)}", file=sys.stderr)
             yield starter
         finally:
-            assert process.stdin is not None
-            assert process.stdout is not None
+            assert process.stdin is not None  # noqa: S101 - a pipe, for type checkers
+            assert process.stdout is not None  # noqa: S101 - a pipe, for type checkers
             process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)

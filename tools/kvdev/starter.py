@@ -84,6 +84,7 @@ def _become(order: Mapping[str, Any]) -> None:
         for target, file in ((0, source), (1, sink), (2, sink)):
             os.dup2(file, target)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _enter(order["namespaces"])
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -93,13 +94,17 @@ def _become(order: Mapping[str, Any]) -> None:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - its traceback goes to the log
         sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _end(_number: int, _frame: object) -> None:
+    raise SystemExit(0)
 
 
 class _Starter:
@@ -110,7 +115,15 @@ class _Starter:
         self._alive: set[int] = set()
 
     def run(self) -> None:
-        """Obey until standard input ends, then end all engines."""
+        """Obey until standard input ends or a SIGTERM comes, then end all engines."""
+        signal.signal(signal.SIGTERM, _end)
+        try:
+            self._obey()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._end_all()
+
+    def _obey(self) -> None:
         held = b""
         while True:
             self._reap()
@@ -122,7 +135,6 @@ class _Starter:
             *lines, held = (held + data).split(b"\n")
             for line in lines:
                 self._start(json.loads(line))
-        self._end_all()
 
     def _start(self, order: Mapping[str, Any]) -> None:
         pid = os.fork()
@@ -145,6 +157,7 @@ class _Starter:
             for pid in self._alive:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGCONT)  # a stopped process obeys no SIGTERM
             until = time.monotonic() + within_s
             while self._alive and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,64 @@
+"""Engines that the starter has forked end with it, those that are stopped as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvdev.pairs.turns import states_of
+from kvdev.paths import ROOT
+
+SERVER = """
+import time
+
+def main():
+    print("up", flush=True)
+    time.sleep(60)
+"""
+MODULES = {"vllm/entrypoints/launchers/api_server/entry.py": SERVER, "vllm/v1/engine/utils.py": ""}
+"""Parts of a vLLM whose server only sleeps."""
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 15
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", ["input", "SIGTERM"])
+def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    log = tmp_path / "engine.log"
+    with subprocess.Popen(
+        [sys.executable, "-P", ROOT / "tools/kvdev/starter.py", str(tmp_path)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as starter:  # fmt: skip
+        assert json.loads(starter.stdout.readline())["ready"]
+        order = {"arguments": [], "environment": environment, "log": str(log), "namespaces": []}
+        starter.stdin.write(json.dumps(order).encode() + b"\n")
+        starter.stdin.flush()
+        engine = int(starter.stdout.readline())
+        wait_for(lambda: log.exists() and log.read_text() == "up\n")
+        os.killpg(engine, signal.SIGSTOP)
+        wait_for(lambda: set(states_of(engine).values()) == {"T"})
+        began_s = time.monotonic()
+        if end == "input":
+            starter.stdin.close()
+        else:
+            starter.send_signal(signal.SIGTERM)
+        starter.wait(timeout=20)
+        assert states_of(engine) == {}
+        assert time.monotonic() - began_s < 10, "it was killed after a while, and did not end by itself"
+        assert (tmp_path / f"{engine}.exit").read_text() == "-15"
