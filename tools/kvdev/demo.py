@@ -123,13 +123,13 @@ def _specs(model: Path, folder: Path, *, is_corrupt: bool) -> list[EngineSpec]:
 
 
 @contextlib.contextmanager
-def running_router(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run the router as its own process on a free port; yield its base URL."""
+def running_router(prefill: Sequence[str], decode: Sequence[str], *more: str) -> Iterator[str]:
+    """Run the router as its own process on a free port, with further arguments; yield its base URL."""
     port = free_port()
     ends = [
         word for flag, urls in (("--prefill", prefill), ("--decode", decode)) for url in urls for word in (flag, url)
     ]
-    command = [sys.executable, "-m", "kvdev.router", "--port", str(port), *ends]
+    command = [sys.executable, "-m", "kvdev.router", "--port", str(port), *ends, *more]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT / "tools")
     try:
         line = process.stdout.readline() if process.stdout else ""

@@ -6,6 +6,11 @@ For each request it asks a prefill engine for one token, takes the hand-off tick
 and forwards the original body with that ticket to a decode engine, whose answer it relays as it comes. Without a ticket the
 decode engine simply computes the prompt itself.
 
+With `--concurrent` it sends each request to both engines at once, with one hand-over id, and relays the decode engine's answer. A
+prefill engine that fails costs no answer then either: the decode engine falls back to computing the prompt by itself. The time
+of the prefill engine's answer is then a comment at the end of a stream, `: prefill-ms 107.8`, where otherwise the header
+`X-Prefill-Ms` has it: the decode engine's answer may begin first.
+
 A ticket belongs to one prompt, however many choices are asked for: prefill is asked for one choice, and not at all where a
 body has several prompts.
 
@@ -27,9 +32,10 @@ import aiohttp
 from aiohttp import web
 
 from kvdev.backends import ABOUT, Refusal, Side, check_first_event, is_aborted, says_something
+from kvdev.early import EarlyTickets, add_early_options, early_tickets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 __all__ = ["make_app", "serve_forever"]
 
@@ -64,14 +70,17 @@ class _Job:
     prefill_ms: float = 0.0
     passed_on: web.Response | None = field(default=None)
     """A prefill engine's refusal of the request itself: the client's business."""
+    beside: _Job | None = None
+    """The same request on its way to a prefill engine at the same time."""
 
 
 class _Router:
     """Both sides of the fleet, with counters."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], early: EarlyTickets | None) -> None:
         self.prefill, self.decode = Side(prefill), Side(decode)
-        names = ("requests", "tickets", "no_ticket", "prefill_errors", "decode_errors", "retries")
+        self.early = early
+        names = ("concurrent", "requests", "tickets", "no_ticket", "prefill_errors", "decode_errors", "retries")
         self.counts = dict.fromkeys(names, 0)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -86,9 +95,39 @@ class _Router:
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
         job = _Job(request, body, headers)
+        if self.early is not None and _is_one_prompt(body):
+            return await self._answer_beside(job, self.early)
         await self._fetch_ticket(job)
         self.counts["tickets" if job.ticket is not None else "no_ticket"] += job.passed_on is None
         return job.passed_on or await self._answer(job)
+
+    # ------------------------------------------------------------------------------------------- both at once
+
+    async def _answer_beside(self, job: _Job, early: EarlyTickets) -> web.StreamResponse:
+        """Relay a decode engine's answer to a request that goes to a prefill engine at the same time."""
+        self.counts["concurrent"] += 1
+        url = self.prefill.in_turn()[0]
+        stream = early.new(url)
+        job.ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": stream}
+        job.beside = _Job(job.request, job.body, job.headers)
+        beside = asyncio.create_task(self._prefill_beside(job.beside, url, stream))
+        try:
+            return await self._answer(job)
+        finally:
+            # It has ended, unless the decode engine needed it no more, or the client has left.
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+
+    async def _prefill_beside(self, job: _Job, url: str, stream: Mapping[str, object]) -> None:
+        """Let a prefill engine compute a prompt; a failure is the engine's business, and the decode engine's to notice."""
+        started = time.perf_counter()
+        try:
+            await self._ask_prefill(job, url, {**_ASK_TICKET, "kv_stream": stream})
+            job.prefill_ms = 1e3 * (time.perf_counter() - started)
+            self.prefill.answered(url)
+        except Refusal as refusal:
+            self.counts["prefill_errors"] += 1
+            self.prefill.refused(url, refusal)
 
     # ------------------------------------------------------------------------------------------------------ prefill
 
@@ -109,9 +148,9 @@ class _Router:
                 self.prefill.refused(url, refusal)
         job.prefill_ms = 1e3 * (time.perf_counter() - started)
 
-    async def _ask_prefill(self, job: _Job, url: str) -> None:
+    async def _ask_prefill(self, job: _Job, url: str, params: Mapping[str, object] = _ASK_TICKET) -> None:
         short = {k: v for k, v in job.body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
-        short |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": _ASK_TICKET}
+        short |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": params}
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
         session = job.request.app[_SESSION]
@@ -195,6 +234,8 @@ class _Router:
             await _end_broken(job.request, response, _said(error))
             return response
         if is_there:
+            if job.beside is not None and job.beside.prefill_ms:
+                await _sent(job, response, f": prefill-ms {job.beside.prefill_ms:.1f}\n\n".encode())
             await response.write_eof()
         return response
 
@@ -271,9 +312,9 @@ def _said(error: BaseException) -> str:
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
 
 
-def make_app(prefill: Sequence[str], decode: Sequence[str]) -> web.Application:
-    """Return the router as an aiohttp application in front of these engines (base URLs)."""
-    router = _Router(prefill, decode)
+def make_app(prefill: Sequence[str], decode: Sequence[str], early: EarlyTickets | None = None) -> web.Application:
+    """Return the router as an aiohttp application in front of these engines (base URLs); with early tickets, of both at once."""
+    router = _Router(prefill, decode, early)
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.cleanup_ctx.append(_session)
     for path in _PATHS:
@@ -308,7 +349,9 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def serve_forever(prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int) -> int:
+def serve_forever(
+    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, early: EarlyTickets | None = None
+) -> int:
     """Serve until interrupted; return 1 without serving if an address is no address."""
     wrong = [url for url in (*prefill, *decode) if not _is_base_url(url)]
     if wrong:
@@ -316,7 +359,7 @@ def serve_forever(prefill: Sequence[str], decode: Sequence[str], *, host: str, p
         return 1
 
     async def run() -> None:
-        runner = web.AppRunner(make_app(prefill, decode))
+        runner = web.AppRunner(make_app(prefill, decode, early))
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port).start()
@@ -350,5 +393,7 @@ if __name__ == "__main__":
     parser.add_argument("--decode", action="append", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    add_early_options(parser)
     chosen = parser.parse_args()
-    raise SystemExit(serve_forever(chosen.prefill, chosen.decode, host=chosen.host, port=chosen.port))
+    both = early_tickets(chosen.prefill, chosen.concurrent, chosen.secret_file)
+    raise SystemExit(serve_forever(chosen.prefill, chosen.decode, host=chosen.host, port=chosen.port, early=both))

@@ -4,69 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
+from stand_ins import (
+    TICKET,
+    Handler,
+    StandIn,
+    dies_at_once,
+    drains,
+    fails,
+    gives_text,
+    gives_ticket,
+    refuses,
+    streams,
+)
 
 from kvdev.arguments import make_parser
 from kvdev.backends import Side
 from kvdev.router import make_app, serve_forever
-
-TICKET = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1, 2]]}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class StandIn:
-    """An engine that remembers what it was asked."""
-
-    def __init__(self, answer: Handler) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[str] = []
-        self._answer = answer
-        app = web.Application()
-        app.router.add_post("/v1/completions", self._handle)
-        app.router.add_post("/v1/chat/completions", self._handle)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        self.server = TestServer(app)
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        self.headers.append(request.headers.get("X-Request-Id", ""))
-        return await self._answer(request)
-
-    async def _models(self, _: web.Request) -> web.StreamResponse:
-        return web.json_response({"data": []})
-
-    async def _health(self, _: web.Request) -> web.StreamResponse:
-        return web.Response()
-
-    @property
-    def url(self) -> str:
-        return str(self.server.make_url("")).rstrip("/")
-
-
-async def gives_ticket(_: web.Request) -> web.StreamResponse:
-    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": TICKET})
-
-
-async def gives_text(_: web.Request) -> web.StreamResponse:
-    return web.json_response({"choices": [{"text": "hello"}]})
-
-
-async def streams(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for word in ("data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"):
-        await response.write(word.encode())
-    return response
-
-
-async def refuses(_: web.Request) -> web.StreamResponse:
-    return web.json_response({"error": "too long"}, status=400)
 
 
 def ask(prefill: Handler | None, decode: Handler | None, body: Any, path: str = "/v1/completions") -> Any:
@@ -231,7 +189,7 @@ class Fleet:
         for engine, handler in self._engines:
             if handler is not None:
                 await engine.server.start_server()
-        app = make_app(*([self._url(e) for e in side] for side in (self.prefill, self.decode)))
+        app = make_app([self._url(e) for e in self.prefill], [self._url(e) for e in self.decode])
         self.client = TestClient(TestServer(app))
         await self.client.start_server()
         return self.client
@@ -252,11 +210,6 @@ class Fleet:
         return [body.get("kv_transfer_params") for engine in self.decode for body in engine.asked]
 
 
-async def drains(_: web.Request) -> web.StreamResponse:
-    """Answer as vLLM does between SIGTERM and its end."""
-    return web.json_response({"choices": [{"text": "", "finish_reason": "abort"}]})
-
-
 async def drains_in_a_stream(request: web.Request) -> web.StreamResponse:
     return await said_in_a_stream(
         request,
@@ -273,16 +226,6 @@ async def is_ending(_: web.Request) -> web.StreamResponse:
     """Answer as vLLM's server does once it has shut its tokenizer's threads down, which is right after SIGTERM."""
     error = {"message": "cannot schedule new futures after shutdown", "type": "InternalServerError", "code": 500}
     return web.json_response({"error": error}, status=500)
-
-
-async def fails(_: web.Request) -> web.StreamResponse:
-    return web.json_response({"error": {"message": "KV load failure"}}, status=500)
-
-
-async def dies_at_once(request: web.Request) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
 
 
 async def said_in_a_stream(request: web.Request, *events: dict[str, Any]) -> web.StreamResponse:
