@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import time
@@ -28,7 +29,14 @@ def device_facts():
         "cuda": torch.version.cuda,
         "vllm": _version("vllm"),
         "vllm-adapter": _version("vllm-adapter"),
+        "UCX settings": _ucx_settings(),
     }
+
+
+def _ucx_settings():
+    """Return the settings of UCX that the stage ran under, `UCX_TLS=tcp, ...`, or that there are none."""
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_")]
+    return ", ".join(found) or "none"
 
 
 def _version(package):

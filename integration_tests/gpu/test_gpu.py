@@ -10,7 +10,13 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from evidence import device_facts, make_evidence, render_page, write_evidence  # noqa: E402 - beside this file
+from evidence import (  # noqa: E402 - beside this file
+    _ucx_settings,
+    device_facts,
+    make_evidence,
+    render_page,
+    write_evidence,
+)
 from run import figures_of, outcomes_of  # noqa: E402 - beside this file
 
 FACTS = {"name": "Fake GPU", "count": 1, "driver": "1.2", "torch": "2", "cuda": "12"}
@@ -100,3 +106,10 @@ def test_the_page_in_the_documents_is_one_that_the_stage_wrote():
     page = (HERE.parents[1] / "docs" / "gpu-evidence.md").read_text()
     assert page.startswith(render_page({"device": {"reason": ""}}).partition("**Not run**")[0])
     assert ("**Not run**" in page) is not ("| check | outcome |" in page)
+
+
+def test_evidence_names_the_settings_of_ucx(monkeypatch):
+    monkeypatch.setattr("evidence.os.environ", {"UCX_TLS": "tcp", "UCX_A": "on", "PATH": "/bin"})
+    assert _ucx_settings() == "UCX_A=on, UCX_TLS=tcp"
+    monkeypatch.setattr("evidence.os.environ", {})
+    assert _ucx_settings() == "none"

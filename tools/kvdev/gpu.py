@@ -16,10 +16,15 @@ from kvdev.uvtool import exclusive, uv_environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["cuda_host", "gpu_environment", "has_gpu", "install_beside"]
+__all__ = ["READ_DIRECTLY", "cuda_host", "gpu_environment", "has_gpu", "install_beside"]
 
 HOST_VARIABLE = "KVDEV_GPU_PYTHON"
 """Names the python of an environment that holds a CUDA vLLM, where neither `vllm` nor `python3` on the path belongs to one."""
+READ_DIRECTLY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+"""UCX's own choice is to read another process's GPU memory through CUDA IPC only where the GPU has NVLinks, and else through TCP.
+
+Two engines on one GPU need no NVLink, so the stage turns it on; a value from outside is left as it is.
+"""
 _PROBE = "import torch, vllm; assert torch.cuda.is_available(), 'torch sees no CUDA device'"
 _PROBE_S = 180
 
@@ -84,4 +89,5 @@ def gpu_environment(python: Path, site: Path, figures: Path, *, device: str = "c
         "KVDEV_FIGURES": str(figures),
         "KVDEV_HOST_PYTHON": str(python),
         "KVDEV_HOST_SITE": str(site),
+        READ_DIRECTLY: os.environ.get(READ_DIRECTLY, "on"),
     }
