@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdev.backends import ABOUT
+from kvdev.early import add_early_options
 from kvdev.envs import DEFAULT_VLLM
 from kvdev.paths import ROOT
 
@@ -83,12 +84,32 @@ def _check(verbs: Verbs) -> None:
 
 def _bench(verbs: Verbs) -> None:
     parser = verbs.add_parser("bench", help="measure against a baseline, interleaved in the same run")
-    parser.add_argument("name", help="handshake, scheduler, seals, topology or transfer")
+    parser.add_argument("name", help="connector, handshake, scheduler, seals, topology or transfer")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument(
         "--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved"
     )
     parser.add_argument("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick",
+        dest="size",
+        action="store_const",
+        const="quick",
+        default="quick",
+        help="connector: minutes (default)",
+    )
+    size.add_argument(
+        "--gates",
+        dest="size",
+        action="store_const",
+        const="gates",
+        help="connector: what its bounds are about, each of them judged; most of an hour",
+    )
+    size.add_argument("--full", dest="size", action="store_const", const="full", help="connector: all cases, hours")
+    parser.add_argument(
+        "--report", action="store_true", help="connector: write docs/performance.md's tables and pictures"
+    )
 
 
 def _release(verbs: Verbs) -> None:
@@ -156,6 +177,7 @@ def _router(verbs: Verbs) -> None:
     parser.add_argument("--decode", action="append", required=True, metavar="URL", help="a decode engine (repeatable)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
+    add_early_options(parser)
 
 
 def _dashboard(verbs: Verbs) -> None:

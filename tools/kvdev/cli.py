@@ -75,7 +75,7 @@ def _bench(_uv: Path, options: Namespace) -> int:
         return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
     from kvdev.benching import run_bench
 
-    return run_bench(options.name, as_json=options.json)
+    return run_bench(options.name, as_json=options.json, size=options.size, is_published=options.report)
 
 
 def _lock(uv: Path, options: Namespace) -> int:
@@ -123,9 +123,11 @@ def _docs(uv: Path, _options: Namespace) -> int:
 
 
 def _router(_uv: Path, options: Namespace) -> int:
+    from kvdev.early import early_tickets
     from kvdev.router import serve_forever
 
-    return serve_forever(options.prefill, options.decode, host=options.host, port=options.port)
+    early = early_tickets(options.prefill, options.concurrent, options.secret_file)
+    return serve_forever(options.prefill, options.decode, host=options.host, port=options.port, early=early)
 
 
 def _newest(uv: Path, options: Namespace) -> int:

@@ -9,6 +9,7 @@ __all__ = ["FAMILIES", "families_text"]
 FAMILIES: Final[dict[str, str]] = {
     "words": "a Llama trained for half a minute on this repository's documentation: text that can be read (the demo's default)",
     "dense": "a Llama with grouped queries and random weights",
+    "fat": "a Llama with 131 072 bytes of cache a token and random weights (what `dev.py bench connector` runs)",
     "sliding-window": "a Gemma 3 with sliding windows in every second layer and random weights",
     "mla": "a DeepSeek V2 with latent attention, experts and random weights",
     "mla-calm": "the same without experts, with small weights",

@@ -41,6 +41,10 @@ def build(family: str) -> transformers.PreTrainedModel:
         common = {**COMMON, "initializer_range": CALM_SPREAD}
     if family == "dense":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=64, **COMMON))
+    if family == "fat":
+        # 16 layers x 8 heads x 128 x 4 bytes, keys and values: 131 072 bytes of cache a token, beside little to compute.
+        fat = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 16, "num_key_value_heads": 8}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=128, **{**COMMON, **fat}))
     if family == "sliding-window":
         config = transformers.Gemma3TextConfig(
             head_dim=64,

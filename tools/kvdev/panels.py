@@ -150,6 +150,15 @@ _HAND_OVERS: Final = (
 
 _LEASES: Final = (
     Panel(
+        "Bytes of a streamed prompt, p50",
+        "Early well below the whole: prompts of few chunks, or the router asks the decode engine late.",
+        "bytes",
+        (
+            _quantile(OWN + "stream_bytes", 0.5, "all"),
+            _quantile(OWN + "stream_early_bytes", 0.5, "before the prompt's end"),
+        ),
+    ),
+    Panel(
         "Blocks kept for a reader",
         "Near the cache's size: tickets are not read.",
         "short",
@@ -209,6 +218,7 @@ _PEERS: Final = (
             _named(_grown(OWN + "num_dropped_engines_total"), "dropped engines"),
             _named(_grown(OWN + "num_retried_reads_total"), "retried reads"),
             _named(_grown(OWN + "num_stalled_reads_total"), "stalled reads"),
+            _named(_grown(OWN + "num_torn_streams_total"), "torn streams"),
             _named(_grown(OWN + "num_quarantined_reads_total"), "quarantined reads"),
             _named(_grown(OWN + "num_refused_notifications_total"), "refused notifications"),
         ),

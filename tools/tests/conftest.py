@@ -1,4 +1,4 @@
-"""Makes `kvdev` importable, and prints lines that tests leave for the end of the run."""
+"""Makes `kvdev` and the modules beside the tests importable, and prints lines that tests leave for the end of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
 
 _FIGURES: list[str] = []
 

@@ -26,6 +26,7 @@ ONCE = {
     "vllm_adapter/fleet_secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
     "vllm_adapter/host/connector.py KVTransferConnector.__init__": "once per start",
     "vllm_adapter/host/metrics.py PromMetrics._guarded": "once per metric",
+    "vllm_adapter/host/ray_serve.py KVTransferBackend._tell_of_sequence": "once per replica",
     "vllm_adapter/host/refusals.py check_start": "once per start",
     "vllm_adapter/host/shutdown.py warn_of_short_drain": "once per start",
     "vllm_adapter/host/sides.py make_scheduler_side": "once per start",
@@ -37,6 +38,7 @@ ONCE = {
     "vllm_adapter/scheduler/draining.py Draining.look": "once per end of an engine",
     "vllm_adapter/scheduler/side_channel.py SideChannel.renew": "once per wake-up from sleep, which the host orders",
     "vllm_adapter/scheduler/side_channel.py SideChannel.serve": "once per start",
+    "vllm_adapter/scheduler/streaming.py Streaming.arrived": "once per reason, four in all",
     "vllm_adapter/scheduler/ticket_seals.py TicketSeals.accepted": "once per peer, 256 in all",
     "vllm_adapter/scheduler/trail.py _harmless": "once per engine",
     "vllm_adapter/worker/engine_thread.py WorkerSide.unregister": "once per sleep, which the host orders",
@@ -47,7 +49,9 @@ CAUSES = {
     "code",
     "self._event",
     "end.code",
-    "' '.join(sorted({failure.code for failure in failures.values()}))",
+    "' '.join(sorted(codes))",
+    "_code_of(error)",
+    "f'stream-{reason}'",
 }
 """Causes that are no constants: names that are codes, or constants of the caller."""
 

@@ -41,6 +41,14 @@ DEVICE_ARGUMENTS: dict[str, dict[str, list[str]]] = {
     "cuda": {"dense": _ON_CUDA, "mla": ["--dtype", "bfloat16"], "mla-calm": ["--dtype", "bfloat16"]},
 }
 """Arguments of a family's engines, by the device that `KVDEV_DEVICE` names (`dev.py test gpu`)."""
+_SHARE_OF_MEMORY = {"cpu": [], "cuda": ["--gpu-memory-utilization", "0.1"]}
+"""Engines share one GPU, and by default each wants nearly all of its memory to be free when it starts."""
+
+_PASSED_ON = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY",)
+"""UCX's settings that engines take over from `dev.py test gpu`; of all others in the environment they take none."""
+
+DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {"cpu": {}, "cuda": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}}
+"""Greedy tests have nothing to sample: on CUDA they need neither FlashInfer nor the compiler that it calls at the start."""
 
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 FAILED = "vllm:nixl_num_failed_transfers_total"
@@ -229,11 +237,13 @@ def started_fleet(
     python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **DEVICE_ENVIRONMENT[DEVICE],
+        **{name: os.environ[name] for name in _PASSED_ON if name in os.environ},
         **(STATE_MODEL if family.startswith("mamba") else {}),
         **(environment or {}),
     }
     more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
-    more += DEVICE_ARGUMENTS[DEVICE].get(family, [])
+    more += [*_SHARE_OF_MEMORY[DEVICE], *DEVICE_ARGUMENTS[DEVICE].get(family, [])]
     allowed = sorted(os.sched_getaffinity(0))
     specs = [
         EngineSpec(
@@ -261,11 +271,12 @@ def started_pair(
     configure: Callable[..., dict[str, object]] = ours,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
+    is_concurrent: bool = False,
 ) -> Iterator[Fleet]:
-    """Start `prefill`, `decode` and a router between them."""
+    """Start `prefill`, `decode` and a router between them, which sends requests to both at once if `is_concurrent`."""
     configs = {name: configure(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
-    with (
-        started_fleet(family, configs, arguments=arguments, environment=environment) as fleet,
-        running_router([fleet.engines["prefill"].url], [fleet.engines["decode"].url]) as fleet.router,
-    ):
-        yield fleet
+    with started_fleet(family, configs, arguments=arguments, environment=environment) as fleet:
+        prefill, decode = fleet.engines["prefill"], fleet.engines["decode"]
+        more = ["--concurrent", f"127.0.0.1:{prefill.side_channel_port}"] if is_concurrent else []
+        with running_router([prefill.url], [decode.url], *more) as fleet.router:
+            yield fleet

@@ -61,6 +61,27 @@ def test_the_producer_of_a_request_refused_by_the_frontend_is_told(make_engine) 
     consumer.assert_nothing_left()
 
 
+def test_the_stand_in_of_a_request_with_an_early_ticket_reads_nothing_and_is_no_refused_ticket(
+    make_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM sends one after each request whose client has left: it must not look like a second reader."""
+    extra: dict[str, Any] = {"streaming": True, "remote_hosts": ["127.0.0.0/8"]}
+    consumer = make_engine("D", **extra)
+    early = {"id": "a" * 32, "host": "127.0.0.1", "port": 5600}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": early}
+    consumer.add("left", TOKENS, params=params)
+    consumer.step()
+    refused: list[object] = []
+    tickets = consumer.scheduler.connector._scheduler_side._tickets
+    monkeypatch.setattr(tickets, "refused", lambda *told: refused.append(told))
+    consumer.add("stand-in", [0], max_tokens=1, params=params, is_refused=True)
+    consumer.step()
+    assert refused == []
+    consumer.abort("left")
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
 @pytest.mark.never_wrong("A1")
 def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(make_engine) -> None:
     producer, consumer = make_engine("P"), make_engine("D")

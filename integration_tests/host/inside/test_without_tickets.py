@@ -57,8 +57,30 @@ def test_a_step_lists_the_blocks_of_the_requests_that_are_followed() -> None:
     output: Any = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys("abcd", 4), scheduled_new_reqs=new, scheduled_cached_reqs=running
     )
-    steps = list(scheduled_tokens(output, (0,), lambda name: name in "ad"))
+    steps = list(scheduled_tokens(output, (0,), (16,), lambda name: name in "ad"))
     assert [(step.request_id, step.block_ids) for step in steps] == [("a", ([1],)), ("d", ([5],))]
+
+
+@pytest.mark.parametrize(("other_computed", "loads", "held"), [(32, False, 32), (0, False, 0), (32, True, 0)])
+def test_a_prefix_hit_is_there_before_a_step_that_computes_none_of_it(
+    other_computed: int, loads: bool, held: int
+) -> None:
+    """Another request of the step may compute the very blocks of the hit, or load them for another connector."""
+    tables = {"hit": ([1, 2, 3],), "other": ([1, 2, 4],)}
+    new = [
+        SimpleNamespace(req_id="hit", block_ids=tables["hit"], num_computed_tokens=32),
+        SimpleNamespace(req_id="other", block_ids=tables["other"], num_computed_tokens=other_computed),
+    ]
+    running = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set[str]())
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={"hit": 10, "other": 40},
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=running,
+        has_sync_kv_loads=loads,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+    )
+    (step,) = scheduled_tokens(output, (0,), (16,), lambda name: name == "hit")
+    assert step.held_tokens == held
 
 
 def test_a_request_of_8192_blocks_without_a_ticket(make_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:

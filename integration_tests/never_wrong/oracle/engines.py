@@ -56,6 +56,7 @@ class HandSchedulerParts:
     """Production's parts of a scheduler, its listener reached without a socket; remembers why no ticket was given."""
 
     uses_host_buffer = False
+    streams = False
 
     def __init__(self, parts: SchedulerParts, channel: SideChannel) -> None:
         self._parts, self._channel = parts, channel

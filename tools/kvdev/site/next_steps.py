@@ -19,6 +19,10 @@ _TICKET = "nothing is lost, the prompt is computed here; look at the router and 
 _RESTART = "restart this engine, and report its log"
 _AGAIN = "nothing: it is tried again, or `kv_load_failure_policy` decides"
 _USAGE = "`--help` shows the usage; the words after the colon say what is wrong"
+_PLAIN = (
+    "no text is wrong: prompts are handed over whole or computed by the decode engine; "
+    "give all engines one release and `streaming`"
+)
 _DETAIL = "part of another message, after its colon; alone it is a defect: report it"
 
 _FIRST = (
@@ -36,6 +40,15 @@ _FIRST = (
     (r"no kv_transfer_config with an engine id", "start the engine with `--kv-transfer-config`"),
     (r"but the ticket names none|but the ticket has no digest|but this one has none", _TICKET),
     (r"belongs to the owner thread", _CALLER),
+    (
+        (
+            r"cannot be asked: |hand-over cannot be asked|does not hand its prompt over|question for a hand-over|"
+            r"(handed over whole|computed here), not|was asked for more than one token|pages are zeroed before|"
+            r"could not be left out"
+        ),
+        _PLAIN,
+    ),
+    (r"answer to a peer's question|an answer was refused", _PLAIN),
     (r"^peer \{key\} is known|is already the peer", _CALLER),
     (r"^reads are one-sided|^\{host\}, NIXL is \{loaded\}|^\{free\} MiB free", "nothing: it is as it should be"),
     (r"cannot serve on", "choose another `--port`, or end the process that has this one"),
@@ -63,7 +76,8 @@ _BY_CODE = (
         ),
         "do what the text says, then run `kv-nixl doctor` again: [Tune UCX and NICs](operate/tune.md)",
     ),
-    (r"^ticket-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
+    (r"^(ask-unsupported|malformed-answer|malformed-hand-over|hand-over-mismatch)$", _PLAIN),
+    (r"^(ticket|hand-over)-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
     (r"^ticket-", _TICKET),

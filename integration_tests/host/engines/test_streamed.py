@@ -1,0 +1,155 @@
+"""Prompts that the decode engine reads while the prefill engine computes them, through a router that asks both at once.
+
+Every test asks one engine alone for the same texts, counts what was computed twice (nothing), and waits until every block and
+slot is free. Chunks are small, so that a prompt takes many steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fleets import BYTES, COMPUTED, FAILED, Fleet, client, ours, prompt, started_pair
+
+STREAMED, EARLY = "vllm:kv_transfer_stream_bytes", "vllm:kv_transfer_stream_early_bytes"
+TORN = "vllm:kv_transfer_num_torn_streams_total"
+COVERED = {"streaming": True, "remote_hosts": ["127.0.0.0/8"]}
+"""No fleet secret: the address in an early ticket is covered by the list of hosts."""
+ARGUMENTS = {name: ["--max-num-batched-tokens", "128", "--max-num-seqs", "8"] for name in ("prefill", "decode")}
+BLOCK_BYTES = 1 << 20
+"""Of a block of 128 tokens of the dense family."""
+LONG = 150
+"""Words of a prompt that takes many chunks."""
+
+
+def _streaming(role: str, **keys: object) -> dict[str, object]:
+    return ours(role, **COVERED, **keys)
+
+
+IS_LONG = os.environ.get("KVDEV_LONG") == "1"
+LONG_ONLY = pytest.mark.skipif(not IS_LONG, reason="long: dev.py test host --long; more engines start")
+
+
+@pytest.fixture(scope="module", params=["dense", pytest.param("mamba", marks=LONG_ONLY)])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with started_pair(request.param, configure=_streaming, arguments=ARGUMENTS, is_concurrent=True) as running:
+        running.routed([prompt(1)])
+        yield running
+
+
+def _assert_handed_over(fleet: Fleet, texts: list[str]) -> None:
+    """The texts are those of one engine, nothing is computed twice, everything is free afterwards.
+
+    A prompt that is finished before the question for it comes is read as a whole.
+    """
+    computed = fleet.count("decode", COMPUTED, source="local_compute")
+    failed, torn = fleet.count("decode", FAILED), fleet.count("decode", TORN)
+    fleet.assert_same_as_alone(texts)
+    due = len(texts) if fleet.family == "mamba" else 0  # state models compute the last prompt token by design
+    assert fleet.count("decode", COMPUTED, source="local_compute") - computed <= due
+    assert (fleet.count("decode", FAILED), fleet.count("decode", TORN)) == (failed, torn)
+    fleet.assert_all_blocks_free()
+
+
+def test_long_prompts_arrive_while_they_are_computed(fleet: Fleet) -> None:
+    """A tiny model is done with 8 chunks in a fifth of a second, and the question may come later on a busy machine: ten tries."""
+    bytes_before, early_before = (fleet.count("decode", f"{name}_sum") for name in (STREAMED, EARLY))
+    for number in range(10):
+        _assert_handed_over(fleet, [prompt(10 + number, LONG)])
+        moved = fleet.count("decode", f"{STREAMED}_sum") - bytes_before
+        early = fleet.count("decode", f"{EARLY}_sum") - early_before
+        if early:
+            break
+    assert 0 < early < moved, f"{early} of {moved} bytes came before the end of the last chunk"
+
+
+def test_prompts_of_all_lengths_at_once(fleet: Fleet) -> None:
+    _assert_handed_over(fleet, [prompt(20 + number, words) for number, words in enumerate((4, 20, 60, 100, LONG))])
+
+
+def test_a_prefix_that_either_engine_holds_is_not_read_again(fleet: Fleet) -> None:
+    if fleet.family == "mamba":
+        pytest.skip("vLLM keeps no prefixes of states")
+    text = prompt(30, LONG)
+    fleet.answers([text], decode="prefill", max_tokens=1)
+    _assert_handed_over(fleet, [text + " and more " + prompt(31, 40)])
+    whole = fleet.count("decode", BYTES)
+    fleet.assert_same_as_alone([text + " and more " + prompt(31, 40)])
+    assert fleet.count("decode", BYTES) - whole <= BLOCK_BYTES, "the decode engine holds all but the last block"
+    fleet.assert_all_blocks_free()
+
+
+def test_a_client_that_goes_away_at_any_chunk_leaves_nothing_behind(fleet: Fleet) -> None:
+    async def leave(number: int, after_s: float) -> None:
+        body = {"model": "tiny", "prompt": prompt(40 + number, LONG), "max_tokens": 8, "temperature": 0}
+        async with client() as session:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(session.post(fleet.router + "/v1/completions", json=body), after_s)
+
+    async def run() -> None:
+        for number in range(8):
+            await leave(number, 0.02 + 0.03 * number)
+
+    asyncio.run(run())
+    fleet.assert_all_blocks_free()
+    _assert_handed_over(fleet, [prompt(50, LONG)])
+
+
+def test_a_sequential_hand_over_works_beside(fleet: Fleet) -> None:
+    streams = fleet.count("decode", f"{STREAMED}_count")
+    text = prompt(60, LONG)
+    expected = fleet.answers([text], decode="prefill")
+    assert fleet.answers([text], prefill="prefill", decode="decode") == expected
+    assert fleet.count("decode", f"{STREAMED}_count") == streams
+    fleet.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=LONG_ONLY)])
+def test_a_prefill_engine_that_dies_in_the_middle(policy: str) -> None:
+    """Each request ends: computed by the decode engine, or by a coded error where the policy is to fail."""
+
+    def configure(role: str, **keys: object) -> dict[str, object]:
+        return _streaming(role, kv_load_failure_policy=policy, ask_wait_s=3, read_timeout_s=5, **keys)
+
+    arguments = {name: ["--max-num-batched-tokens", "64", "--max-num-seqs", "8"] for name in ("prefill", "decode")}
+    with started_pair("dense", configure=configure, arguments=arguments, is_concurrent=True) as fleet:
+        fleet.routed([prompt(1)])
+        text = prompt(70, LONG + 50)
+        expected = fleet.answers([text], decode="decode")
+        ended: list[tuple[int, str]] = []
+
+        async def ask(name: str) -> None:
+            body = {"model": "tiny", "prompt": name + text, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            async with (
+                client(timeout_s=90) as session,
+                session.post(fleet.router + "/v1/completions", json=body) as reply,
+            ):
+                ended.append((reply.status, await reply.text()))
+
+        async def run() -> None:
+            await asyncio.gather(*(ask(name) for name in ("", "b ", "c ", "d ")), return_exceptions=True)
+
+        threading.Timer(0.25, lambda: fleet.end("prefill")).start()
+        began_s = time.monotonic()
+        asyncio.run(run())
+        assert time.monotonic() - began_s < 75, "a request hung"
+        assert len(ended) == 4
+        for status, answer in ended:
+            if policy == "recompute":
+                assert status == 200, answer
+            else:
+                assert status == 200 or status >= 500, answer
+        assert all(text_of(answer) for status, answer in ended if status == 200)
+        assert fleet.answers([text], decode="decode") == expected
+        fleet.assert_all_blocks_free()
+
+
+def text_of(answer: str) -> str:
+    """Return the text of a completion."""
+    return str(json.loads(answer)["choices"][0]["text"])

@@ -1,0 +1,261 @@
+"""Early tickets in shapes that a router would not send: forged, repeated, late, one-sided, between unlike engines.
+
+Each request ends with the text of one engine alone: read from the peer where that is right, else computed by the decode engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleets import COMPUTED, OWN_WORKERS, Fleet, client, ours, prompt, started_fleet
+
+STREAMED = "vllm:kv_transfer_stream_bytes_count"
+SERVES = {"do_remote_decode": True, "do_remote_prefill": False}
+READS = {"do_remote_prefill": True, "do_remote_decode": False}
+KEYS: dict[str, Any] = {
+    "streaming": True,
+    "remote_hosts": ["127.0.0.0/8"],
+    "ask_wait_s": 2,
+    "read_timeout_s": 10,
+    "kv_lease_duration": 4,
+    "kv_load_failure_policy": "recompute",
+}
+CHUNKS = ["--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
+LONG = 150
+"""Words of a prompt that takes many chunks."""
+ENDS_WITHIN_S = 20.0
+LONG_ONLY = pytest.mark.skipif(
+    not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long host; more engines start"
+)
+pytestmark = LONG_ONLY
+
+
+def early(fleet: Fleet, prefill: str = "prefill", **changes: object) -> dict[str, object]:
+    """Return `kv_stream` as a router writes it."""
+    return {"id": uuid.uuid4().hex, "host": "127.0.0.1", "port": fleet.engines[prefill].side_channel_port, **changes}
+
+
+async def post(fleet: Fleet, engine: str, body: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return status and texts of a completion."""
+    whole = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 24, **body}
+    url = fleet.engines[engine].url + "/v1/completions"
+    async with client(timeout_s=90) as session, session.post(url, json=whole) as reply:
+        answer = await reply.json()
+        return reply.status, [choice["text"] for choice in answer.get("choices", ())]
+
+
+async def prefill(fleet: Fleet, text: str | list[str], stream: object, engine: str = "prefill", tokens: int = 1) -> int:
+    body = {"prompt": text, "max_tokens": tokens, "kv_transfer_params": {**SERVES, "kv_stream": stream}}
+    return (await post(fleet, engine, body))[0]
+
+
+async def decode(fleet: Fleet, text: str | list[str], stream: object, engine: str = "decode") -> list[str]:
+    status, texts = await post(fleet, engine, {"prompt": text, "kv_transfer_params": {**READS, "kv_stream": stream}})
+    assert status == 200, stream
+    return texts
+
+
+async def both(fleet: Fleet, text: str | list[str], stream: object, *engines: str) -> list[str]:
+    """Return the decode engine's texts; both are asked at once."""
+    first, second = engines or ("prefill", "decode")
+    status, texts = await asyncio.gather(prefill(fleet, text, stream, first), decode(fleet, text, stream, second))
+    assert status == 200
+    return texts
+
+
+def alone(fleet: Fleet, *texts: str, engine: str = "prefill") -> list[str]:
+    return [fleet.answers([text], decode=engine)[0] for text in texts]
+
+
+def assert_streams(fleet: Fleet, text: str, *engines: str) -> None:
+    """A prompt of many chunks is read while it is computed, and nothing is left behind."""
+    first, second = engines or ("prefill", "decode")
+    streams = fleet.count(second, STREAMED)
+    assert asyncio.run(both(fleet, text, early(fleet, first), first, second)) == alone(fleet, text, engine=first)
+    assert fleet.count(second, STREAMED) == streams + 1
+    assert_nothing_wrong(fleet)
+
+
+def assert_nothing_wrong(fleet: Fleet) -> None:
+    fleet.assert_all_blocks_free(within_s=20)
+    for name in fleet.engines:
+        assert "Traceback" not in fleet.log(name)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    # Ten blocks more than a prompt needs: several at once preempt one another.
+    arguments = {"prefill": [*CHUNKS, "--num-gpu-blocks-override", "24"], "decode": CHUNKS}
+    with started_fleet("dense", {name: ours(**KEYS) for name in arguments}, arguments=arguments) as running:
+        asyncio.run(both(running, prompt(1), early(running)))
+        yield running
+
+
+FORGED: tuple[object, ...] = (
+    None,
+    [],
+    "x",
+    {},
+    {"id": 7},
+    {"id": "x" * 100_000},
+    {"host": None},
+    {"host": "10.255.255.1"},
+    {"port": 2**63},
+    {"port": True},
+    {"port": 1},
+    {"unheard_of": 1},
+)
+
+
+def test_a_forged_early_ticket_costs_its_own_request_the_hand_over_and_no_time(fleet: Fleet) -> None:
+    text = prompt(10)
+    expected = alone(fleet, text)
+    # A part of a ticket that is good otherwise, or none at all.
+    streams = [{**early(fleet), **each} if isinstance(each, dict) and each else each for each in FORGED]
+
+    async def run() -> list[list[str]]:
+        return list(await asyncio.gather(*(both(fleet, text, stream) for stream in streams)))
+
+    began_s = time.monotonic()
+    assert asyncio.run(run()) == [expected] * len(FORGED)
+    assert time.monotonic() - began_s < ENDS_WITHIN_S, "none of them waits for a deadline"
+    assert_streams(fleet, prompt(11, LONG))
+
+
+def test_an_old_id_serves_again_and_never_for_another_prompt(fleet: Fleet) -> None:
+    stream, first, other = early(fleet), prompt(20, LONG), prompt(21, LONG)
+    expected = alone(fleet, first, other)
+    assert asyncio.run(both(fleet, first, stream)) == expected[:1]
+    assert asyncio.run(both(fleet, first, stream)) == expected[:1]
+    assert asyncio.run(both(fleet, other, stream)) == expected[1:]
+    assert asyncio.run(decode(fleet, first, stream)) == expected[:1], "nobody computes it under that id"
+
+    async def crossed() -> list[str]:
+        return (await asyncio.gather(decode(fleet, other, stream), prefill(fleet, first, stream)))[0]
+
+    assert asyncio.run(crossed()) == expected[1:], "one id, and a prompt each"
+
+
+def test_requests_that_share_an_id_get_their_own_texts(fleet: Fleet) -> None:
+    texts = [prompt(30 + number, LONG) for number in range(3)]
+    expected = alone(fleet, *texts)
+    assert asyncio.run(both(fleet, list(texts), early(fleet))) == expected, "a list of prompts"
+    stream = early(fleet)
+
+    async def readers() -> list[list[str]]:
+        serving = asyncio.create_task(prefill(fleet, texts[0], stream))
+        answers = await asyncio.gather(*(decode(fleet, texts[0], stream) for _ in range(3)))
+        await serving
+        return answers
+
+    assert asyncio.run(readers()) == [expected[:1]] * 3
+
+
+def test_whichever_engine_is_asked_late_or_never(fleet: Fleet) -> None:
+    async def late(text: str, *, prefill_s: float, decode_s: float) -> list[str]:
+        stream = early(fleet)
+
+        async def serve() -> None:
+            await asyncio.sleep(prefill_s)
+            await prefill(fleet, text, stream)
+
+        async def read() -> list[str]:
+            await asyncio.sleep(decode_s)
+            return await decode(fleet, text, stream)
+
+        return (await asyncio.gather(read(), serve()))[0]
+
+    texts = [prompt(40 + number, LONG) for number in range(3)]
+    expected = alone(fleet, *texts)
+    computed = fleet.count("decode", COMPUTED, source="local_compute")
+    assert asyncio.run(late(texts[0], prefill_s=0.4, decode_s=0)) == expected[:1]
+    assert asyncio.run(late(texts[1], prefill_s=0, decode_s=0.8)) == expected[1:2]
+    assert fleet.count("decode", COMPUTED, source="local_compute") == computed
+    assert asyncio.run(decode(fleet, texts[2], early(fleet))) == expected[2:]
+    assert asyncio.run(prefill(fleet, texts[2], early(fleet))) == 200
+
+
+def test_prompts_that_are_preempted_in_the_middle_are_read_anew(fleet: Fleet) -> None:
+    preempted = fleet.count("prefill", "vllm:num_preemptions_total")
+    texts = [prompt(50 + number, LONG - 40) for number in range(6)]
+
+    async def run() -> list[list[str]]:
+        streams = [early(fleet) for _ in texts]
+        asked = (decode(fleet, text, stream) for text, stream in zip(texts, streams, strict=True))
+        served = (prefill(fleet, text, stream, tokens=150) for text, stream in zip(texts, streams, strict=True))
+        done = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*served))
+        return list(done[0])
+
+    assert asyncio.run(run()) == [[text] for text in alone(fleet, *texts)]
+    assert fleet.count("prefill", "vllm:num_preemptions_total") > preempted
+    assert_nothing_wrong(fleet)
+
+
+def test_whichever_engine_loses_its_client_at_any_chunk(fleet: Fleet) -> None:
+    async def run(number: int, after_s: float) -> None:
+        text, stream = prompt(60 + number, LONG), early(fleet)
+        kept = asyncio.create_task(decode(fleet, text, stream) if number % 2 else both(fleet, text, stream))
+        leaving = prefill(fleet, text, stream) if number % 2 else both(fleet, text, early(fleet))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(leaving, after_s)
+        kept_texts = await kept
+        assert kept_texts == await asyncio.to_thread(alone, fleet, text)
+
+    told = len(fleet.log("decode"))
+    for number in range(5):
+        asyncio.run(run(number, 0.03 + 0.06 * number))
+    assert_nothing_wrong(fleet)
+    assert "ticket-early-shared" not in fleet.log("decode")[told:], "a client that left is no second reader"
+
+
+def test_one_side_that_does_not_stream_and_blocks_of_other_sizes() -> None:
+    off = {key: value for key, value in KEYS.items() if key != "streaming"}
+    configs = {"on": ours(**KEYS), "off": ours(**off), "small": ours(**KEYS)}
+    arguments = {"on": CHUNKS, "off": CHUNKS, "small": [*CHUNKS, "--block-size", "64"]}
+    with started_fleet("dense", configs, arguments=arguments) as fleet:
+        for number, (first, second) in enumerate([("on", "off"), ("off", "on"), ("on", "small"), ("small", "on")]):
+            fleet.only(first, second)
+            text = prompt(70 + number, LONG)
+            streams = fleet.count(second, STREAMED)
+            assert asyncio.run(both(fleet, text, early(fleet, first), first, second)) == alone(
+                fleet, text, engine=first
+            )
+            assert fleet.count(second, STREAMED) == streams
+            assert_nothing_wrong(fleet)
+
+
+@pytest.mark.parametrize("family", ["sliding-window", "mla"])
+def test_families_give_the_text_of_a_plain_hand_over(family: str) -> None:
+    arguments = dict.fromkeys(("prefill", "decode"), CHUNKS)
+    with started_fleet(family, {name: ours(**KEYS) for name in arguments}, arguments=arguments) as fleet:
+        streams = fleet.count("decode", STREAMED)
+        for number, words in enumerate((3, 60, LONG, LONG + 100)):
+            text = prompt(80 + number, words)
+            streamed = asyncio.run(both(fleet, text, early(fleet)))
+            assert streamed == fleet.answers([text], prefill="prefill", decode="decode")
+        assert fleet.count("decode", STREAMED) > streams
+        assert_nothing_wrong(fleet)
+
+
+def test_unequal_and_equal_tensor_parallel_sizes_over_tcp() -> None:
+    patience = {"handshake_timeout_s": 60.0, "read_timeout_s": 200.0, "ask_wait_s": 20, "kv_lease_duration": 60}
+    parallel = [*CHUNKS, "--tensor-parallel-size", "2"]
+    arguments = {"one": CHUNKS, "two": parallel, "too": parallel}
+    with started_fleet(
+        "dense",
+        {name: ours(**{**KEYS, **patience}) for name in arguments},
+        arguments=arguments,
+        environment={**OWN_WORKERS, "UCX_TLS": "tcp"},
+        cores={"two": "0|1", "too": "0|1"},
+    ) as fleet:
+        for number, (first, second) in enumerate([("one", "two"), ("two", "one"), ("two", "too")]):
+            fleet.only(first, second)
+            asyncio.run(both(fleet, prompt(100 + number), early(fleet, first), first, second))
+            assert_streams(fleet, prompt(90 + number, LONG), first, second)
