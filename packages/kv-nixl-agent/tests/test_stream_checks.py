@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -339,6 +340,81 @@ def test_the_pace_follows_the_peer():
     assert 24 <= looks(0.03) <= 32, "and fast again after a change"
     watch.end()
     assert looks(1.0) == 0
+
+
+def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
+    """Steps of 100 tokens and 0.1 s; 350 tokens: the last step has 50 and should take 0.05 s."""
+    now = [100.0]
+    fabric = FakeFabric(latency_polls=0)
+    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.0005, stream_slow_poll_s=0.02)
+    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
+    consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: now[0])
+    location = producer.stream_words.location
+    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=location))
+    told = []
+    listener = SimpleNamespace(progress=lambda tag, tokens: told.append((tag, tokens)))
+
+    def looks(duration_s):
+        before, end_s = consumer.statistics()["stream_looks"], now[0] + duration_s
+        while now[0] < end_s:
+            consumer.advance()
+            for call in consumer.polls.take_news():
+                call()
+            now[0] = min(max(consumer.polls.next_look_s, now[0] + 1e-6), end_s)
+        return consumer.statistics()["stream_looks"] - before
+
+    watch = consumer.polls.watch("p", 0, listener, tokens=350)
+    producer.stream_words.open(0, 7, 7)
+    looks(0.1)
+    for tokens in (100, 200, 300):
+        producer.stream_words.show(0, 7, tokens)
+        count = looks(0.1 if tokens < 300 else 0.03)
+        assert count <= 20, (tokens, count)
+    assert told[-1] == (7, 300)
+    assert looks(0.02) >= 12, "from three fifths of 0.05 s on, about every millisecond or more often"
+    producer.stream_words.show(0, 7, 350)
+    looks(0.0016)
+    assert told[-1] == (7, 350)
+    watch.end()
+
+    late = consumer.polls.watch("p", 1, listener, tokens=350)
+    producer.stream_words.open(1, 8, 8)
+    looks(0.1)
+    producer.stream_words.open(1, 9, 9)
+    looks(0.002)
+    assert looks(0.1) >= 40, "no step is known of a prompt that has started again"
+    late.end()
+
+
+def test_looks_that_find_nothing_leave_the_thread_at_rest():
+    """A look is no progress: after one the thread does not wake until the next."""
+    fabric = FakeFabric(latency_polls=0)
+    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.02, stream_slow_poll_s=0.02)
+    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
+    thread = TransferThread(
+        "consumer",
+        [],
+        on_result=lambda _: None,
+        on_notification=lambda *_: None,
+        options=options,
+        port_factory=fabric.port,
+    )
+    thread.start()
+    try:
+        spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
+        listener, watches = Listener(), []
+        thread.call_soon(lambda: thread.add_peer(spec))
+        thread.call_soon(lambda: watches.append(thread.watch_stream("p", 0, listener)))
+        thread.allow_slow_polling(True)
+        wait(lambda: listener.progressed)
+        time.sleep(0.3)
+        loop = thread._loop
+        turns, began_s = loop.turns, time.monotonic()
+        time.sleep(0.5)
+        rate = (loop.turns - turns) / (time.monotonic() - began_s)
+        assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
+    finally:
+        thread.close()
 
 
 def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():

@@ -49,7 +49,7 @@ def watch_with(bench: Bench, watched: list[str]) -> None:
         def end(self) -> None:
             watched.append("ended")
 
-    def watch_stream(key: str, slot: int, _listener: Any) -> Watch:
+    def watch_stream(key: str, slot: int, _listener: Any, *, tokens: int) -> Watch:
         watched.append(f"{key} slot {slot}")
         return Watch()
 

@@ -45,8 +45,8 @@ class Agent(FakeAgent):
         super().__init__()
         self.watches: dict[str, Watch] = {}
 
-    def watch_stream(self, peer: str, slot: int, listener: Any) -> Watch:
-        assert slot == FENCE[0]
+    def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> Watch:
+        assert (slot, tokens) == (FENCE[0], 100)
         self.watches[peer] = watch = Watch(listener)
         return watch
 
@@ -294,7 +294,7 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
 
 
 def test_a_peer_that_cannot_be_watched_tears_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise CodedFailure("bad-streams")
 
     monkeypatch.setattr(Agent, "watch_stream", refuse)

@@ -84,8 +84,8 @@ class Pair:
 
     # the transfer thread and the messages, as the coordinator knows them
 
-    def watch_stream(self, peer: str, slot: int, listener: Any) -> Any:
-        return self.consumer.polls.watch(peer, slot, listener)
+    def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> Any:
+        return self.consumer.polls.watch(peer, slot, listener, tokens=tokens)
 
     def post_read(self, transfer_id: str, peer: str, local: Any, remote: Any, **facts: Any) -> None:
         self.consumer.submit(TransferOrder(transfer_id, peer, local, remote, **facts))

@@ -113,6 +113,7 @@ class Pacer:
             self._event.wait(wait_s)
         self._is_idle = False
         self._event.clear()
+        self._sleep_s = self._options.min_sleep_s
 
     def _is_at_rest(self, now_s: float) -> bool:
         return self._may_poll_slowly and now_s - self._last_progress_s > _REST_AFTER_S

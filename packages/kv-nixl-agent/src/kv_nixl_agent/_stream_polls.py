@@ -1,9 +1,8 @@
 """Looks at the progress words of peers whose streams somebody watches, and reads of their tables.
 
-One read of all progress words of a peer serves everybody who watches a slot of it. Its pace follows the peer: right after a
-change the next look comes after `stream_poll_s`; while nothing moves, after a 32nd of the time since then, at most
-`stream_slow_poll_s`. Example: at 0.5 ms and 20 ms, a peer whose chunks take 96 ms is looked at every 0.5 ms for 16 ms, and 3 ms
-before the next chunk ends every 2.9 ms. Nothing is read of a peer that nobody watches.
+One read of all progress words of a peer serves everybody who watches a slot of it. Its pace follows the peer, between
+`stream_poll_s` and `stream_slow_poll_s`: rarely in the middle of a prompt, closely where the last step should end
+(`StreamWatch.pause_s`). Nothing is read of a peer that nobody watches.
 
 A table read gives the ids of entries once all of them carry the tag that was asked for; until then it is made again at the
 same pace. It never ends on a tag that the slot has no more: the progress word shows that first, and the watch is ended.
@@ -12,7 +11,7 @@ same pace. It never ends on a tag that the slot has no more: the progress word s
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from ._stream_watches import StreamListener, TableRead
 
 __all__ = ["StreamPoller"]
-
-_SLOWING: Final = 1 / 32
 
 
 @final
@@ -81,8 +78,14 @@ class StreamPoller:
         """Time of the next look; endless when nothing is watched."""
         return min((polls.next_look_s for polls in self._peers.values()), default=float("inf"))
 
-    def watch(self, key: str, slot: int, listener: StreamListener) -> StreamWatch:
+    def watch(self, key: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
         """Begin to look at a slot of a peer.
+
+        Args:
+            key: The peer.
+            slot: Its slot.
+            listener: Takes what is found.
+            tokens: Progress that the peer is going to reach, for the pace of looks; 0 if that is not known.
 
         Raises:
             AgentError: `unknown-peer`; `bad-streams` for a peer or an agent without stream memory, and a slot that is not there;
@@ -95,8 +98,8 @@ class StreamPoller:
                 "bad-streams", f"peer {key!r} has the stream slots 0 to {polls.layout.slots - 1}, not {slot}", peer=key
             )
         self._peers[peer] = polls
-        polls.changed_s = polls.due_s = self._clock()
-        watch = StreamWatch(polls, slot, listener)
+        polls.due_s = self._clock()
+        watch = StreamWatch(polls, slot, listener, tokens=tokens, now_s=polls.due_s)
         polls.watches.append(watch)
         return watch
 
@@ -116,7 +119,7 @@ class StreamPoller:
     # ------------------------------------------------------------------------------------------------------------ turn
 
     def advance(self, now_s: float) -> bool:
-        """Post and ask; True if anything moved."""
+        """Post and ask; True if anything moved. A look that finds nothing new is no move: the thread rests until the next one."""
         reader = self._reader
         if not self._peers or reader is None:
             return False
@@ -137,13 +140,9 @@ class StreamPoller:
         if polls.strip is not None and polls.strip.is_on_wire:
             if not reader.is_done(polls.strip):
                 return False
-        elif not polls.watches or now_s < polls.due_s:
+        elif not polls.watches or now_s < polls.due_s or not self._post_look(reader, polls, now_s):
             return False
-        elif not self._post_look(reader, polls, now_s):
-            return polls.strip is not None
-        if polls.strip is not None:
-            self._tell_changes(polls, reader.words(polls.strip), now_s)
-        return True
+        return polls.strip is not None and self._tell_changes(polls, reader.words(polls.strip), now_s)
 
     def _post_look(self, reader: StripReader, polls: PeerPolls, now_s: float) -> bool:
         polls.due_s = now_s + self._pace_s(polls, now_s)
@@ -155,18 +154,20 @@ class StreamPoller:
         return reader.post(polls.strip)
 
     def _pace_s(self, polls: PeerPolls, now_s: float) -> float:
-        return min(max(self._fast_s, (now_s - polls.changed_s) * _SLOWING), self._slow_s)
+        return min(max(self._fast_s, polls.pause_s(now_s)), self._slow_s)
 
-    def _tell_changes(self, polls: PeerPolls, words: npt.NDArray[np.uint64], now_s: float) -> None:
+    def _tell_changes(self, polls: PeerPolls, words: npt.NDArray[np.uint64], now_s: float) -> bool:
         found = words.tolist()
+        has_changed = False
         for watch in polls.watches:
             word: int = found[watch.slot]
-            if word == watch.seen:
-                continue
-            watch.seen = word
-            polls.changed_s, polls.due_s = now_s, now_s + self._fast_s
-            self._statistics.count("stream_changes")
-            self._tell(watch, partial(watch.listener.progress, word >> TAG_SHIFT, word & LOW_HALF))
+            if watch.saw(word, now_s):
+                has_changed = True
+                self._statistics.count("stream_changes")
+                self._tell(watch, partial(watch.listener.progress, word >> TAG_SHIFT, word & LOW_HALF))
+        if has_changed:
+            polls.due_s = now_s + self._pace_s(polls, now_s)
+        return has_changed
 
     def _tell(self, watch: StreamWatch, call: Callable[[], None]) -> None:
         self._news.append(lambda: call() if watch.is_wanted else None)

@@ -365,14 +365,20 @@ class TransferThread:
             TransferOrder(transfer_id, peer, _NO_INDICES, _NO_INDICES, deadline_s=deadline_s, operation="probe"),
         )
 
-    def watch_stream(self, peer: str, slot: int, listener: StreamListener) -> StreamWatch:
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
         """Begin to look at a stream slot of a peer: `listener` is told of its progress, and of tables that the watch asks for.
+
+        Args:
+            peer: The peer's key.
+            slot: Its slot.
+            listener: Takes what is found.
+            tokens: Progress that the peer is going to reach: its last step is looked for closely. 0 if that is not known.
 
         Raises:
             AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that is not there;
                 `peer-rows-unregistered`.
         """
-        return self.agent.polls.watch(peer, slot, listener)
+        return self.agent.polls.watch(peer, slot, listener, tokens=tokens)
 
     def cancel(self, transfer_id: str) -> None:
         """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""

@@ -278,8 +278,11 @@ class TransferThread(Protocol):
         """
         ...
 
-    def watch_stream(self, peer: str, slot: int, listener: StreamListener) -> StreamWatch:
-        """Begin to look at a stream slot of a peer; raises a coded error for a slot or a peer that cannot be watched."""
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
+        """Begin to look at a stream slot of a peer; raises a coded error for a slot or a peer that cannot be watched.
+
+        `tokens` is the progress that the peer is going to reach, 0 if that is not known: its last step is looked for closely.
+        """
         ...
 
     def cancel(self, transfer_id: str) -> None: ...

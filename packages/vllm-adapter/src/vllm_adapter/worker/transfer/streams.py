@@ -165,8 +165,8 @@ class StreamCoordinator:
 
     def _watch(self, following: _Following, slot: int) -> None:
         try:
-            key = following.stream.engine.key(following.rank)
-            following.watch = self._parts.agent.watch_stream(key, slot, following)
+            key, tokens = following.stream.engine.key(following.rank), following.stream.read.order.tokens
+            following.watch = self._parts.agent.watch_stream(key, slot, following, tokens=tokens)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be watched ends its streams, never this thread)
             self._give_up(following.stream, code_of(error), str(error))
 
