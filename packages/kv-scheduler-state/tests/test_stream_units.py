@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kv_scheduler_state import GroupConfig, LeaseEnd
 from kv_scheduler_state._errors import DuplicateRequest, InvalidConfig, UnknownRequest
-from kv_scheduler_state._plan import ReadOrder
+from kv_scheduler_state._plan import ReadOrder, StepPlan
 from kv_scheduler_state._stream_ends import StreamEnds
 from kv_scheduler_state._stream_places import StreamPlaces
 from kv_scheduler_state._stream_reader import Stream, StreamReaders, StreamReport
@@ -207,3 +209,13 @@ def test_tags_go_round():
     assert is_later_tag(1, (1 << 32) - 1)
     assert not is_later_tag(7, 7)
     assert not is_later_tag(7, 8)
+
+
+def test_only_copies_and_words_of_streams_ask_nothing_of_the_transfer_thread() -> None:
+    something: Any = ("r",)
+    local = {name for name in StepPlan._fields if name != "streams" and StepPlan(**{name: something}).is_local}
+    assert local == {"saves", "completes"}
+    words = {name for name in StreamPlan._fields if StepPlan(streams=StreamPlan(**{name: something})).is_local}
+    assert words == {"voids", "opens", "chunks"}
+    assert StepPlan().is_local
+    assert not StepPlan(streams=StreamPlan(opens=something), heartbeats=something).is_local

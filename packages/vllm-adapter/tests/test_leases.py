@@ -235,18 +235,20 @@ def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(be
     bench.leases.tick()
     assert bench.agent.may_poll_slowly
     bench.expect()
-    assert not bench.agent.may_poll_slowly
+    assert bench.agent.may_poll_slowly, "a prompt that is still computed has no reader that could tell anything"
     bench.grant()
+    assert not bench.agent.may_poll_slowly
     bench.leases.tick()
     assert not bench.agent.may_poll_slowly
     bench.read()
-    bench.leases.tick()
     assert bench.agent.may_poll_slowly
 
 
-def test_hand_overs_that_are_announced_after_a_sleep_end_slow_polling(bench: Bench) -> None:
+def test_a_grant_after_a_sleep_ends_slow_polling(bench: Bench) -> None:
     bench.leases.tick()
     bench.leases.expect(["r"])
+    assert bench.agent.may_poll_slowly
+    bench.grant("r")
     assert not bench.agent.may_poll_slowly
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,14 @@ from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
+from kv_scheduler_state._stream_values import StreamOrder, StreamPlan
 from vllm_adapter.config import Settings
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 
@@ -92,13 +95,18 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    _use(worker, SimpleNamespace(agent=agent, perform=lambda *_orders: threading.Event().wait(60)))
+    registration: Any = SimpleNamespace(agent=agent, perform=lambda *_orders: threading.Event().wait(60))
+    registration.order = partial(Registration.order, registration)
+    _use(worker, registration)
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
     assert time.monotonic() - began_s < 5  # not 60
     assert fences == [(3, 9)]
     assert len(queued) == 1
+    chunk: Any = SimpleNamespace(request_id="p1", held_tokens=0)
+    worker.apply(StepOrders(StepPlan(streams=StreamPlan(chunks=(chunk,)))))
+    assert len(queued) == 1, "a chunk of a stream is no reason to wake the transfer thread"
 
 
 class Agent:
@@ -192,7 +200,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     worker.apply(StepOrders(StepPlan()))
     worker.take_report()
     assert done == ["clear"]
-    worker.apply(StepOrders(StepPlan(), may_rest=True))
+    worker.apply(StepOrders(StepPlan(), rest_s=0.005))
     worker.take_report()
     worker.take_report()
     assert done[1:] == [0.005, "clear", "clear"], "once a step"
@@ -203,12 +211,27 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     assert worker.take_report().received == {"r1"}
 
 
-def test_the_scheduler_lets_workers_rest_while_it_waits_for_reads_alone() -> None:
+def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> None:
     side = SchedulerEngine().side
-    assert not side.build_step((), (), is_empty=True).may_rest
-    assert not side.build_step((), (), is_empty=True).may_rest, "nothing is read"
-    side._awaited.ordered(StepPlan(reads=(order(),)))
-    assert side.build_step((), (), is_empty=True).may_rest
-    assert not side.build_step((), ()).may_rest, "something is computed"
-    assert not side.build_step((), (), is_empty=True).may_rest, "one may stand between two that compute"
-    assert side.build_step((), (), is_empty=True).may_rest
+
+    def rest_s(**given: bool) -> float:
+        return side.build_step((), (), **given).rest_s
+
+    assert not rest_s(is_empty=True)
+    assert not rest_s(is_empty=True), "nothing is read"
+    side._awaited.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))))
+    assert rest_s(is_empty=True) == 0.01, "a prompt that is still computed"
+    side._awaited.ordered(StepPlan(reads=(order("r"),)))
+    assert rest_s(is_empty=True) == 0.005, "the end of a plain read is near"
+    assert not rest_s(), "something is computed"
+    assert not rest_s(is_empty=True), "one may stand between two that compute"
+    assert rest_s(is_empty=True)
+    side._awaited.received(["r"], [])
+    assert rest_s(is_empty=True) == 0.01
+    side._awaited.ordered(StepPlan(reads=(order("s"),)))
+    assert rest_s(is_empty=True) == 0.005, "its final ticket is read"
+    side._awaited.received(["s"], [])
+    assert not rest_s(is_empty=True)
+    untyped: Any = side._streaming
+    untyped._channel = SimpleNamespace(is_asking=True, has_news=False, say=lambda: None)
+    assert rest_s(is_empty=True) == 0.005, "a peer is asked"

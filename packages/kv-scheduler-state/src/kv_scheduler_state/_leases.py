@@ -304,6 +304,10 @@ class LeaseTable:
         """Return the number of requests that are expected or granted here."""
         return len(self._leases)
 
+    def granted_count(self) -> int:
+        """Return the number of leases that run: only their readers may be on the way, or have reported already."""
+        return sum(self._lengths.values())
+
     def admit_reader(self, reader: str) -> None:
         """Count this identity from now on, if the table does not count everybody."""
         self._readers.add(reader)

@@ -96,6 +96,13 @@ class StepPlan(NamedTuple):
         """Whether the step orders nothing at all."""
         return self == EMPTY_PLAN
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the step asks nothing of the transfer thread: at most it stores words of streams, and copies to host memory."""
+        words = self.streams
+        has_reads = words.ends or words.watches or words.stops
+        return not has_reads and self == StepPlan(saves=self.saves, completes=self.completes, streams=words)
+
 
 EMPTY_PLAN: Final = StepPlan()
 """The plan of a step in which nothing happened."""

@@ -56,14 +56,14 @@ class StepOrders:
         plan: Orders of the request machines.
         links: Traces that the reads of this step belong to, by request; empty without tracing.
         question: Number of the pending question for the workers' registration; 0 for none.
-        may_rest: Whether the step computes nothing and the engine waits for reads alone, so that a worker may wait a moment
-            for one to end instead of being asked again at once.
+        rest_s: Time that a worker may wait for the end of a read instead of being asked again at once: above 0 in steps that
+            compute nothing while the engine waits for peers alone.
     """
 
     plan: StepPlan
     links: Mapping[str, TraceLink] = field(default_factory=dict[str, TraceLink])
     question: int = 0
-    may_rest: bool = False
+    rest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

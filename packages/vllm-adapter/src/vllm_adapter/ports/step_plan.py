@@ -82,3 +82,7 @@ class StepPlan(Protocol):
 
     @property
     def is_empty(self) -> bool: ...
+    @property
+    def is_local(self) -> bool:
+        """Whether it asks nothing of the transfer thread: at most words of streams and copies to the host buffer."""
+        ...

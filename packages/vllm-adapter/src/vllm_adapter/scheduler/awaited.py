@@ -29,20 +29,30 @@ class AwaitedReports:
     def __init__(self, log: CauseLog) -> None:
         self._log = log
         self._reads: set[str] = set()
+        # Those of them that follow a prompt which is still computed.
+        self._streamed: set[str] = set()
         self._leases: set[str] = set()
         self._refused: set[str] = set()
         self._reasons: defaultdict[str, dict[Rank, ReadFailure]] = defaultdict(dict)
 
     def ordered(self, plan: StepPlan) -> None:
         """Note what a step orders."""
-        self._reads.update(order.request_id for order in plan.reads if order.is_reported)
-        self._reads.update(order.read.request_id for order in plan.streams.watches)
+        plain = [order.request_id for order in plan.reads if order.is_reported]
+        streamed = [order.read.request_id for order in plan.streams.watches]
+        self._reads.update(plain, streamed)
+        self._streamed.difference_update(plain)
+        self._streamed.update(streamed)
         self._refused.update(plan.failures)
 
     @property
     def has_reads(self) -> bool:
         """Whether a read is under way."""
         return bool(self._reads)
+
+    @property
+    def has_plain_reads(self) -> bool:
+        """Whether a read is under way of a prompt that is whole: its end is near."""
+        return len(self._reads) > len(self._streamed)
 
     def leased(self, request_id: str) -> None:
         """Note a finished request whose blocks stay."""
@@ -63,6 +73,7 @@ class AwaitedReports:
         ended = set(request_ids)
         refused = _take(self._refused, ended)
         mine = sorted({*_take(self._reads, ended), *refused})
+        self._streamed.intersection_update(self._reads)
         return mine, sorted(set(mine).intersection(failed))
 
     def log_failures(self, request_ids: Iterable[str], live: Container[str]) -> None:

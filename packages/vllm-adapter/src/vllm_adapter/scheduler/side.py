@@ -6,7 +6,7 @@ Loads without vLLM: `host/connector.py` turns the host's objects into the values
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from vllm_adapter.wiring import SchedulerParts
 
 __all__ = ["SchedulerSide"]
+
+_REST_S: Final = 0.005
+"""Longest wait of a step that computes nothing while a whole prompt is read; else vLLM takes a thousand of them a second."""
+_REST_OF_STREAMS_S: Final = 0.01
+"""The same while prompts are read which their peers still compute."""
 
 
 @final
@@ -276,9 +281,15 @@ class SchedulerSide:
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
-        # A single such step may stand between two that compute, where the host schedules ahead.
-        may_rest = self._empty_steps > 1 and self._awaited.has_reads
-        return StepOrders(plan, self._links.of_reads(plan), self._served.question, may_rest)
+        return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s)
+
+    @property
+    def _rest_s(self) -> float:
+        """Time that the workers may wait in this step for the end of a read."""
+        # A single step that computes nothing may stand between two that do, where the host schedules ahead.
+        if self._empty_steps < 2 or not (self._awaited.has_reads or self._streaming.is_asking):
+            return 0.0
+        return _REST_S if self._awaited.has_plain_reads or self._streaming.is_asking else _REST_OF_STREAMS_S
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""

@@ -115,6 +115,11 @@ class StreamChannel:
         """Whether `hear` has anything to hand on."""
         return bool(self._arrived)
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a question of this engine's waits for its answer."""
+        return bool(self._cancels)
+
     def hear(self, now_s: float) -> None:
         """Hand to the machines what has come.
 

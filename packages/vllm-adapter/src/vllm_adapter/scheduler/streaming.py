@@ -77,6 +77,11 @@ class Streaming:
             return _GOES_ON
         return _WINDOW_GOES_ON if any(group.window_tokens for group in self._facts.groups) else ""
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a peer is to tell when a prompt can be read."""
+        return self._channel is not None and self._channel.is_asking
+
     def hear(self, now_s: float) -> None:
         """Hand to the machines what peers have asked and answered since the last look."""
         if self._channel is not None and self._channel.has_news:

@@ -45,8 +45,6 @@ _VOID_GENERATION = 0
 """A fence word that no ticket ever carries."""
 _NOTHING = StepReport()
 _Item = TypeVar("_Item")
-_REST_S = 0.005
-"""Longest wait for the end of a read in a step that computes nothing; else vLLM takes a thousand such steps a second."""
 _RESET = "the cache was reset after this read had been ordered"
 
 
@@ -92,7 +90,7 @@ class WorkerSide:
         self._streams = RankStreams(parts.make_stream_ends(), self._recorder)
         self._marks = ChunkMarks(None, self._recorder.trouble)
         self._begun: StepOrders | None = None
-        self._may_rest = False
+        self._rest_s = 0.0
         self._has_ended = threading.Event()
         # Reads whose end is still to be taken, and those of them whose end must be a bad one.
         self._due_reads: set[str] = set()
@@ -221,7 +219,7 @@ class WorkerSide:
         if self._begun is not orders:  # a host that has no hook before the forward pass
             self.before_forward(orders)
         self._begun = None
-        self._may_rest = orders.may_rest
+        self._rest_s = orders.rest_s
         plan = orders.plan
         self._failures += self._streams.failures(plan.failures)
         if orders.links and self._trace is not None:
@@ -249,7 +247,7 @@ class WorkerSide:
         # At once, on this thread: the words must be there before the step's end can make the tickets known.
         for slot, generation in words:
             registration.agent.write_fence(slot, generation)
-        registration.agent.call_soon(lambda: registration.perform(plan, void_grants, reads))
+        registration.order(plan, void_grants, reads)
 
     def save(self, orders: StepOrders) -> None:
         """Copy what the step computed to the mirror, if there is one, after the forward pass; show chunks of streams.
@@ -289,11 +287,11 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """Return everything that ended since the last step, and this rank's registration if it is asked for or new.
 
-        In a step that computes nothing it waits up to 5 ms for the end of a read (`StepOrders.may_rest`).
+        In a step that computes nothing it may wait for the end of a read (`StepOrders.rest_s`).
         """
-        if self._may_rest:
-            self._may_rest = False
-            self._has_ended.wait(_REST_S)
+        rest_s, self._rest_s = self._rest_s, 0.0
+        if rest_s:
+            self._has_ended.wait(rest_s)
         self._has_ended.clear()
         self._watch.check(self._registration.agent if self._registration is not None else None)
         streams = self._take_streams()

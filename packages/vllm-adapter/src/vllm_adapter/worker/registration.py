@@ -80,6 +80,11 @@ class Registration:
     envelope: bytes
     stream_worker: StreamWorker | None = None
 
+    def order(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
+        """Let the transfer thread perform a step's orders; the steps of a long prompt do not wake it. Engine thread."""
+        if not plan.is_local:
+            self.agent.call_soon(lambda: self.perform(plan, void_grants, reads))
+
     def perform(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
         """Perform a step's orders; transfer thread only. An order that raises fails alone: the others are performed.
 

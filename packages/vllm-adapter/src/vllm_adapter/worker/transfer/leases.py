@@ -66,7 +66,6 @@ class LeaseKeeper:
         for request_id in request_ids:
             with self._parts.recorder.guarded("announcement of a hand-over"):
                 self._leases.expect(request_id, now_s=now_s)
-        self._set_pace()
 
     def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
         """Apply the producer's part of a step's orders; those that the table refuses are counted and logged.
@@ -156,7 +155,11 @@ class LeaseKeeper:
         self._set_pace()
 
     def _set_pace(self) -> None:
-        self._parts.agent.allow_slow_polling(self._leases.live_count() == 0)
+        """Look for notifications often while a lease runs; the grant of a request that was announced wakes the thread.
+
+        A prompt of seconds is announced when it arrives, so looking often from then on would take a tenth of a core.
+        """
+        self._parts.agent.allow_slow_polling(self._leases.granted_count() == 0)
 
     def _end_due(self, *, has_fences: bool) -> None:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
