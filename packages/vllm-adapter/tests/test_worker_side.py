@@ -207,8 +207,10 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     done.clear()
     worker._read_ended(_end())
     worker._stream_ended(_end())
-    assert done == ["set", "set"], "an end wakes it"
-    assert worker.take_report().received == {"r1"}
+    worker._lease_ended("p1")
+    assert done == ["set", "set", "set"], "an end wakes it"
+    report = worker.take_report()
+    assert (report.received, report.sent) == ({"r1"}, {"p1"})
 
 
 def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> None:
@@ -231,6 +233,10 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     side._awaited.ordered(StepPlan(reads=(order("s"),)))
     assert rest_s(is_empty=True) == 0.005, "its final ticket is read"
     side._awaited.received(["s"], [])
+    assert not rest_s(is_empty=True)
+    side._awaited.leased("p")
+    assert rest_s(is_empty=True) == 0.005, "a peer reads from here"
+    side._awaited.sent(["p"])
     assert not rest_s(is_empty=True)
     untyped: Any = side._streaming
     untyped._channel = SimpleNamespace(is_asking=True, has_news=False, say=lambda: None)

@@ -45,14 +45,14 @@ class AwaitedReports:
         self._refused.update(plan.failures)
 
     @property
-    def has_reads(self) -> bool:
-        """Whether a read is under way."""
-        return bool(self._reads)
+    def is_awaiting(self) -> bool:
+        """Whether a read is under way, or a lease is open."""
+        return bool(self._reads or self._leases)
 
     @property
-    def has_plain_reads(self) -> bool:
-        """Whether a read is under way of a prompt that is whole: its end is near."""
-        return len(self._reads) > len(self._streamed)
+    def is_awaiting_whole(self) -> bool:
+        """Whether an end is near: of a prompt's read that is whole, or of a lease."""
+        return len(self._reads) > len(self._streamed) or bool(self._leases)
 
     def leased(self, request_id: str) -> None:
         """Note a finished request whose blocks stay."""

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerSide"]
 
 _REST_S: Final = 0.005
-"""Longest wait of a step that computes nothing while a whole prompt is read; else vLLM takes a thousand of them a second."""
+"""Longest wait of a step that computes nothing while whole prompts are read, here or from here; else vLLM takes a thousand
+such steps a second."""
 _REST_OF_STREAMS_S: Final = 0.01
-"""The same while prompts are read which their peers still compute."""
+"""The same while nothing but prompts is read that peers still compute."""
 
 
 @final
@@ -285,11 +286,11 @@ class SchedulerSide:
 
     @property
     def _rest_s(self) -> float:
-        """Time that the workers may wait in this step for the end of a read."""
+        """Time that the workers may wait in this step for the end of a read or of a lease."""
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
-        if self._empty_steps < 2 or not (self._awaited.has_reads or self._streaming.is_asking):
+        if self._empty_steps < 2 or not (self._awaited.is_awaiting or self._streaming.is_asking):
             return 0.0
-        return _REST_S if self._awaited.has_plain_reads or self._streaming.is_asking else _REST_OF_STREAMS_S
+        return _REST_S if self._awaited.is_awaiting_whole or self._streaming.is_asking else _REST_OF_STREAMS_S
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""

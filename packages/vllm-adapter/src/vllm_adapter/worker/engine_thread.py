@@ -129,7 +129,7 @@ class WorkerSide:
         self._registration = self._open(self._generation)
 
     def _open(self, generation: int) -> Registration:
-        events = RegistrationEvents(self._read_ended, self._sent.append, self._stream_ended, self._select_device)
+        events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, self._select_device)
         registration = open_registration(
             self._parts,
             self._caches,
@@ -143,6 +143,10 @@ class WorkerSide:
 
     def _read_ended(self, finished: FinishedRead) -> None:
         self._finished.append(finished)
+        self._has_ended.set()
+
+    def _lease_ended(self, request_id: str) -> None:
+        self._sent.append(request_id)
         self._has_ended.set()
 
     def _stream_ended(self, finished: FinishedRead) -> None:
@@ -287,7 +291,7 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """Return everything that ended since the last step, and this rank's registration if it is asked for or new.
 
-        In a step that computes nothing it may wait for the end of a read (`StepOrders.rest_s`).
+        In a step that computes nothing it may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
         rest_s, self._rest_s = self._rest_s, 0.0
         if rest_s:
