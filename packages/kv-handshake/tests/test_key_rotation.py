@@ -1,6 +1,10 @@
 """Keys that change while a listener and its clients run."""
 
 import os
+import select
+import socket
+import struct
+import threading
 import time
 
 import pytest
@@ -161,11 +165,11 @@ def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, monkeypat
     hub = client._loop._hub
     opened = hub.open
 
-    def open_after_a_rotation(address, port, tried_keys=()):
-        if tried_keys:
+    def open_after_a_rotation(address, port, tried):
+        if tried.keys:
             (keys / "known-servers" / "server-1.key").unlink()
             hub._next_refresh_s = 0.0
-        return opened(address, port, tried_keys)
+        return opened(address, port, tried)
 
     monkeypatch.setattr(hub, "open", open_after_a_rotation)
     assert code(client, listener) == ""
@@ -186,7 +190,7 @@ def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, monkeypatch):
     hub = client._loop._hub
     opened, attempts = hub.open, []
 
-    def open_and_rotate(address, port, tried=()):
+    def open_and_rotate(address, port, tried):
         attempts.append(tried)
         connection = opened(address, port, tried)
         if len(attempts) == 2:
@@ -199,5 +203,84 @@ def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, monkeypatch):
     monkeypatch.setattr(hub, "open", open_and_rotate)
     assert code(client, listener) == ""
     assert len(attempts) == 3
+    client.close()
+    listener.close()
+
+
+def changing_pair(keys, monkeypatch, client, listener):
+    """Give the listener another pair while the client tries the second of two keys; return the keys of every attempt."""
+    public, secret = write_keypair(keys / "server", "server-0")  # is tried first, by its name
+    (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
+    hub = client._loop._hub
+    hub._next_refresh_s = 0.0
+    opened, attempts = hub.open, []
+
+    def open_and_change(address, port, tried):
+        attempts.append(tried)
+        if len(attempts) == 2:
+            before = listener._socket
+            secret.replace(keys / "server" / "server-1.key_secret")
+            end_s = time.monotonic() + 20
+            while listener._socket is before:
+                assert time.monotonic() < end_s, "the listener has not taken its new pair"
+                time.sleep(0.02)
+        return opened(address, port, tried)
+
+    monkeypatch.setattr(hub, "open", open_and_change)
+    return attempts
+
+
+def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(keys, monkeypatch):
+    """It refuses the new key, changes to it, and refuses the old one: the new one is tried again."""
+    listener, client = served(keys), client_of(keys)
+    attempts = changing_pair(keys, monkeypatch, client, listener)
+    assert code(client, listener) == ""
+    assert [(len(tried.keys), tried.is_again) for tried in attempts] == [(0, False), (1, False), (0, True)]
+    client.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_an_opening_that_a_listener_ends_is_tried_again_with_keys(keys, is_reset):
+    """As a listener does that takes a new pair: connections that have just been accepted end with its old socket."""
+    listener, client = served(keys), client_of(keys)
+    ended = []
+    with socket.create_server(("127.0.0.1", 0)) as front:
+
+        def relay():
+            first, _ = front.accept()
+            ended.append(first)
+            if is_reset:
+                first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            first.close()
+            second, _ = front.accept()
+            with second, socket.create_connection(("127.0.0.1", listener.port)) as back:
+                while ready := select.select([second, back], [], [], 20)[0]:
+                    for each in ready:
+                        if not (data := each.recv(65536)):
+                            return
+                        (back if each is second else second).sendall(data)
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        outcome = client.fetch(host="127.0.0.1", port=front.getsockname()[1], ranks=[(0, 0)], dialect=14)
+        client.close()
+        relaying.join(timeout=30)
+    assert (outcome.code, len(ended)) == ("", 1)
+    listener.close()
+
+
+def test_keys_that_are_wrong_are_refused_after_two_rounds(keys, monkeypatch):
+    listener, client = served(keys), client_of(keys)
+    (keys / "known-servers" / "server-1.key").unlink()
+    for number in (7, 8):
+        public, _ = write_keypair(keys / "client", f"other-{number}")
+        (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
+    hub = client._loop._hub
+    hub._next_refresh_s = 0.0
+    opened, attempts = hub.open, []
+    monkeypatch.setattr(hub, "open", lambda *given: attempts.append(given[2]) or opened(*given))
+    assert code(client, listener) == "authentication-refused"
+    assert len(attempts) == 4
     client.close()
     listener.close()

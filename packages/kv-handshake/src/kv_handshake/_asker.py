@@ -17,7 +17,7 @@ from kv_handshake._ask_session import AskSession, OpenAsk
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._names import Names
 from kv_handshake._pacing import Backoff
-from kv_handshake._zmq import Connection, Hub
+from kv_handshake._zmq import Connection, Hub, Tried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,12 +180,14 @@ class Asker:
         except RuntimeError:  # no thread can be made
             self._fail(peer, "transport-failed")
 
-    def _connect(self, peer: _Peer, tried_keys: tuple[str, ...] = (), address: str = "") -> None:
+    def _connect(self, peer: _Peer, tried: Tried | None = None, address: str = "") -> None:
         if not (address or peer.addresses):
             self._fail(peer, "name-unresolved")
             return
         try:
-            connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried_keys)
+            connection = self._hub.open(
+                address or peer.addresses.popleft(), peer.session.endpoint.port, tried or Tried()
+            )
         except HandshakeError as error:
             self._fail(peer, error.code)
             return
@@ -226,8 +228,8 @@ class Asker:
         self._hang_up(peer)
         if fault == "connection-refused" and peer.addresses:
             self._connect(peer)
-        elif fault == "authentication-refused" and self._hub.untried_key(connection.tried_keys):
-            self._connect(peer, connection.tried_keys, connection.address)
+        elif (tried := self._hub.next_try(connection)) is not None:
+            self._connect(peer, tried, connection.address)
         elif peer.session.is_greeted:
             for ask in peer.session.disconnected():
                 self._end(ask, "connection-lost")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._names import Names
-from kv_handshake._zmq import Connection, Hub
+from kv_handshake._zmq import Connection, Hub, Tried
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -241,11 +241,11 @@ class Loop:
         if task.session.is_over or address is None:
             self._end_attempt(task)
             return
-        self._open(task, address, ())
+        self._open(task, address)
 
-    def _open(self, task: Task[Any], address: str, tried_keys: tuple[str, ...]) -> None:
+    def _open(self, task: Task[Any], address: str, tried: Tried | None = None) -> None:
         try:
-            connection = self._hub.open(address, task.request.endpoint.port, tried_keys)
+            connection = self._hub.open(address, task.request.endpoint.port, tried or Tried())
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)
@@ -294,11 +294,12 @@ class Loop:
             self._hub.discard(connection)
             self._connect(task)
             return
-        if fault == "authentication-refused" and self._hub.untried_key(connection.tried_keys):
+        tried = self._hub.next_try(connection)
+        if tried is not None:
             task.change_key()
             del self._running[connection]
             self._hub.discard(connection)
-            self._open(task, connection.address, connection.tried_keys)
+            self._open(task, connection.address, tried)
             return
         task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
         self._hang_up(connection, task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_handshake._zmq._connections import Connection
+from kv_handshake._zmq._connections import Connection, Tried
 from kv_handshake._zmq._curve import generate_keypair
 from kv_handshake._zmq._hub import Hub
 from kv_handshake._zmq._key_files import write_keypair
@@ -19,6 +19,7 @@ __all__ = [
     "RouterSocket",
     "ServerSecurity",
     "TooManyFrames",
+    "Tried",
     "generate_keypair",
     "write_keypair",
 ]

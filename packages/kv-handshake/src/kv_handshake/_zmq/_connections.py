@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import struct
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import zmq
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kv_handshake._zmq._grip import Grip
     from kv_handshake._zmq._keys import ClientSecurity
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Tried"]
 
 _ONLY_CURRENT_ZMTP = b"kv-handshake"
 """A ZAP domain for plain client sockets. Without one, libzmq takes a web server for a ZeroMQ of before 2011, reads its
@@ -60,6 +60,19 @@ _MONITORED = (
 
 
 @final
+class Tried(NamedTuple):
+    """Keys that a listener does not have, by what it answered.
+
+    Attributes:
+        keys: The keys, in the order in which they were tried.
+        is_again: Whether all of them are tried a second time.
+    """
+
+    keys: tuple[str, ...] = ()
+    is_again: bool = False
+
+
+@final
 class Connection:
     """A client connection to a listener; belongs to its hub's thread."""
 
@@ -70,10 +83,13 @@ class Connection:
         server_key: str = "",
     ) -> None:
         self.address = ""
-        self.tried_keys: tuple[str, ...] = ()
+        self.tried = Tried()
+        """Keys that were tried on its listener, with its own."""
         self.server_key = ""
         self.socket = context.socket(zmq.DEALER)
         self.is_open = False
+        self.was_reset = False
+        """Whether the listener's system had accepted it, and ended it before it was open."""
         self._fault = ""
         self._descriptor = -1
         self._sent = 0
@@ -181,6 +197,7 @@ class Connection:
         if self.is_open or time.monotonic() - self._connected_s >= _OPENING_MS / 1e3:
             return "connection-lost"
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and detail == errno.ECONNRESET:
+            self.was_reset = True
             return "connection-refused"
         return "authentication-refused"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import zmq
 
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
-from kv_handshake._zmq._connections import Connection
+from kv_handshake._zmq._connections import Connection, Tried
 from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._wakeup import WakeupPipe
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub"]
 
+_NOTHING_TRIED = Tried()
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
 _MOST_STEPS = 3
@@ -57,7 +58,21 @@ class Hub:
         self._grip = Grip() if CAN_LOOK else None
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
-    def untried_key(self, tried: Sequence[str]) -> str:
+    def next_try(self, connection: Connection) -> Tried | None:
+        """Return how to go on after an opening that its listener refused, None if there is no more to try.
+
+        Each key is tried, and then each once more: a listener may change its own pair between two of them, and ends openings when
+        it does. Example: keys "new" and "old", and a listener that changes from "old" to "new" after it has refused "new". It
+        refuses "old", too, and is asked with "new" again.
+        """
+        if self._security is None or (connection.fault() != "authentication-refused" and not connection.was_reset):
+            return None
+        tried = connection.tried
+        if not connection.was_reset and self._untried_key(tried.keys):
+            return tried
+        return None if tried.is_again else Tried(is_again=True)
+
+    def _untried_key(self, tried: Sequence[str]) -> str:
         """Return the next key that a listener may have, empty if all were tried, or without encryption.
 
         A rotation adds and removes keys between two attempts, so the keys themselves are remembered, not their numbers.
@@ -65,26 +80,26 @@ class Hub:
         known = self._security.server_keys if self._security is not None else ()
         return next((key for key in known if key not in tried), "")
 
-    def open(self, address: str, port: int, tried_keys: Sequence[str] = ()) -> Connection:
+    def open(self, address: str, port: int, tried: Tried = _NOTHING_TRIED) -> Connection:
         """Return a new connection, on its way.
 
         Args:
             address: A literal address.
             port: The port.
-            tried_keys: Keys that the listener does not have, by what it answered; it must have the first of the others.
+            tried: Keys that the listener does not have; it must have the first of the others.
 
         Raises:
             TransportError: ``transport-failed``.
             ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
         self._refresh_keys()
-        server_key = self.untried_key(tried_keys)
+        server_key = self._untried_key(tried.keys)
         try:
             if self._prepared is not None and self._prepared.server_key == server_key:
                 connection, self._prepared = self._prepared, None
             else:
                 connection = Connection(self._context, self._security, server_key)
-            connection.tried_keys = (*tried_keys, connection.server_key)
+            connection.tried = tried._replace(keys=(*tried.keys, connection.server_key))
             self._needs_upkeep = True
         except zmq.ZMQError as error:
             raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
