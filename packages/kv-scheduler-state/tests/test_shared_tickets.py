@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +46,45 @@ def test_holders_are_those_of_equal_tickets(events: list[tuple[str, str, str, in
     for record in waiting:
         hand_overs.leave(record)
     assert len(hand_overs) == 0
+
+
+def test_a_ticket_that_was_read_to_the_end_is_read_by_nobody_else() -> None:
+    """As the second child of a request with n > 1 that arrives after the first one's read: a slow machine, or a fast wire."""
+    hand_overs = HandOvers()
+    first, late, later = Record("A", "x", "1"), Record("A", "x", "1"), Record("A", "x", "1")
+    hand_overs.join(first)
+    hand_overs.read_ended(first, is_passed=False, is_good=True)
+    for record in (late, later):
+        hand_overs.join(record)
+        assert record.hand_over is not None
+        assert record.hand_over.is_spent
+        assert record.hand_over.is_wanted_by_others, "the peer is not told a second time"
+    hand_overs.leave(late)
+    again = Record("A", "x", "2")
+    hand_overs.join(again)
+    assert again.hand_over is None, "a later hand-over by the same id is another one"
+    assert len(hand_overs) == 1
+
+
+@pytest.mark.parametrize("ending", [{"is_passed": False}, {"is_passed": True}])
+def test_a_ticket_whose_read_failed_or_was_passed_on_may_be_read_again(ending: dict[str, bool]) -> None:
+    hand_overs = HandOvers()
+    first, second = Record("A", "x", "1"), Record("A", "x", "1")
+    hand_overs.join(first)
+    hand_overs.read_ended(first, **ending)
+    hand_overs.join(second)
+    assert second.hand_over is None
+
+
+def test_the_tickets_that_are_remembered_are_bounded() -> None:
+    hand_overs = HandOvers()
+    for number in range(1025):
+        record = Record("A", f"x{number}", "1")
+        hand_overs.join(record)
+        hand_overs.read_ended(record, is_passed=False, is_good=True)
+    oldest, next_one = Record("A", "x0", "1"), Record("A", "x1", "1")
+    hand_overs.join(oldest)
+    hand_overs.join(next_one)
+    assert oldest.hand_over is None
+    assert next_one.hand_over is not None
+    assert len(hand_overs) == 1

@@ -226,7 +226,7 @@ class Consumers:
                     self.heartbeats.stop(record.peer, record)
                     record.peer = None
             elif effect == "end-read":
-                self.hand_overs.read_ended(record, is_passed=False)
+                self.hand_overs.read_ended(record, is_passed=False, is_good=row.event == "done")
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":

@@ -7,16 +7,25 @@ The peer is told that a hand-over is not needed only when its last holder gives 
 
 Example: d1, d2 and d3 hold one ticket. d1 reads, d2 and d3 wait. d1 is aborted: once its cancelled read is quiet, d2 reads. When
 that read has ended, d3 finds the prompt in the prefix cache, and reads nothing.
+
+Children arrive one by one, and a read takes a millisecond: d2 may come after the good end of d1's read. So the latest tickets
+that were read to the end are remembered, and a request that brings one of them reads nothing. Without that it would read blocks
+that the peer has freed: the fence refuses them, and `kv_load_failure_policy` would end the request; where there is no fence, as
+at peers of vLLM's own kind, it would take another prompt's KV for its own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, final
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["HandOver", "HandOvers", "TicketKey", "key_of"]
+
+_REMEMBERED: Final = 1024
+"""Tickets that were read to the end and are remembered."""
 
 TicketKey = tuple[str, str, str, tuple[int, int] | None]
 """Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
@@ -74,9 +83,11 @@ class HandOvers:
     where another engine, or an earlier life of that request, has used the same id.
     """
 
-    __slots__ = ("_by_id", "_by_key")
+    __slots__ = ("_by_id", "_by_key", "_read")
 
     def __init__(self) -> None:
+        # The latest tickets that were read to the end, by the peer's request id, oldest first.
+        self._read: OrderedDict[str, TicketKey] = OrderedDict()
         self._by_id: dict[str, Holder | HandOver] = {}
         # Tickets whose peer request id stood in `_by_id` already, for another ticket.
         self._by_key: dict[TicketKey, Holder | HandOver] = {}
@@ -84,6 +95,10 @@ class HandOvers:
     def join(self, record: Holder) -> None:
         """Note one more waiting holder of the record's ticket."""
         ticket = record.ticket
+        if ticket.peer_request_id in self._read and self._read[ticket.peer_request_id] == key_of(ticket):
+            hand_over = record.hand_over = HandOver(ticket)
+            hand_over.waiting, hand_over.is_spent = 1, True
+            return
         known = self._by_key.get(key_of(ticket)) if self._by_key else None
         if known is None:
             known = self._by_id.setdefault(ticket.peer_request_id, record)
@@ -121,9 +136,13 @@ class HandOvers:
         hand_over.waiting -= 1
         self._forget(hand_over)
 
-    def read_ended(self, record: Holder, *, is_passed: bool) -> None:
-        """Note the end of a read; unless it is passed on, the ticket is used up."""
+    def read_ended(self, record: Holder, *, is_passed: bool, is_good: bool = False) -> None:
+        """Note the end of a read; unless it is passed on, the ticket is used up, and after a good one for those to come, too."""
         hand_over = record.hand_over
+        if is_good:
+            self._read[record.ticket.peer_request_id] = key_of(record.ticket)
+            if len(self._read) > _REMEMBERED:
+                self._read.popitem(last=False)
         if hand_over is None:
             self._remove(record)
             return

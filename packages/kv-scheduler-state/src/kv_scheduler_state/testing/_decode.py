@@ -158,7 +158,7 @@ class DecodeSide:
             held = [other for other in self.answers.values() if other.status in {"waiting", "parked", "aborting"}]
             if self.is_shared and not held:
                 for other in self.answers.values():
-                    other.is_over = False  # nobody held the ticket any more, so its end is forgotten
+                    other.is_over = other.is_read  # nobody held the ticket any more, so a bad end is forgotten
             answer.status = "waiting"
         elif name == "d-load":
             demand(self.state.external_tokens(request_id, computed_tokens=0) == 32, f"{request_id}: nothing to load")
@@ -201,6 +201,7 @@ class DecodeSide:
         self.state.report(sent=[], received=[request_id], failed=failed)
         answer.ranks = ["idle"] * len(answer.ranks)
         answer.is_over = answer.is_over or not (failed and answer.is_passed)
+        answer.is_read = answer.is_read or not failed
         if answer.status == "aborting":
             answer.status = "gone"
             answer.is_passed = False
@@ -365,7 +366,7 @@ class DecodeSide:
             request_id in outbox.cancels,
             request_id in outbox.passes,
             request_id in outbox.failures,
-            (answer.is_over, answer.is_passed, answer.may_tell),
+            (answer.is_over, answer.is_read, answer.is_passed, answer.may_tell),
             self._hand_over_key(live),
         )
 

@@ -19,7 +19,19 @@ _CONSTANT: Final = (
     MappingProxyType,
 )
 _LEFT_OUT: Final = frozenset(
-    {"trace", "born_s", "last_delay_s", "_sequence", "_past", "_good", "_nonces", "_handoff", "_readback", "opposite"}
+    {
+        "trace",
+        "born_s",
+        "last_delay_s",
+        "_sequence",
+        "_past",
+        "_good",
+        "_read",
+        "_nonces",
+        "_handoff",
+        "_readback",
+        "opposite",
+    }
 )
 """The past, constants, names that are yet to be given, and the other engine of a pair, which has a key of its own."""
 _PREFIXES: Final = ("__", "on_", "_on_")

@@ -76,6 +76,7 @@ class Answer:
         "is_notified",
         "is_over",
         "is_passed",
+        "is_read",
         "may_tell",
         "orders",
         "preemptions",
@@ -90,6 +91,8 @@ class Answer:
         self.is_notified = False
         # Its read has used the ticket up, or will pass it on when it is quiet.
         self.is_over = False
+        # Its read has ended well: nobody else reads the ticket any more.
+        self.is_read = False
         self.is_passed = False
         # Nobody else wanted the hand-over when this request gave it up.
         self.may_tell = True
