@@ -14,6 +14,7 @@ from kvdev.pairs.figures import Book
 from kvdev.pairs.fleet import Fleet, Pair, started_fleet
 from kvdev.pairs.kinds import ALONE
 from kvdev.pairs.plan import BLOCK_TOKENS, Case, Plan, Pool, Setting, last_step_tokens, left_tokens
+from kvdev.steps import DevError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,7 +157,10 @@ class _Run:
             rate = asyncio.run(loading.prefill_rate(engine, pair, timed))
             self.book.add("prefill throughput", kind, self.setting, case, rate)
             if pair:
-                self._pair(kind, pair, case, seed)
+                try:
+                    self._pair(kind, pair, case, seed)
+                except DevError as error:  # figures of this pair alone are missing
+                    self.report(f"not measured, {kind}: {error}")
         self._judge()
 
     def _pair(self, kind: str, pair: Pair, case: Case, seed: str) -> None:
