@@ -32,8 +32,8 @@ def curves_of(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, dict
         lambda: defaultdict(dict)
     )
     for row in rows:
-        if row["measure"] != measure or row["where"].get("prefix") == "held":
-            continue
+        if row["measure"] != measure or not row["where"] or row["where"].get("prefix") == "held":
+            continue  # also bounds that nothing was measured for
         where, spread = row["where"], row["spread"]
         panel = panels[f"{where['at_once']} at once, {where['pool']}, {where['transport']}, steps of {where['chunk']}"]
         panel[row["kind"]][where["tokens"]] = (row["ours"], spread[0], spread[1])
@@ -56,6 +56,7 @@ def draw(rows: Sequence[Mapping[str, Any]], measure: str, file: Path) -> None:
             for kind, curve in curves.items():
                 tokens, middle, low, high = zip(*curve, strict=True)
                 panel.plot(tokens, middle, marker="o", markersize=3, linewidth=1, label=kind)
+                panel.vlines(tokens, low, high, alpha=0.5)
                 panel.fill_between(tokens, low, high, alpha=0.2)
             panel.set_title(title, loc="left", fontsize=7)
             panel.set_ylim(bottom=0)
