@@ -197,7 +197,7 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
 
 
 def test_a_replayed_ticket_gives_nobody_another_prompts_cache(fleet: Fleet) -> None:
-    """Its seal is good: under another prompt it is refused at arrival, under its own nothing is read again; every text is right."""
+    """Its seal is good: under another prompt it is refused at arrival, under its own nothing is read again; texts are right."""
     mine, others = ([prompt(base + n, 20) for n in range(REPLAYS)] for base in (5000, 5100))
 
     async def run(bring: list[str], tickets: list[dict[str, Any]]) -> list[str]:
