@@ -25,8 +25,8 @@ _FRAME_BYTES = 1024
 class SimConnection:
     """Stands for a client connection."""
 
-    def __init__(self, hub: SimHub, address: str, port: int, key_number: int) -> None:
-        self.hub, self.address, self.port, self.key_number = hub, address, port, key_number
+    def __init__(self, hub: SimHub, address: str, port: int) -> None:
+        self.hub, self.address, self.port = hub, address, port
         self.is_open = False
         self._fleet = hub.fleet
         self.number = next(self._fleet.connection_numbers)
@@ -162,9 +162,12 @@ class SimHub:
         """Whether the next poll has something to return."""
         return bool(self._readable or self._changed)
 
-    def open(self, address: str, port: int, key_number: int = 0) -> SimConnection:
+    def open(self, address: str, port: int, _tried: object = None) -> SimConnection:
         self.open_count += 1
-        return SimConnection(self, address, port, key_number)
+        return SimConnection(self, address, port)
+
+    def next_try(self, _connection: SimConnection) -> None:
+        """Return None: nothing is encrypted here, so there is no other key to try."""
 
     def readable(self, connection: SimConnection) -> None:
         self._readable[connection] = None
