@@ -27,6 +27,7 @@ import kv_handshake._client
 import kv_nixl_agent._peers
 import kv_nixl_agent._schedule
 import kv_nixl_agent._statistics
+import kv_scheduler_state._handovers
 import kv_scheduler_state._hosts
 import kv_scheduler_state._ticket_reader
 import vllm_adapter.observe.hand_overs
@@ -54,6 +55,7 @@ def small_memories() -> Iterator[None]:
     constants: list[tuple[ModuleType, str, int]] = [
         (kv_scheduler_state._ticket_reader, "_MAX_PEERS", _KEPT),
         (kv_scheduler_state._hosts, "_MAX_REMEMBERED", _KEPT),
+        (kv_scheduler_state._handovers, "_REMEMBERED", _KEPT),
         (kv_handshake._client, "_BACKGROUND_SHARE", 512 // _KEPT),
         (kv_nixl_agent._peers, "_MAX_WAITING_AGENTS", 2),
         (kv_nixl_agent._schedule, "_SMALLEST_REBUILD", _KEPT),

@@ -18,7 +18,7 @@ def test_a_flood_of_asks_costs_its_budget() -> None:
     limits = AskLimits()
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), limits=QueryLimits(queries_per_s=0))
     open_ids: set[int] = set()
-    listener.take_asks(lambda ask_id, _: open_ids.add(ask_id), open_ids.discard, wait_s=1.5)
+    listener.take_asks(lambda ask_id, _: open_ids.add(ask_id), open_ids.discard, wait_s=5.0)
     listener.start()
     client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
     # Long ones: 40 of 4 KiB from each of 8 connections are more bytes than may be open.
