@@ -39,14 +39,16 @@ def _wait(condition: Callable[[], Any], within_s: float = 20) -> None:
 
 
 def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make("P"), make("D")
-    old = hand_over(producer, consumer, "1", SOME)
+    producer, consumer, other = make("P"), make("D"), make("E")
+    old = hand_over(producer, other, "1", SOME)
+    hand_over(producer, consumer, "0", OTHER)
     producer.sleep()
     producer.wake(weights=2)
     assert producer.prefill("p2", SOME) is None, "nobody knows yet what is registered"
     new = hand_over(producer, consumer, "3", SOME)
     assert new["kv_generation"] == old["kv_generation"] + 1
-    stale = {key: value for key, value in old.items() if key != "kv_prompt"}  # bound to no prompt, so that it is read
+    # Bound to no prompt, so that it is read by this engine, which has not read it before.
+    stale = {key: value for key, value in old.items() if key != "kv_prompt"}
     with caplog.at_level(logging.ERROR):
         code = _refused(consumer, "d4", OTHER, {**stale, "remote_num_tokens": len(OTHER)}, caplog)
     assert code in {"generation-mismatch", "fence-mismatch", "nixl-disconnected", "peer-disconnected"}
