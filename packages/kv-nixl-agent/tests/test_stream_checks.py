@@ -312,25 +312,35 @@ def test_options_out_of_range(wrong):
 # Pace and thread -----------------------------------------------------------------------------------------------------
 
 
+class Watched:
+    """A producer and a consumer that looks at it; time moves from look to look."""
+
+    def __init__(self, **pace):
+        self._now_s = 100.0
+        fabric = FakeFabric(latency_polls=0)
+        options = AgentOptions(stream_slots=8, stream_capacity=16, **pace)
+        self.producer = TransferAgent("producer", [], options, port_factory=fabric.port)
+        self.consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: self._now_s)
+        location = self.producer.stream_words.location
+        self.consumer.add_peer(PeerSpec("p", self.producer.agent_metadata(), NOTHING, NOTHING, streams=location))
+
+    def looks(self, duration_s):
+        """Return the number of looks in a span of time."""
+        before, end_s = self.consumer.statistics()["stream_looks"], self._now_s + duration_s
+        while self._now_s < end_s:
+            self.consumer.advance()
+            for call in self.consumer.polls.take_news():
+                call()
+            self._now_s = min(max(self.consumer.polls.next_look_s, self._now_s + 1e-6), end_s)
+        return self.consumer.statistics()["stream_looks"] - before
+
+
 def test_the_pace_follows_the_peer():
-    now = [100.0]
-    fabric = FakeFabric(latency_polls=0)
-    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.001, stream_slow_poll_s=0.05)
-    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: now[0])
-    location = producer.stream_words.location
-    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=location))
-
-    def looks(duration_s):
-        before, end_s = consumer.statistics()["stream_looks"], now[0] + duration_s
-        while now[0] < end_s:
-            consumer.advance()
-            now[0] = min(max(consumer.polls.next_look_s, now[0] + 1e-6), end_s)
-        return consumer.statistics()["stream_looks"] - before
-
+    watched = Watched(stream_poll_s=0.001, stream_slow_poll_s=0.05)
+    producer, consumer, looks = watched.producer, watched.consumer, watched.looks
     assert consumer.polls.next_look_s == float("inf")
     assert looks(10.0) == 0
-    watch = consumer.polls.watch("p", 0, Listener())
+    watch = consumer.polls.watch("p", 0, SimpleNamespace(progress=lambda *_: None))
     assert 28 <= looks(0.032) <= 34, "every millisecond for the first 32"
     assert 20 <= looks(0.032) <= 28, "then every 32nd of the time"
     looks(10.0)
@@ -344,25 +354,10 @@ def test_the_pace_follows_the_peer():
 
 def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     """Steps of 100 tokens and 0.1 s; 350 tokens: the last step has 50 and should take 0.05 s."""
-    now = [100.0]
-    fabric = FakeFabric(latency_polls=0)
-    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.0005, stream_slow_poll_s=0.02)
-    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: now[0])
-    location = producer.stream_words.location
-    consumer.add_peer(PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=location))
+    watched = Watched(stream_poll_s=0.0005, stream_slow_poll_s=0.02)
+    producer, consumer, looks = watched.producer, watched.consumer, watched.looks
     told = []
     listener = SimpleNamespace(progress=lambda tag, tokens: told.append((tag, tokens)))
-
-    def looks(duration_s):
-        before, end_s = consumer.statistics()["stream_looks"], now[0] + duration_s
-        while now[0] < end_s:
-            consumer.advance()
-            for call in consumer.polls.take_news():
-                call()
-            now[0] = min(max(consumer.polls.next_look_s, now[0] + 1e-6), end_s)
-        return consumer.statistics()["stream_looks"] - before
-
     watch = consumer.polls.watch("p", 0, listener, tokens=350)
     producer.stream_words.open(0, 7, 7)
     looks(0.1)
