@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,106 +309,6 @@ def test_options_out_of_range(wrong):
 
 
 # Pace and thread -----------------------------------------------------------------------------------------------------
-
-
-class Watched:
-    """A producer and a consumer that looks at it; time moves from look to look."""
-
-    def __init__(self, **pace):
-        self._now_s = 100.0
-        fabric = FakeFabric(latency_polls=0)
-        options = AgentOptions(stream_slots=8, stream_capacity=16, **pace)
-        self.producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-        self.consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: self._now_s)
-        location = self.producer.stream_words.location
-        self.consumer.add_peer(PeerSpec("p", self.producer.agent_metadata(), NOTHING, NOTHING, streams=location))
-
-    def looks(self, duration_s):
-        """Return the number of looks in a span of time."""
-        before, end_s = self.consumer.statistics()["stream_looks"], self._now_s + duration_s
-        while self._now_s < end_s:
-            self.consumer.advance()
-            for call in self.consumer.polls.take_news():
-                call()
-            self._now_s = min(max(self.consumer.polls.next_look_s, self._now_s + 1e-6), end_s)
-        return self.consumer.statistics()["stream_looks"] - before
-
-
-def test_the_pace_follows_the_peer():
-    watched = Watched(stream_poll_s=0.001, stream_slow_poll_s=0.05)
-    producer, consumer, looks = watched.producer, watched.consumer, watched.looks
-    assert consumer.polls.next_look_s == float("inf")
-    assert looks(10.0) == 0
-    watch = consumer.polls.watch("p", 0, SimpleNamespace(progress=lambda *_: None))
-    assert 28 <= looks(0.032) <= 34, "every millisecond for the first 32"
-    assert 20 <= looks(0.032) <= 28, "then every 32nd of the time"
-    looks(10.0)
-    assert 18 <= looks(1.0) <= 22, "every 50 ms at last"
-    producer.stream_words.open(0, 1, 1)
-    looks(0.05)
-    assert 24 <= looks(0.03) <= 32, "and fast again after a change"
-    watch.end()
-    assert looks(1.0) == 0
-
-
-def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
-    """Steps of 100 tokens and 0.1 s; 350 tokens: the last step has 50 and should take 0.05 s."""
-    watched = Watched(stream_poll_s=0.0005, stream_slow_poll_s=0.02)
-    producer, consumer, looks = watched.producer, watched.consumer, watched.looks
-    told = []
-    listener = SimpleNamespace(progress=lambda tag, tokens: told.append((tag, tokens)))
-    watch = consumer.polls.watch("p", 0, listener, tokens=350)
-    producer.stream_words.open(0, 7, 7)
-    looks(0.1)
-    for tokens in (100, 200, 300):
-        producer.stream_words.show(0, 7, tokens)
-        count = looks(0.1 if tokens < 300 else 0.03)
-        assert count <= 20, (tokens, count)
-    assert told[-1] == (7, 300)
-    assert looks(0.02) >= 12, "from three fifths of 0.05 s on, about every millisecond or more often"
-    producer.stream_words.show(0, 7, 350)
-    looks(0.0016)
-    assert told[-1] == (7, 350)
-    watch.end()
-
-    late = consumer.polls.watch("p", 1, listener, tokens=350)
-    producer.stream_words.open(1, 8, 8)
-    looks(0.1)
-    producer.stream_words.open(1, 9, 9)
-    looks(0.002)
-    assert looks(0.1) >= 40, "no step is known of a prompt that has started again"
-    late.end()
-
-
-def test_looks_that_find_nothing_leave_the_thread_at_rest():
-    """A look is no progress: after one the thread does not wake until the next."""
-    fabric = FakeFabric(latency_polls=0)
-    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.02, stream_slow_poll_s=0.02)
-    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    thread = TransferThread(
-        "consumer",
-        [],
-        on_result=lambda _: None,
-        on_notification=lambda *_: None,
-        options=options,
-        port_factory=fabric.port,
-    )
-    thread.start()
-    try:
-        spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
-        listener, watches = Listener(), []
-        thread.call_soon(lambda: thread.add_peer(spec))
-        thread.call_soon(lambda: watches.append(thread.watch_stream("p", 0, listener)))
-        thread.allow_slow_polling(True)
-        wait(lambda: listener.progressed)
-        time.sleep(0.3)
-        loop = thread._loop
-        turns, began_s = loop.turns, time.monotonic()
-        time.sleep(0.5)
-        rate = (loop.turns - turns) / (time.monotonic() - began_s)
-        assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
-    finally:
-        thread.close()
 
 
 def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
