@@ -92,11 +92,14 @@ def test_chunked_prompts_cross_between_unequal_block_sizes(fleet: Fleet, prefill
 
 
 def test_requests_preempted_for_want_of_blocks_give_the_same_text(fleet: Fleet) -> None:
-    texts = [prompt(200 + n, 60) for n in range(6)]
     before = fleet.count("tight", PREEMPTIONS)
-    got = fleet.answers(texts, prefill="chunked", decode="tight", max_tokens=240)
+    for attempt in range(4):  # on a busy machine requests may come so far apart that there is room for all
+        texts = [prompt(200 + 10 * attempt + n, 60) for n in range(6 + 2 * attempt)]
+        got = fleet.answers(texts, prefill="chunked", decode="tight", max_tokens=240)
+        assert got == fleet.answers(texts, decode="chunked", max_tokens=240)
+        if fleet.count("tight", PREEMPTIONS) > before:
+            break
     assert fleet.count("tight", PREEMPTIONS) > before
-    assert got == fleet.answers(texts, decode="chunked", max_tokens=240)
     assert fleet.count("tight", FAILED) == 0
     fleet.assert_all_blocks_free()
 
