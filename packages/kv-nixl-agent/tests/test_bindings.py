@@ -333,6 +333,37 @@ def test_a_new_peer_lets_the_worker_threads_take_a_turn_unless_they_do(module, m
     binding.close()
 
 
+def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
+    agent: Any = StandIn("a", None)
+    agent.answers |= {"initialize_xfer": NixlHandle, "check_xfer_state": "DONE"}
+    turns = _worker_turns.WorkerTurns(agent, "a", THREADS, clock=lambda: now_s[0])
+
+    def turns_until(end_s):
+        found = []
+        while now_s[0] < end_s:
+            turns.take_due()
+            if "transfer" in methods_of(agent):
+                found.append(round(now_s[0] - 100, 2))
+            now_s[0] += 0.01
+        return found
+
+    assert turns_until(101) == [], "nobody was met"
+    now_s[0] = 100.0
+    turns.met_peer()
+    agent.calls.clear()
+    found = turns_until(160)
+    gaps = np.diff([0, *found])
+    assert len(found) == 20
+    assert gaps[:12].max() <= 0.061, "twelve at even gaps, whatever the clock's step"
+    assert (np.diff(gaps[12:]) > 0).all(), "then rarer and rarer"
+    assert 20 < found[-1] < 30
+    turns.met_peer()
+    agent.calls.clear()
+    assert len(turns_until(220)) == 20, "and anew for the next peer"
+
+
 def test_a_close_waits_for_a_turn_that_is_under_way_and_not_for_ever(module, monkeypatch):
     monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
     binding, _ = open_with_threads(module, THREADS)

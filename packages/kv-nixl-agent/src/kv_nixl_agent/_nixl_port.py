@@ -119,8 +119,7 @@ class NixlBinding:
         if not text:
             raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
         if self._turns is not None:
-            # So that sockets of peers that are gone do not add up: no more are held than those of the last ones lost.
-            self._turns.take()
+            self._turns.met_peer()
         return text
 
     def remove_peer(self, agent_name: str) -> None:
@@ -198,7 +197,9 @@ class NixlBinding:
             return None
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Take the notifications that came in."""
+        """Take the notifications that came in, and let the worker threads take the turn that is due."""
+        if self._turns is not None:
+            self._turns.take_due()
         arrived = attempt("get_new_notifs", lambda: self._live().get_new_notifs())
         if not arrived:
             return ()
