@@ -213,6 +213,21 @@ def test_the_worked_example_of_the_layout():
     assert 7 << 32 | 40 == 30064771112
 
 
+def test_open_slots_are_counted_and_each_opening_is_told():
+    _, words, _ = make_words()
+    told = []
+    words.on_open = lambda: told.append(words.open_count)
+    words.void(1, 9, 3)
+    words.open(1, 7, 7)
+    words.open(1, 8, 8)
+    words.open(3, 9, 9)
+    words.void(1, 10, 8)
+    words.void(1, 10, 8)
+    assert (told, words.open_count) == ([1, 1, 2], 1)
+    words.void_all()
+    assert words.open_count == 0
+
+
 def test_stores_of_a_slot():
     fences, words, memory = make_words()
     assert words.location == (memory.ctypes.data, 0, 4, 20)

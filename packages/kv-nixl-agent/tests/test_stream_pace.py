@@ -113,3 +113,33 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
         assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
     finally:
         thread.close()
+
+
+def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
+    """NIXL ends some reads of a peer only when this thread has looked, and slow polling is for times without readers."""
+    fabric = FakeFabric(latency_polls=0)
+    for progress_thread, least, most in ((False, 25, 80), (True, 0, 15)):
+        options = AgentOptions(stream_slots=2, stream_capacity=16, progress_thread=progress_thread)
+        thread = TransferThread(
+            f"producer {progress_thread}",
+            [],
+            on_result=lambda _: None,
+            on_notification=lambda *_: None,
+            options=options,
+            port_factory=fabric.port,
+        )
+        thread.start()
+        try:
+            thread.allow_slow_polling(True)
+            time.sleep(2.5)  # it looks every 0.25 s by now
+            turns = thread._loop.turns
+            thread.stream_words.open(1, 7, 7)
+            time.sleep(0.5)
+            assert least <= thread._loop.turns - turns <= most
+            thread.stream_words.void(1, 8, 7)
+            time.sleep(0.05)
+            turns = thread._loop.turns
+            time.sleep(0.5)
+            assert thread._loop.turns - turns < 15
+        finally:
+            thread.close()

@@ -121,7 +121,9 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - handed to the starter
             self.fail(AgentError("thread-dead", f"the set-up raised {type(error).__name__}: {error}"))
             return None
-        self.stream_words = agent.stream_words
+        words = self.stream_words = agent.stream_words
+        if words is not None:
+            words.on_open = self.pacer.wake
         self.fence = agent.fence
         self.agent = agent
         self.timers.add(_PUBLISH_PERIOD_S, lambda: self._publish(agent), self._clock())
@@ -177,6 +179,8 @@ class Loop:
             self.pacer.wait_busy()
         else:
             look_s = agent.polls.next_look_s
+            if self.stream_words is not None:
+                look_s = min(look_s, self.stream_words.look_out_s(now_s))
             self.pacer.wait_idle(
                 self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine, look_s=look_s
             )

@@ -41,7 +41,9 @@ class MemoryTable:
         self.register([(self.fences.address, self.fences.total_bytes, 0, "DRAM")])
         try:
             if options.stream_slots:
-                self.streams = StreamWords(self.fences, options.stream_slots, options.stream_capacity)
+                self.streams = StreamWords(
+                    self.fences, options.stream_slots, options.stream_capacity, is_alone=not options.progress_thread
+                )
                 self.pads = LandingPads()
                 own = (self.streams.location[0], self.streams.total_bytes), (self.pads.address, self.pads.total_bytes)
                 self.register([(address, size, 0, "DRAM") for address, size in own])

@@ -13,8 +13,9 @@ nothing was run there yet.
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ._errors import AgentError
 from ._stream_layout import LOW_HALF, TAG_SHIFT, StreamLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["StreamWords", "aligned_words"]
 
 _LINE_BYTES = 64
+_LOOK_OUT_S: Final = 0.01
+"""0.65 % of a core, at 65 us a look."""
 
 
 def aligned_words(count: int) -> Words:
@@ -41,6 +44,10 @@ def aligned_words(count: int) -> Words:
     raw: Words = np.zeros(count + _LINE_BYTES // 8, dtype=np.uint64)
     shift = (-raw.ctypes.data % _LINE_BYTES) // 8
     return raw[shift : shift + count]
+
+
+def _nothing() -> None:
+    pass
 
 
 @final
@@ -54,11 +61,12 @@ class StreamWords:
         fences: The agent's fence array, of at least as many words.
         slots: Stream slots.
         capacity: Ids that a table has room for.
+        is_alone: Whether the owner thread alone lets NIXL make progress.
     """
 
-    __slots__ = ("_fences", "_gate", "_layout", "_lock", "_memory", "_tags")
+    __slots__ = ("_fences", "_gate", "_is_alone", "_layout", "_lock", "_memory", "_tags", "on_open", "open_count")
 
-    def __init__(self, fences: FenceArray, slots: int, capacity: int) -> None:
+    def __init__(self, fences: FenceArray, slots: int, capacity: int, *, is_alone: bool = True) -> None:
         self._fences = fences
         self._layout = StreamLayout(slots, capacity)
         self._memory = aligned_words(self._layout.words)
@@ -67,6 +75,11 @@ class StreamWords:
         self._tags: list[int | None] = [None] * slots
         self._lock = threading.Lock()
         self._gate = threading.Lock()
+        self._is_alone = is_alone
+        self.open_count = 0
+        """Slots with a tag, which peers may look at."""
+        self.on_open: Callable[[], None] = _nothing
+        """Called when a slot was given to a tag, on the caller's thread."""
 
     @property
     def location(self) -> StreamLocation:
@@ -78,6 +91,13 @@ class StreamWords:
         """Bytes to register."""
         return int(self._memory.nbytes)
 
+    def look_out_s(self, now_s: float) -> float:
+        """Return when the owner must look for notifications at the latest since peers may look at an open slot; endless if never.
+
+        NIXL ends a read that follows a notification to the same peer only once that peer has made progress.
+        """
+        return now_s + _LOOK_OUT_S if self._is_alone and self.open_count else math.inf
+
     def open(self, slot: int, generation: int, tag: int) -> None:
         """Give a slot to a tag: store the generation as its fence word, then progress 0; its table has no entries.
 
@@ -87,8 +107,9 @@ class StreamWords:
         with self._lock:
             self._check(slot, tag)
             self._fences.write(slot, generation)
-            self._tags[slot] = tag
+            self._give(slot, tag)
             self._put_progress(slot, tag, 0)
+        self.on_open()
 
     def void(self, slot: int, word: int, tag: int) -> None:
         """Store a fence word that no reader accepts, then void progress under the tag; nothing more of it is shown.
@@ -99,7 +120,7 @@ class StreamWords:
         with self._lock:
             self._check(slot, tag)
             self._fences.write(slot, word)
-            self._tags[slot] = None
+            self._give(slot, None)
             self._put_progress(slot, tag, LOW_HALF)
 
     def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None:
@@ -138,7 +159,12 @@ class StreamWords:
         """Void the progress of every slot, for good: the fence words are void already and refuse to be written."""
         with self._lock:
             self._tags[:] = [None] * len(self._tags)
+            self.open_count = 0
             self._memory[: self._layout.slots] |= np.uint64(LOW_HALF)
+
+    def _give(self, slot: int, tag: int | None) -> None:
+        self.open_count += (tag is not None) - (self._tags[slot] is not None)
+        self._tags[slot] = tag
 
     def _check(self, slot: int, tag: int) -> None:
         if not 0 <= slot < self._layout.slots or not 0 <= tag <= LOW_HALF:
