@@ -353,10 +353,49 @@ def standings(state):
     return [(each.hand_over_id, each.digest, each.answer) for each in state.take_stream_standings()]
 
 
+def test_an_offer_stands_from_the_first_step_until_the_words_move():
+    state = producer()
+    run(state, ["arrive", "allocate"])
+    assert standings(state) == []
+    run(state, ["chunk"])
+    state.stream_question("a", question())
+    offer = answer_of(state)
+    assert standings(state) == [(HAND_OVER, DIGEST, offer)]
+    run(state, ["plan", "last-chunk", "plan"])
+    assert standings(state) == [], "it stands as it did"
+    run(state, ["preempt"])
+    assert standings(state) == [(HAND_OVER, "", None)]
+    run(state, ["plan", "allocate", "chunk"])
+    ((_, _, again),) = standings(state)
+    assert (again["kind"], again["generation"]) == ("offer", 101), "the same prompt under its next generation"
+    run(state, ["plan", "abort"])
+    assert standings(state) == [(HAND_OVER, "", None)]
+    run(state, ["plan"])
+    state.report(sent=["p1"], received=[], failed=[])
+    assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
+
+
+def test_no_offer_stands_after_a_reset():
+    state = producer()
+    run(state, OPENED)
+    ((_, _, offer),) = standings(state)
+    run(state, ["reset"])
+    assert (offer["kind"], standings(state)) == ("offer", [(HAND_OVER, "", None)])
+
+
+def test_no_offer_stands_of_a_prompt_that_is_read_whole():
+    state = producer()
+    run(state, ["arrive"])
+    state.stream_whole("p1")
+    run(state, ["allocate", "chunk", "plan"])
+    assert standings(state) == []
+
+
 def test_the_final_ticket_stands_while_it_is_leased():
     state = producer()
     run(state, WHOLE)
-    assert standings(state) == []
+    ((_, _, offer),) = standings(state)
+    assert offer["kind"] == "offer"
     final = run(state, ["length"]).params
     slot, generation = final["kv_fence"]
     answer = {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": final}

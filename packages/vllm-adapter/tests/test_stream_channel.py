@@ -309,6 +309,18 @@ def test_an_answer_that_stands_is_given_by_the_listener_and_to_its_own_prompt_al
     assert len(pair.producer.asked) == 1
 
 
+def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.append(Standing(OFFER))
+    pair.turn()
+    pair.ask()
+    assert [answer["kind"] for *_, answer in pair.consumer.answered] == ["offer"]
+    assert not pair.producer.asked, "no step was needed"
+    pair.ask(number=2, wants_final=True)
+    assert len(pair.consumer.answered) == 1
+    assert [question["wants_final"] for question in pair.producer.asked.values()] == [True]
+
+
 def test_the_board_of_answers_has_a_bound() -> None:
     pair = Pair(InMemory())
     pair.producer.standings.extend(Standing(FINAL, hand_over_id=f"{number:032x}") for number in range(5000))

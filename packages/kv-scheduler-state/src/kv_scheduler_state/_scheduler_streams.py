@@ -58,8 +58,8 @@ class SchedulerStreams(SchedulerBase):
     def take_stream_standings(self) -> Sequence[StreamStanding]:
         """Return the answers that stand from now on for every further question for an id, and those that stand no more.
 
-        They are for a side channel that answers while this engine takes no step. A final ticket that is out of date does no harm:
-        its fence decides.
+        They are for a side channel that answers by itself while a step runs, or while this engine takes none. An offer or a final
+        ticket that is out of date does no harm: its fence decides.
         """
         return self._producers.streams.take_standings()
 

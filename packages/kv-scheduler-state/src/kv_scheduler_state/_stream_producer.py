@@ -146,6 +146,8 @@ class StreamProducers:
         """Answer the questions that an offer is of use for with this ticket, from now on."""
         stream = self._require(request_id, "offer")
         stream.ticket = ticket
+        offer = _granting("offer", stream, ticket)
+        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, offer)
         self._answer_parked(stream)
 
     def nonce_of(self, request_id: str) -> str:
@@ -190,6 +192,7 @@ class StreamProducers:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
             self.outbox.stream().void(StreamVoid(request_id, slot, word, tag, ends))
+            self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, "", None)
             if ends and not self.outbox.withdraw(request_id):
                 self.outbox.add(self.outbox.releases, request_id)
         if "refuse" in row.effects:

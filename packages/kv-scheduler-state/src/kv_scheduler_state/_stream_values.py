@@ -75,9 +75,10 @@ class StreamAnswer(NamedTuple):
 
 
 class StreamStanding(NamedTuple):
-    """Answer that every further question for an id gets, whatever steps the engine takes; None for none any more.
+    """Answer that every further question for an id gets, whatever the engine does meanwhile; None for none any more.
 
-    Only questions with this digest get it, all others are of another prompt; an empty one is equal to any.
+    Only questions with this digest get it, all others are of another prompt; an empty one is equal to any. An offer is no answer
+    to a question that wants the final ticket.
     """
 
     hand_over_id: str

@@ -55,7 +55,7 @@ class StreamAnswer(Protocol):
 
 
 class StreamStanding(Protocol):
-    """Answer that every further question for an id gets, also while this engine takes no step."""
+    """Answer that every further question for an id gets, also while a step runs or while this engine takes none."""
 
     @property
     def hand_over_id(self) -> str: ...

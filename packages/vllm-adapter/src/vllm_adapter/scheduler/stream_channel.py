@@ -4,9 +4,11 @@ The machines belong to the scheduler's thread; the listener and the client have 
 queue, decoded and judged already; `hear` hands it to the machines, and `say` takes out once a step what they have to say. Nothing
 here waits: `say` writes to queues of the side channel, and `hear` reads from its own.
 
-An engine without requests takes no step. So answers that every further question for an id gets stand on a board, from which the
-listener's thread answers by itself: the final ticket of a prompt while it is leased, and `withdrawn` for one that has ended. An
-answer that is out of date for a moment does no harm, because the fence of its ticket decides.
+A question must not wait for a step: an engine that computes looks at its queue when the step has ended, which for a prompt of one
+step is too late to read any of it early, and an engine without requests takes no step. So answers that every further question for
+an id gets stand on a board, from which the listener's thread answers by itself: the offer of a prompt from its first step on, its
+final ticket while it is leased, and `withdrawn` once it has ended. An answer that is out of date for a moment does no harm,
+because the fence of its ticket decides.
 """
 
 from __future__ import annotations
@@ -247,7 +249,7 @@ class StreamChannel:
                 self._listener.answer(ask_id, b"")  # no answer can be bound to it; the asker finds this one malformed
             return
         standing = self._board.get(str(question["hand_over_id"]))
-        if standing is None or standing.answer is None:
+        if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):
             self._arrived.append(_Asked(ask_id, question))
             return
         is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
@@ -278,6 +280,11 @@ class StreamChannel:
         if len(self._plain_peers) > _MOST_PEERS:
             self._plain_peers.popitem(last=False)
         self._log.warning(code, "prompts of %s port %d are computed here, not streamed: %s", *peer, code)
+
+
+def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:
+    """Whether it answers the question: whoever wants the final ticket waits for it, whatever is offered meanwhile."""
+    return answer["kind"] != "offer" or not question["wants_final"]
 
 
 def _code_of(error: Exception) -> str:
