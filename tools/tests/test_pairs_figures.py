@@ -103,6 +103,15 @@ def test_time_saved_is_beside_what_plain_takes_beyond_the_floor() -> None:
     assert (saved["ours"], saved["baseline"], saved["ratio"]) == (75, 106, 0.708)
     assert (saved["target"], saved["met"], saved["where"]["chunk"]) == (">= 0.6", True, 112)
     assert not row(rows_of(streamed_book(streamed_ms=2087), kinds), "saved", "streamed", "plain less floor")["met"]
+    several = streamed_book()
+    for plain, streamed in (
+        (3000, 2900),
+        (2000, 1990),
+    ):  # medians of all: 2150 and 2075, whose difference would be 75, too
+        several.add("first token", "ours", Setting("default", 112), LONG, plain)
+        several.add("first token", "streamed", Setting("default", 112), LONG, streamed)
+    found = row(rows_of(several, kinds), "saved", "streamed", "plain less floor")
+    assert (found["ours"], found["samples"], found["spread"]) == (75, 3, [42.5, 87.5, 106, 106])
     lacking = book_of()
     lacking.add("last read", "ours", DEFAULT, LONG, 5)
     assert not [one for one in rows_of(lacking, kinds) if one["measure"] == "saved"]

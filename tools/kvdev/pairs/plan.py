@@ -85,6 +85,8 @@ class Plan:
         cases: Cases in order, fresh pools first.
         kinds: Names of the pairs.
         rounds: Samples of each case and pair, per start.
+        pair_rounds: Further samples of the longest new prompt, plain and streamed in turns, per start: what streaming saves is
+            small beside what a prefill takes longer or shorter from one time to the next.
         engine_rounds: Samples of each pair beside other requests, under prefills and at rest, per start.
         starts: Fresh engines per setting; the first contact is timed once in each.
         pool_tokens: Tokens that each engine's cache holds.
@@ -100,6 +102,7 @@ class Plan:
     pool_tokens: int
     idle_s: int
     engine_rounds: int = 3
+    pair_rounds: int = 1
     left_out: Sequence[Case] = ()
 
     def turns(self, round_number: int) -> list[str]:
@@ -137,6 +140,7 @@ _QUICK: Final = {
     "prefixes": "new",
     "chunks": "256",
     "rounds": "3",
+    "pair_rounds": "1",
     "engine_rounds": "3",
     "starts": "1",
     "idle_s": "5",
@@ -150,6 +154,7 @@ _GATES: Final = {
     "transports": "default,tcp",
     "chunks": "256,112",
     "rounds": "7",
+    "pair_rounds": "14",
 }
 _FULL: Final = {
     **_QUICK,
@@ -160,6 +165,7 @@ _FULL: Final = {
     "transports": "default,tcp",
     "chunks": "256,112",
     "rounds": "5",
+    "pair_rounds": "7",
     "engine_rounds": "5",
     "starts": "2",
     "idle_s": "10",
@@ -184,8 +190,9 @@ def plan_of(size: Size, environ: Mapping[str, str]) -> Plan:
         for tokens in lengths
         if prefix == "new" or (count, pool, tokens) == (1, "fresh", max(lengths))
     ]
-    rounds, engine_rounds, starts, pool_tokens, idle_s = (
-        _numbers(chosen, key)[0] for key in ("rounds", "engine_rounds", "starts", "pool_tokens", "idle_s")
+    rounds, pair_rounds, engine_rounds, starts, pool_tokens, idle_s = (
+        _numbers(chosen, key)[0]
+        for key in ("rounds", "pair_rounds", "engine_rounds", "starts", "pool_tokens", "idle_s")
     )
     cases = [case for case in wanted if blocks_of(case) * BLOCK_TOKENS <= pool_tokens]
     if not cases:
@@ -199,6 +206,7 @@ def plan_of(size: Size, environ: Mapping[str, str]) -> Plan:
         pool_tokens=pool_tokens,
         idle_s=idle_s,
         engine_rounds=engine_rounds,
+        pair_rounds=pair_rounds,
         left_out=[case for case in wanted if case not in cases],
     )
 

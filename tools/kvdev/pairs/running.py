@@ -87,6 +87,7 @@ class _Run:
         """Take every measure; pools are shuffled at the last."""
         self._contacts()
         self._pool("fresh")
+        self._pairs()
         for round_number in range(self.plan.engine_rounds):
             self._engines(round_number)
         if any(case.pool == "fragmented" for case in self.plan.cases):
@@ -114,6 +115,17 @@ class _Run:
             last = round_number
             self._case(round_number, case, kind)
         self._judge()
+
+    def _pairs(self) -> None:
+        """Hand over the longest new prompt some more times, plain and streamed alone, for the time that streaming saves."""
+        case = Case(self.plan.longest, 1, "fresh")
+        kinds = [kind for kind in ("ours", "streamed") if kind in self.plan.kinds]
+        if len(kinds) < 2 or case not in self.plan.cases:
+            return
+        for number in range(self.plan.pair_rounds):
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                self._case(self.plan.rounds + number, case, kind)
+            self._judge()
 
     def _case(self, round_number: int, case: Case, kind: str) -> None:
         seed = f"{self.seed} {round_number} {case}"
