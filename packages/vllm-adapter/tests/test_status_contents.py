@@ -39,7 +39,7 @@ def test_a_scheduler_tells_leases_and_why_requests_wait_but_nothing_that_would_e
     told = json.loads(json.dumps(engine.side.status()))
     assert (told["part"], told["engine_id"], told["leases"], told["served_ranks"]) == ("scheduler", "P", 1, 1)
     assert told["leased_blocks"] == 3
-    assert told["fence_slots_used"] == 1
+    assert (told["fence_slots_used"], told["stream_slots_used"], told["stream_blocks_held"]) == (1, 0, 0)
     assert told["requests_by_state"] == {"producer-leased": 1}
     (request,) = told["oldest_requests"]
     assert request["waits_for"] == "the workers, to report that its readers are done or its lease has expired"

@@ -66,9 +66,11 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     assert watched == [f"{KEY} slot 3"]
     bench.reads.follow(stream("r2"))
     assert len(watched) == 2, "at once: the engine is ready"
-    described: Any = bench.reads.describe(5)["streams"]
-    entry = described[0]
+    described: Any = bench.reads.describe(1)
+    (entry,) = described["oldest_streams"]
+    assert described["streams"] == 2
     assert (entry["request_id"], entry["tokens"], entry["ranks_left"]) == ("r1", 32, 1)
+    assert (entry["stage"], entry["tokens_finished"]) == ("watching", 0)
 
 
 def test_without_streaming_nothing_is_followed() -> None:

@@ -58,6 +58,19 @@ _DETAILS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "oldest_streams",
+        "streamed reads",
+        (
+            ("request", "request_id"),
+            ("from engine", "peer_engine_id"),
+            ("stage", "stage"),
+            ("tokens finished there", "tokens_finished"),
+            ("of", "tokens"),
+            ("read", "bytes"),
+            ("age", "age_s"),
+        ),
+    ),
+    (
         "peer_engines",
         "peers",
         (
@@ -126,7 +139,7 @@ def _row(answer: Answer) -> list[str]:
         str(answer.get("pid", "?")),
         _thread(answer, str(thread.get("state", ""))),
         _leases(answer),
-        _count(answer, "reads"),
+        _reads(answer),
         _count(answer, "peers"),
         _held(answer, "quarantined"),
         _held(answer, "stalled"),
@@ -151,6 +164,11 @@ def _leases(answer: Answer) -> str:
 
 def _count(answer: Answer, name: str) -> str:
     return str(answer.get(name, ""))
+
+
+def _reads(answer: Answer) -> str:
+    streams = answer.get("streams")
+    return f"{_count(answer, 'reads')} + {streams} streamed" if streams else _count(answer, "reads")
 
 
 def _held(answer: Answer, name: str) -> str:
@@ -181,6 +199,8 @@ def size_text(count: object) -> str:
 def _text(name: str, value: object) -> str:
     if value is None:
         return ""
+    if name == "bytes":
+        return size_text(value)
     if isinstance(value, float):
         return f"{value:.1f} s" if name.endswith("_s") else f"{value:g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -195,6 +195,16 @@ class SchedulerState(StreamState, Protocol):
         """Fence slots in use; with all of them in use nothing is handed over."""
         ...
 
+    @property
+    def stream_slots_used(self) -> int:
+        """Slots of prompts that peers may read while they are computed."""
+        ...
+
+    @property
+    def stream_blocks_held(self) -> int:
+        """Blocks that streamed reads of this engine hold before their data is whole."""
+        ...
+
     def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]:
         """Describe live requests, oldest first, at most `most` of them; changes nothing, any thread."""
         ...

@@ -35,6 +35,8 @@ def scheduler_status(
         "leased_blocks": draining.leased_blocks,
         "leased_bytes": draining.leased_bytes,
         "fence_slots_used": state.fence_slots_used,
+        "stream_slots_used": state.stream_slots_used,
+        "stream_blocks_held": state.stream_blocks_held,
         **_requests(state, now_s),
     }
 

@@ -124,7 +124,7 @@ class ReadCoordinator:
         """Return counts, and at most `most` reads and peers each, as an operator is shown them."""
         now_s, engines = self._parts.now_s(), self._peers.engines()
         reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
-        streams = {"streams": self._streams.describe(most)} if self._streams is not None else {}
+        streams = self._streams.describe(most) if self._streams is not None else {}
         return {**reads, **streams, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
 
     # ---------------------------------------------------------------------------------------------- orders

@@ -83,7 +83,7 @@ class _Stream:
 class _Following:
     """A rank of a stream; listener of its watch."""
 
-    __slots__ = ("_coordinator", "name", "parts", "rank", "stream", "watch")
+    __slots__ = ("_coordinator", "finished_tokens", "name", "parts", "rank", "stream", "watch")
 
     def __init__(self, coordinator: StreamCoordinator, stream: _Stream, rank: Rank) -> None:
         self._coordinator = coordinator
@@ -92,6 +92,7 @@ class _Following:
         self.name = f"{stream.read.order.request_id}/{rank[0]}.{rank[1]}"
         self.watch: StreamWatch | None = None
         self.parts: list[_Part] = []
+        self.finished_tokens = 0
 
     def progress(self, tag: int, tokens: int) -> None:
         self._coordinator.progressed(self, tag, tokens)
@@ -199,20 +200,28 @@ class StreamCoordinator:
         """Transfers of streams that are not over."""
         return len(self._transfers)
 
-    def describe(self, most: int) -> list[dict[str, object]]:
-        """Return the oldest `most` streams as an operator is shown them."""
-        return [
-            {
-                "request_id": request_id,
-                "peer_request_id": stream.read.order.peer_request_id,
-                "peer_engine_id": stream.engine.engine_id,
-                "tokens": stream.read.order.tokens,
-                "bytes": stream.read.times.bytes_moved,
-                "ranks_left": len(stream.open_ranks),
-                "age_s": self._parts.now_s() - stream.read.times.ordered_s,
-            }
-            for request_id, stream in islice(self._streams.items(), most)
-        ]
+    def describe(self, most: int) -> dict[str, object]:
+        """Return how many streams there are, and the oldest `most` of them, as an operator is shown them."""
+        return {
+            "streams": len(self._streams),
+            "oldest_streams": [self._entry(stream) for stream in islice(self._streams.values(), most)],
+        }
+
+    def _entry(self, stream: _Stream) -> dict[str, object]:
+        """Describe a stream; of several ranks the one that is behind says how far it is."""
+        order, times = stream.read.order, stream.read.times
+        behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
+        return {
+            "request_id": order.request_id,
+            "peer_request_id": order.peer_request_id,
+            "peer_engine_id": stream.engine.engine_id,
+            "stage": "over" if behind is None else self._readers.state_of(behind.name),
+            "tokens": order.tokens,
+            "tokens_finished": order.tokens if behind is None else behind.finished_tokens,
+            "bytes": times.bytes_moved,
+            "ranks_left": len(stream.open_ranks),
+            "age_s": self._parts.now_s() - times.ordered_s,
+        }
 
     def look_after(self) -> None:
         """Give up streams without progress."""
@@ -225,6 +234,7 @@ class StreamCoordinator:
         """Take a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
+            following.finished_tokens = tokens
             try:
                 self._order(following, part)
             except Exception as error:  # noqa: BLE001  (what a peer's words provoke ends its stream, never this thread)
