@@ -17,7 +17,7 @@ from kv_handshake._ask_session import AskSession, OpenAsk
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._names import Names
 from kv_handshake._pacing import Backoff
-from kv_handshake._zmq import Connection, Hub, Tried
+from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,14 +180,12 @@ class Asker:
         except RuntimeError:  # no thread can be made
             self._fail(peer, "transport-failed")
 
-    def _connect(self, peer: _Peer, tried: Tried | None = None, address: str = "") -> None:
+    def _connect(self, peer: _Peer, tried: Tried = NOTHING_TRIED, address: str = "") -> None:
         if not (address or peer.addresses):
             self._fail(peer, "name-unresolved")
             return
         try:
-            connection = self._hub.open(
-                address or peer.addresses.popleft(), peer.session.endpoint.port, tried or Tried()
-            )
+            connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried)
         except HandshakeError as error:
             self._fail(peer, error.code)
             return

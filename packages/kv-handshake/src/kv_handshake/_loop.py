@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._names import Names
-from kv_handshake._zmq import Connection, Hub, Tried
+from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -243,9 +243,9 @@ class Loop:
             return
         self._open(task, address)
 
-    def _open(self, task: Task[Any], address: str, tried: Tried | None = None) -> None:
+    def _open(self, task: Task[Any], address: str, tried: Tried = NOTHING_TRIED) -> None:
         try:
-            connection = self._hub.open(address, task.request.endpoint.port, tried or Tried())
+            connection = self._hub.open(address, task.request.endpoint.port, tried)
         except HandshakeError as error:
             task.session.fail(error)
             self._end_attempt(task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_handshake._zmq._connections import Connection, Tried
+from kv_handshake._zmq._connections import NOTHING_TRIED, Connection, Tried
 from kv_handshake._zmq._curve import generate_keypair
 from kv_handshake._zmq._hub import Hub
 from kv_handshake._zmq._key_files import write_keypair
@@ -11,6 +11,7 @@ from kv_handshake._zmq._port import ListeningPort
 from kv_handshake._zmq._router import Incoming, RouterSocket, TooManyFrames
 
 __all__ = [
+    "NOTHING_TRIED",
     "ClientSecurity",
     "Connection",
     "Hub",

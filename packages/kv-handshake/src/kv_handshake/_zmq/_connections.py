@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import struct
 import time
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import zmq
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kv_handshake._zmq._grip import Grip
     from kv_handshake._zmq._keys import ClientSecurity
 
-__all__ = ["Connection", "Tried"]
+__all__ = ["NOTHING_TRIED", "Connection", "Tried"]
 
 _ONLY_CURRENT_ZMTP = b"kv-handshake"
 """A ZAP domain for plain client sockets. Without one, libzmq takes a web server for a ZeroMQ of before 2011, reads its
@@ -70,6 +70,9 @@ class Tried(NamedTuple):
 
     keys: tuple[str, ...] = ()
     is_again: bool = False
+
+
+NOTHING_TRIED: Final = Tried()
 
 
 @final

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import zmq
 
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
-from kv_handshake._zmq._connections import Connection, Tried
+from kv_handshake._zmq._connections import NOTHING_TRIED, Connection, Tried
 from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._wakeup import WakeupPipe
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub"]
 
-_NOTHING_TRIED = Tried()
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
 _MOST_STEPS = 3
@@ -80,7 +79,7 @@ class Hub:
         known = self._security.server_keys if self._security is not None else ()
         return next((key for key in known if key not in tried), "")
 
-    def open(self, address: str, port: int, tried: Tried = _NOTHING_TRIED) -> Connection:
+    def open(self, address: str, port: int, tried: Tried = NOTHING_TRIED) -> Connection:
         """Return a new connection, on its way.
 
         Args:
