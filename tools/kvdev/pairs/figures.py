@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, final
 
-from kvdev.pairs.gates import ALL_BYTES, LESS_FLOOR, USUAL_GAP, target_for
+from kvdev.pairs.gates import ALL_BYTES, LESS_FLOOR, PREFILL_GAP, USUAL_GAP, target_for
 from kvdev.pairs.kinds import ALONE, comparisons
 from kvdev.pairs.plan import left_tokens
 
@@ -27,6 +27,7 @@ MEASURES: Final[Mapping[str, str]] = {
     "last read": "ms",
     "worst gap": "ms",
     "usual gap": "ms",
+    "gap beside a prefill": "ms",
     "blocks held": "ms",
     "worker at rest": "% of a core",
     "prefill throughput": "tokens/s",
@@ -107,7 +108,7 @@ def rows_of(book: Book, kinds: Sequence[str]) -> list[dict[str, Any]]:
 def _compared_all(book: Book, measure: str, kinds: Sequence[str], where: Where) -> list[dict[str, Any]]:
     sides = [(one, other, measure) for one, other in comparisons(kinds)]
     sides += [(one, ALONE, measure) for one in kinds if measure == "prefill throughput"]
-    sides += [(one, one, USUAL_GAP) for one in kinds if measure == "worst gap"]
+    sides += [(one, one, other) for one in kinds for other in (USUAL_GAP, PREFILL_GAP) if measure == "worst gap"]
     return [row for side in sides if (row := _compared(book, measure, side, where)) is not None]
 
 

@@ -10,11 +10,22 @@ from kvdev.pairs.kinds import ALONE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ALL_BYTES", "LESS_FLOOR", "TARGETS", "USUAL_GAP", "Target", "Where", "target_for", "unjudged"]
+__all__ = [
+    "ALL_BYTES",
+    "LESS_FLOOR",
+    "PREFILL_GAP",
+    "TARGETS",
+    "USUAL_GAP",
+    "Target",
+    "Where",
+    "target_for",
+    "unjudged",
+]
 
 Where = tuple[tuple[str, object], ...]
 """Setting and case of a sample, as (name, value): `(("transport", "tcp"), ("chunk", 256))`."""
 USUAL_GAP: Final = "usual gap"
+PREFILL_GAP: Final = "gap beside a prefill"
 ALL_BYTES: Final = "all bytes"
 LESS_FLOOR: Final = "plain less floor"
 """The most that streaming can save: a plain hand-over, less one decode step and the read of the last step's blocks."""

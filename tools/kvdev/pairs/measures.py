@@ -29,6 +29,7 @@ __all__ = [
     "counts_of",
     "early_share",
     "freed_s",
+    "gap_beside_a_prefill",
     "gaps_beside_a_read",
     "gaps_of",
     "hand_over",
@@ -103,6 +104,19 @@ async def gaps_beside_a_read(pair: Pair, prompt: Sequence[int], beside: Sequence
     async with client() as session, running_stream(session, pair.decode.url, beside, tokens=_BESIDE_TOKENS) as stream:
         answer = await ask(session, pair.router, prompt)
         return gaps_of(stream, answer, is_streamed=pair.early is not None)
+
+
+async def gap_beside_a_prefill(pair: Pair, prompt: Sequence[int], beside: Sequence[int]) -> float:
+    """Return the worst gap of a request of the decode engine, in ms, while the prefill engine computes what nobody reads.
+
+    It is what the computation costs the request on a machine where both engines share the cores.
+    """
+    async with client() as session, running_stream(session, pair.decode.url, beside, tokens=_BESIDE_TOKENS) as stream:
+        answer = await ask(session, pair.prefill.url, prompt, tokens=1)
+        gaps = stream.gaps_ms(answer.began_s, answer.times_s[0])
+    if not gaps:
+        raise DevError("the stream beside gave no tokens during a prefill")
+    return max(gaps)
 
 
 @dataclass(frozen=True, slots=True)

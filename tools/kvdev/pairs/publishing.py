@@ -23,6 +23,7 @@ _NAMES: Final = {
     "vllm": "vLLM's own",
     "alone": "no connector",
     "usual gap": "the usual gap",
+    "gap beside a prefill": "the worst gap beside a prefill that nobody reads",
     "plain less floor": "what plain takes beyond the floor",
 }
 

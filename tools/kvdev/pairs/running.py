@@ -177,7 +177,7 @@ class _Run:
 
     def _pair(self, kind: str, pair: Pair, case: Case, seed: str) -> None:
         note, prompts = self.book.add, [made_prompt(f"{seed} {part}", case.tokens) for part in ("gap", "held")]
-        beside = [made_prompt(f"{seed} {part} beside", 64) for part in ("gap", "held")]
+        beside = [made_prompt(f"{seed} {part} beside", 64) for part in ("gap", "held", "prefill")]
         note(
             "worker at rest",
             kind,
@@ -190,10 +190,14 @@ class _Run:
             note("last read", kind, self.setting, case, measures.last_read_ms(pair, last))
         gaps = asyncio.run(measures.gaps_beside_a_read(pair, prompts[0], beside[0]))
         measures.wait_idle(pair.decode)
+        alone = made_prompt(f"{seed} {kind} prefill", case.tokens)
+        prefill_gap_ms = asyncio.run(measures.gap_beside_a_prefill(pair, alone, beside[2]))
+        measures.wait_idle(pair.decode)
         held_ms, answer = asyncio.run(measures.held_ms(pair, prompts[1], beside[1]))
         measures.wait_idle(pair.prefill)
         note("worst gap", kind, self.setting, case, gaps.worst)
         note("usual gap", kind, self.setting, case, gaps.usual)
+        note("gap beside a prefill", kind, self.setting, case, prefill_gap_ms)
         note("blocks held", kind, self.setting, case, held_ms)
         self.exam.note(seed, kind, case, prompts, [gaps.answer, answer])
 
