@@ -212,8 +212,8 @@ def test_a_worker_at_rest_is_the_process_beside_the_server(
 ) -> None:
     monkeypatch.setattr("kvdev.pairs.measures._SETTLES_S", 0.0)
     engines: Any = [SimpleNamespace(pid=group.pid, spec=SimpleNamespace(name="e")) for group in groups]
-    shares = rest_shares(Pair(engines[0], engines[1], ""), 0.2)
+    shares = rest_shares(engines[:2], 0.2)
     assert all(0 <= share < 0.05 for share in shares)
     lonely: Any = SimpleNamespace(pid=os.getpgid(os.getpid()) + 2**22, spec=SimpleNamespace(name="lonely"))
     with pytest.raises(DevError, match="lonely has no process"):
-        rest_shares(Pair(lonely, lonely, ""), 0.1)
+        rest_shares([lonely], 0.1)

@@ -35,6 +35,8 @@ MEASURES: Final[Mapping[str, str]] = {
     "recomputed": "tokens",
 }
 """Measure -> unit."""
+_BESIDE_ALONE: Final = ("prefill throughput", "worker at rest")
+"""Measures that an engine without a connector has, too."""
 _COUNTED: Final = ("wrong answers", "recomputed")
 """Measures whose samples are added up, and whose sum must be 0."""
 _BEYOND: Final = 1e6
@@ -107,7 +109,7 @@ def rows_of(book: Book, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 def _compared_all(book: Book, measure: str, kinds: Sequence[str], where: Where) -> list[dict[str, Any]]:
     sides = [(one, other, measure) for one, other in comparisons(kinds)]
-    sides += [(one, ALONE, measure) for one in kinds if measure == "prefill throughput"]
+    sides += [(one, ALONE, measure) for one in kinds if measure in _BESIDE_ALONE]
     sides += [(one, one, other) for one in kinds for other in (USUAL_GAP, PREFILL_GAP) if measure == "worst gap"]
     return [row for side in sides if (row := _compared(book, measure, side, where)) is not None]
 

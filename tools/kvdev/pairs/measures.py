@@ -215,10 +215,10 @@ def early_share(before: Counts, after: Counts, tokens: int) -> float:
     return 100 * (after.early_bytes - before.early_bytes) / due
 
 
-def rest_shares(pair: Pair, seconds: float) -> list[float]:
+def rest_shares(engines: Sequence[Engine], seconds: float) -> list[float]:
     """Return the share of a core that each engine's worker takes at rest; it lives in the scheduler's process."""
     time.sleep(_SETTLES_S)
-    workers = [_worker_of(engine) for engine in (pair.prefill, pair.decode)]
+    workers = [_worker_of(engine) for engine in engines]
     before, began_s = [cpu_seconds(pid) for pid in workers], time.monotonic()
     time.sleep(seconds)
     lasted_s = time.monotonic() - began_s

@@ -168,7 +168,10 @@ class _Run:
             engine = pair.prefill if pair else self.fleet.alone
             rate = asyncio.run(loading.prefill_rate(engine, pair, timed))
             self.book.add("prefill throughput", kind, self.setting, case, rate)
-            if pair:
+            if not pair:
+                shares = measures.rest_shares([engine], self.plan.idle_s)
+                self.book.add("worker at rest", ALONE, self.setting, None, *(100 * each for each in shares))
+            else:
                 try:
                     self._pair(kind, pair, case, seed)
                 except DevError as error:  # figures of this pair alone are missing
@@ -183,23 +186,23 @@ class _Run:
             kind,
             self.setting,
             None,
-            *(100 * each for each in measures.rest_shares(pair, self.plan.idle_s)),
+            *(100 * each for each in measures.rest_shares([pair.prefill, pair.decode], self.plan.idle_s)),
         )
         if kind == "ours":
             last = made_prompt(f"{seed} last", last_step_tokens(case.tokens, self.setting.chunk))
             note("last read", kind, self.setting, case, measures.last_read_ms(pair, last))
         gaps = asyncio.run(measures.gaps_beside_a_read(pair, prompts[0], beside[0]))
         measures.wait_idle(pair.decode)
-        alone = made_prompt(f"{seed} {kind} prefill", case.tokens)
-        prefill_gap_ms = asyncio.run(measures.gap_beside_a_prefill(pair, alone, beside[2]))
-        measures.wait_idle(pair.decode)
         held_ms, answer = asyncio.run(measures.held_ms(pair, prompts[1], beside[1]))
         measures.wait_idle(pair.prefill)
         note("worst gap", kind, self.setting, case, gaps.worst)
         note("usual gap", kind, self.setting, case, gaps.usual)
-        note("gap beside a prefill", kind, self.setting, case, prefill_gap_ms)
         note("blocks held", kind, self.setting, case, held_ms)
         self.exam.note(seed, kind, case, prompts, [gaps.answer, answer])
+        unread = made_prompt(f"{seed} {kind} prefill", case.tokens)
+        gap_ms = asyncio.run(measures.gap_beside_a_prefill(pair, unread, beside[2]))
+        measures.wait_idle(pair.decode)
+        note("gap beside a prefill", kind, self.setting, case, gap_ms)
 
     def _turn_of(self, kind: str) -> Pair:
         self.fleet.turns.only(kind)
