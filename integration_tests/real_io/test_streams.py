@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
             time.sleep(0.02)
             told.clear()
             began_s = time.monotonic()
-            consumer.call_soon(lambda slot=slot: look(slot))
+            consumer.call_soon(partial(look, slot))
             assert told.wait(20), consumer.health()
             took_s.append(time.monotonic() - began_s)
             words.void(slot, slot + 100, slot + 1)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvdev.pairs.fleet import Pair, alone_spec, specs_of
+from kvdev.pairs.fleet import alone_spec, specs_of
 from kvdev.pairs.kinds import KINDS, comparisons
 from kvdev.pairs.measures import rest_shares
 from kvdev.pairs.plan import Case, Setting, blocks_of, last_step_tokens, left_tokens, plan_of
