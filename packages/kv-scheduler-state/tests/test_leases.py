@@ -35,6 +35,16 @@ def test_a_renewal_moves_the_deadline_and_never_back():
     assert table.read_complete("p1", reader="r", reader_count=1, now_s=41.0) == "expired"
 
 
+def test_leases_that_run_are_counted():
+    table = granted()
+    table.expect("p2", now_s=0.0)
+    table.grant("p3", lease_s=5.0, fence=(1, 7), now_s=0.0)
+    assert table.granted_count() == 2, "what was announced does not run yet"
+    table.release("p3", now_s=1.0)
+    table.take_ended(now_s=1.0)
+    assert table.granted_count() == 1
+
+
 def test_a_renewed_lease_is_looked_at_again_when_its_first_deadline_passes():
     table = granted(max_pause_s=math.inf)
     table.renew("p1", now_s=20.0)

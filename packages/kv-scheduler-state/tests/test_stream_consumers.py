@@ -395,3 +395,22 @@ def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for():
     admission = state.arrive("d1", early(serves=False), prompt_tokens=1, identity=Identified(), now_s=0.0)
     assert admission.rejected_code == "ticket-prompt-unidentified"
     assert state.take_stream_questions() == []
+
+
+def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing():
+    state, _ = at("streaming")
+    streams = state._consumers.streams
+    with pytest.raises(SchedulerStateError, match="nobody"):
+        streams.find("nobody", "torn")
+    assert streams.note_end("nobody", (0, 0), is_done=False) is False
+    state.stream_ended("nobody", (0, 0), is_done=True)
+    assert states(state) == ["consumer-streaming"]
+
+
+def test_no_read_is_ordered_of_a_stream_without_blocks():
+    state, _ = at("asking")
+    streams = state._consumers.streams
+    stream = streams.find("d1", "final")
+    for order in (streams.order_again, streams.order_final):
+        with pytest.raises(SchedulerStateError):
+            order(stream, None)

@@ -163,6 +163,34 @@ def test_a_reservation_is_counted_once_and_comes_back():
     assert reserve.held == 0
 
 
+def test_held_tokens_are_shown_under_the_tag_of_their_start_alone():
+    words = Log()
+    worker = StreamWorker(words, 2)
+    chunk = StreamChunk("r", 1, 8, (), 100, held_tokens=96)
+    worker.before_forward(StreamPlan((), (StreamOpen("r", 1, 8, 8),), ()))
+    words.clear()
+    worker.held(chunk)
+    worker.held(chunk._replace(tag=7))
+    assert words == [("show", 1, 8, 96)]
+    worker.spoil(StreamOpen("r", 1, 8, 8))
+    worker.held(chunk)
+    assert words[1:] == [("void", 1, 8 | 1 << 63, 8)], "nothing is shown of a prompt whose pages are no good"
+
+
+def test_words_that_refuse_an_order_fail_it_alone():
+    class Gone(Log):
+        def put(self, *values):
+            raise ValueError(values[0])
+
+    words = Gone()
+    worker = StreamWorker(words, 3)
+    chunks = tuple(StreamChunk(f"r{slot}", slot, 8, (StreamRun(0, (3,)),), 16) for slot in (1, 2))
+    opens = tuple(StreamOpen(f"r{slot}", slot, 8, 8) for slot in (1, 2))
+    refused = worker.before_forward(StreamPlan((), opens, chunks))
+    assert [(request_id, str(error)) for request_id, error in refused] == [("r1", "1"), ("r2", "2")]
+    assert words == [("open", 1, 8, 8), ("open", 2, 8, 8)]
+
+
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
 def test_a_share_is_one(fraction):
     with pytest.raises(InvalidConfig):
@@ -188,6 +216,21 @@ def test_the_readers_example():
     made.watch("r", Stream(7, 7, 100, 16), 0.0)
     with pytest.raises(DuplicateRequest):
         made.watch("r", Stream(7, 7, 100, 16), 0.0)
+
+
+@pytest.mark.parametrize(("tag", "tokens"), [(8, 40), (7, 101), (7, 30)])
+def test_progress_that_cannot_be_breaks_the_stream(tag, tokens):
+    """Of a later start, beyond the prompt's end, or back."""
+    made = StreamReaders(5.0)
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.observed("r", 7, 40, 0.0)
+    assert made.observed("r", 7, 40, 0.0) is None, "the same word twice is no news"
+    assert made.observed("r", tag, tokens, 0.0) is None
+    assert made.state_of("r") == "breaking"
+    made.cancel("r")
+    made.cancel("unknown")
+    made.landed("r", is_good=True, now_s=0.0)
+    assert made.take_reports() == [("r", False)]
 
 
 def test_deadlines_count_from_progress():

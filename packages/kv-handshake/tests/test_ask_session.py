@@ -1,0 +1,82 @@
+"""The asking side of one peer and the listener's desk, without sockets: what a peer can say that is of no use."""
+
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from kv_handshake import Codec, WireError
+from kv_handshake._ask_desk import AskDesk
+from kv_handshake._ask_frames import MAX_ASK_REPLY_BYTES, encode_answer, encode_cancel, parse_answer
+from kv_handshake._ask_session import AskSession, OpenAsk
+from kv_handshake._pacing import AskLimits
+from kv_handshake._writing import encode_refusal
+from kv_handshake.testing import sample_metadata
+
+ENVELOPE = Codec(capabilities={"ask": "supported"}).encode_envelope(
+    sample_metadata(), {"model": "sample"}, dialect=14, rank=(0, 0)
+)
+
+
+def greeted():
+    session = AskSession(SimpleNamespace())
+    session.add(OpenAsk(1, b"question", lambda *_: None, time.monotonic() + 1))
+    session.connected()
+    session.receive([ENVELOPE])
+    assert (session.error, session.is_greeted) == (None, True)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([encode_answer(1, b"a"), b"more"], "unexpected-reply"),
+        ([], "unexpected-reply"),
+        ([ENVELOPE], "unexpected-reply"),
+        ([encode_refusal("rate-limited", "later")], "unexpected-reply"),
+        ([encode_refusal("unknown-command", "what is this")], "ask-unsupported"),
+        ([b"\x93rubbish"], "malformed-answer"),
+    ],
+)
+def test_a_reply_that_answers_no_ask_is_a_fault_of_the_peer(frames, code):
+    session = greeted()
+    assert session.receive(frames) is None
+    assert session.error is not None
+    assert session.error.code == code
+    assert list(session.open) == [1], "its asks are not lost"
+
+
+def test_a_peer_that_refuses_the_greeting_is_no_peer_to_ask():
+    session = AskSession(SimpleNamespace())
+    session.connected()
+    assert session.receive([encode_refusal("rate-limited", "too many", retry_after_s=2.0)]) is None
+    assert session.error is not None
+    assert session.error.code == "refused"
+    assert "rate-limited" in str(session.error)
+
+
+def test_an_answer_to_an_ask_that_is_over_is_nothing():
+    session = greeted()
+    session.cancel(1)
+    assert session.receive([encode_answer(1, b"late")]) is None
+    assert session.error is None
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\xc0" * (MAX_ASK_REPLY_BYTES + 100), msgspec.msgpack.encode(7), msgspec.msgpack.encode({"ask": 1})]
+)
+def test_what_is_no_answer_is_refused(frame):
+    with pytest.raises(WireError) as refused:
+        parse_answer(frame)
+    assert refused.value.code == "malformed-answer"
+
+
+def test_a_desk_knows_only_connections_and_asks_of_its_own():
+    told = []
+    desk = AskDesk(lambda *ask: told.append(ask), told.append, limits=AskLimits(), log=SimpleNamespace())
+    assert desk.connection_ended(12345) is False
+    incoming = SimpleNamespace(envelope=[b"peer"], sender=SimpleNamespace(descriptor=3))
+    (frame,) = desk.receive(incoming, encode_cancel(7), time.monotonic())
+    assert parse_answer(frame).code == "ask-cancelled"
+    assert (told, desk.statistics()["asks_cancelled"]) == ([], 0)
