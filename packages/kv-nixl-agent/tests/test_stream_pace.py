@@ -11,6 +11,19 @@ from kv_nixl_agent.testing import FakeFabric
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 
 
+def started_thread(name, options, fabric):
+    thread = TransferThread(
+        name,
+        [],
+        on_result=lambda _: None,
+        on_notification=lambda *_: None,
+        options=options,
+        port_factory=fabric.port,
+    )
+    thread.start()
+    return thread
+
+
 class Watched:
     """A producer and a consumer that looks at it; time moves from look to look."""
 
@@ -85,15 +98,7 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
     fabric = FakeFabric(latency_polls=0)
     options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.02, stream_slow_poll_s=0.02)
     producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    thread = TransferThread(
-        "consumer",
-        [],
-        on_result=lambda _: None,
-        on_notification=lambda *_: None,
-        options=options,
-        port_factory=fabric.port,
-    )
-    thread.start()
+    thread = started_thread("consumer", options, fabric)
     try:
         spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
         told, watches = [], []
@@ -120,15 +125,7 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
     fabric = FakeFabric(latency_polls=0)
     for progress_thread, least, most in ((False, 25, 80), (True, 0, 15)):
         options = AgentOptions(stream_slots=2, stream_capacity=16, progress_thread=progress_thread)
-        thread = TransferThread(
-            f"producer {progress_thread}",
-            [],
-            on_result=lambda _: None,
-            on_notification=lambda *_: None,
-            options=options,
-            port_factory=fabric.port,
-        )
-        thread.start()
+        thread = started_thread(f"producer {progress_thread}", options, fabric)
         try:
             thread.allow_slow_polling(True)
             time.sleep(2.5)  # it looks every 0.25 s by now
