@@ -61,6 +61,11 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         5,
         STREAMING,
     ),
+    "1 request, preempted, its offer is given for too long": (
+        StreamSetting(preemptions=1, ticks=3, rules=StreamRules(keeps_offers=True)),
+        5,
+        STREAMING,
+    ),
     "1 request, seconds pass": (StreamSetting(ticks=4), 7),
     "1 request, all of it, failures are final": (
         StreamSetting(preemptions=1, faults=1, ticks=3, fails_requests=True),

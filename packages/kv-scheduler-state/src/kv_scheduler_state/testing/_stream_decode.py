@@ -10,6 +10,7 @@ from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._machine import GONE
 from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state._stream_values import StreamAnswer
 from kv_scheduler_state.testing._freeze import freeze
 from kv_scheduler_state.testing._model import Step, demand
 from kv_scheduler_state.testing._stream_prefill import GROUPS
@@ -64,6 +65,8 @@ class StreamDecode:
         self.readers = [Reader(number, reader, peer) for number in range(len(peer.workers))]
         self.reports: dict[str, dict[int, bool]] = {}
         self.questions: list[StreamQuestion] = []
+        self.told: list[StreamAnswer] = []
+        """Answers of the listener that are on their way."""
         self.losses = self.aborts = adversity
 
     def free_blocks(self) -> int:
@@ -90,7 +93,7 @@ class StreamDecode:
     def _has_answers(self) -> bool:
         streams = self.opposite.state._producers.streams  # noqa: SLF001
         is_due = any(each.parked and each.record.state == "streamed" for each in streams._streams.values())  # noqa: SLF001
-        return is_due or bool(streams._answers)  # noqa: SLF001
+        return is_due or bool(streams._answers or self.told)  # noqa: SLF001
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's consumer record."""
@@ -116,11 +119,15 @@ class StreamDecode:
         name, argument = step[0], step[1] if len(step) > 1 else ""
         if name == "c-send":
             for question in self.questions:
-                fields = question._asdict()
-                self.opposite.state.stream_question(question.request_id, fields)
+                answer = self.opposite.answer_by_listener(question)
+                if answer is None:
+                    self.opposite.state.stream_question(question.request_id, question._asdict())
+                else:
+                    self.told.append(StreamAnswer(question.request_id, question.number, answer))
             self.questions.clear()
         elif name == "c-answer":
-            for asker, number, answer in self.opposite.state.take_stream_answers():
+            told, self.told = self.told, []
+            for asker, number, answer in (*told, *self.opposite.state.take_stream_answers()):
                 self.state.stream_answered(asker, number, answer, now_s=now_s)
         elif name == "c-step":
             self._send(now_s)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
     from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import StepPlan
-    from kv_scheduler_state._stream_values import StreamChunk
+    from kv_scheduler_state._stream_values import StreamChunk, StreamQuestion
 
 __all__ = ["GROUPS", "StreamPrefill"]
 
@@ -142,6 +142,8 @@ class StreamPrefill:
         self.now_s = 0.0
         # Generations that were ended for a reason: a reader may be refused by these, and by no others.
         self.ended: set[int] = set()
+        self.board: dict[str, dict[str, object]] = {}
+        """Answers that the listener gives by itself, by hand-over id."""
 
     # ---- what can happen
 
@@ -263,6 +265,7 @@ class StreamPrefill:
             identity=Identity(),
             now_s=self.now_s,
         )
+        self._publish()
         if not decision.keep_blocks:
             self._release(prompt, "over")
             return
@@ -300,10 +303,25 @@ class StreamPrefill:
 
     def _send(self, writes: tuple[tuple[int, str], ...], request_id: str = "") -> None:
         plan = self.state.take_step_plan(now_s=self.now_s)
+        self._publish()
         chunk = next((each for each in plan.streams.chunks if each.request_id == request_id), None)
         for worker in self.workers:
             if plan is not EMPTY_PLAN or writes:
                 worker.inbox.append((plan, (writes, chunk)))
+
+    def _publish(self) -> None:
+        """Let the listener give the answers that stand, as once a step and when a request has ended."""
+        for standing in self.state.take_stream_standings():
+            if standing.answer is not None:
+                self.board[standing.hand_over_id] = standing.answer
+            elif not self.rules.keeps_offers:
+                self.board.pop(standing.hand_over_id, None)
+
+    def answer_by_listener(self, question: StreamQuestion) -> dict[str, object] | None:
+        """Return what the listener answers by itself, however long ago it was published; None for a question that waits."""
+        answer = self.board.get(question.hand_over_id)
+        is_of_use = answer is not None and (answer["kind"] != "offer" or not question.wants_final)
+        return answer if is_of_use else None
 
     def _idle(self, *, is_other: bool) -> None:
         self.others -= is_other

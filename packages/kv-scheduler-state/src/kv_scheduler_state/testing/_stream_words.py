@@ -29,6 +29,8 @@ class StreamRules:
     reads_state_early: bool = False
     voids_last: bool = False
     """Voids of a plan after its openings: right as well, since no order between requests is promised."""
+    keeps_offers: bool = False
+    """The listener gives an offer whose words have moved until there is another answer: right as well, by the fence."""
 
 
 @final
