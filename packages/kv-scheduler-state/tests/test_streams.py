@@ -66,6 +66,15 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         5,
         STREAMING,
     ),
+    "1 request, caches are reset": (StreamSetting(resets=1), 7),
+    "streaming, preempted, caches are reset": (StreamSetting(resets=1, preemptions=1), 5, STREAMING),
+    "whole, caches are reset, failures are final": (
+        StreamSetting(resets=1, ticks=2, fails_requests=True),
+        5,
+        WHOLE,
+    ),
+    "broken, caches are reset": (StreamSetting(resets=1, preemptions=1, max_breaks=1), 5, BROKEN),
+    "2 workers, one is done, caches are reset": (StreamSetting(workers=2, resets=1), 4, ONE_DONE),
     "1 request, seconds pass": (StreamSetting(ticks=4), 7),
     "1 request, all of it, failures are final": (
         StreamSetting(preemptions=1, faults=1, ticks=3, fails_requests=True),
@@ -113,6 +122,13 @@ PLANTED: dict[str, tuple[Any, ...]] = {
         ),
         "no stale page is accepted",
         WHOLE,
+    ),
+    "a stream goes on over a reset": (
+        StreamSetting(
+            resets=1, producer=changed(STREAM_PRODUCER_TABLE, "offered", "reset", target="offered", effects=())
+        ),
+        "no stale page is accepted",
+        STREAMING,
     ),
     "void after the forward": (
         StreamSetting(preemptions=1, rules=StreamRules(voids_after_forward=True)),

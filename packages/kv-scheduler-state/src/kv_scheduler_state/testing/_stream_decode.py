@@ -36,6 +36,7 @@ class StreamDecode:
         peer: StreamPrefill,
         *,
         adversity: int,
+        resets: int,
         room: int,
         max_breaks: int,
         fails_requests: bool,
@@ -68,6 +69,7 @@ class StreamDecode:
         self.told: list[StreamAnswer] = []
         """Answers of the listener that are on their way."""
         self.losses = self.aborts = adversity
+        self.resets = resets
 
     def free_blocks(self) -> int:
         """Return the blocks that no request has."""
@@ -86,6 +88,8 @@ class StreamDecode:
             names.append(("c-send",))
         if not self.opposite.is_dead and self._has_answers():
             names.append(("c-answer",))
+        if self.resets:
+            names.append(("c-reset",))
         for request_id, status in self.status.items():
             names += [(name, request_id) for name in self._request_names(request_id, status)]
         return names
@@ -131,6 +135,9 @@ class StreamDecode:
                 self.state.stream_answered(asker, number, answer, now_s=now_s)
         elif name == "c-step":
             self._send(now_s)
+        elif name == "c-reset":
+            self.resets -= 1
+            self.state.reset(now_s=now_s)
         elif argument.isdigit():
             self._worker_step(name, self.readers[int(argument)], step[2] if len(step) > 2 else "", now_s)
         else:
@@ -239,7 +246,7 @@ class StreamDecode:
 
     def heal_step(self) -> Step | None:
         """Return what this side has left to do."""
-        bad = {"c-lose", "c-abort"}
+        bad = {"c-lose", "c-abort", "c-reset"}
         good = [step for step in self.steps() if step[0] not in bad]
         return next((step for step in good if step[0] != "c-admit" or self._can_admit(step[1])), None)
 

@@ -21,7 +21,7 @@ from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 from kv_scheduler_state._stream_worker import StreamWorker
 from kv_scheduler_state.testing._freeze import freeze
 from kv_scheduler_state.testing._model import Step, demand
-from kv_scheduler_state.testing._stream_words import Device, Identity, Job, StreamRules, Words, early_ticket
+from kv_scheduler_state.testing._stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
@@ -44,6 +44,8 @@ class Prompt:
         self.chunks = 0
         self.fence: tuple[int, int] = (0, 0)
         self.reported: set[int] = set()
+        # Whether the cache was reset since it began: it is not handed over before it has started again.
+        self.is_void = False
 
 
 @final
@@ -114,12 +116,21 @@ class StreamPrefill:
         requests: Requests, `s0` and so on.
         slots: Words of streams.
         adversity: Preemptions, and steps of other requests into freed pages, that may happen.
+        resets: Resets of the cache that may happen.
         rules: Order in which things are done.
         workers: Its workers.
     """
 
     def __init__(
-        self, table: Table, *, requests: int, slots: int, adversity: int, rules: StreamRules, workers: int
+        self,
+        table: Table,
+        *,
+        requests: int,
+        slots: int,
+        adversity: int,
+        resets: int,
+        rules: StreamRules,
+        workers: int,
     ) -> None:
         config = SchedulerConfig(
             *("prefill-0", "10.0.0.1", 5600),
@@ -138,6 +149,9 @@ class StreamPrefill:
         self.workers = [Worker(slots, requests, pages) for _ in range(workers)]
         self.free = set(range(pages))
         self.others = self.preemptions = self.decodes = self.revocations = adversity
+        self.resets = resets
+        # Grows with each reset; pages of one prompt that were computed before and after one do not go together.
+        self.epoch = 0
         self.is_dead = False
         self.now_s = 0.0
         # Generations that were ended for a reason: a reader may be refused by these, and by no others.
@@ -177,6 +191,8 @@ class StreamPrefill:
                 names.append(("p-chunk", request_id))
         if self.others and self.free:
             names.append(("p-other",))
+        if self.resets:
+            names.append(("p-reset",))
         return names
 
     def _endings(self, request_id: str, prompt: Prompt) -> list[str]:
@@ -220,6 +236,8 @@ class StreamPrefill:
             worker.streams.chunk_ended(worker.notes.pop(0))
         elif name in {"p-idle", "p-other"}:
             self._idle(is_other=name == "p-other")
+        elif name == "p-reset":
+            self._reset()
         elif name == "p-chunk":
             self._chunk(argument, self.prompts[argument])
         elif name == "p-end" and len(step) > 2:
@@ -237,6 +255,9 @@ class StreamPrefill:
             prompt.status = "waiting"
         elif name == "p-finish":
             self._end(request_id, prompt, "length")
+            if prompt.is_void:
+                demand(prompt.status != "leased", "what was computed before a reset is not handed over")
+                return
             slot, generation = prompt.fence
             is_shown = all(worker.words.fences[slot] == generation for worker in self.workers)
             demand(prompt.status == "leased" and is_shown, "the word shows the generation of the lease")
@@ -297,8 +318,8 @@ class StreamPrefill:
         record = self.state._requests[request_id].producer  # noqa: SLF001
         if record is not None and record.fence is not None:
             prompt.fence = record.fence
-        state = (prompt.pages[0], f"state {request_id} {prompt.chunks}")
-        entry = (taken[-1], f"kv {request_id} {prompt.chunks - 1}")
+        state = (prompt.pages[0], page_text("state", request_id, prompt.chunks, self.epoch))
+        entry = (taken[-1], page_text("kv", request_id, prompt.chunks - 1, self.epoch))
         self._send((state, entry), request_id)
 
     def _send(self, writes: tuple[tuple[int, str], ...], request_id: str = "") -> None:
@@ -351,10 +372,21 @@ class StreamPrefill:
         self.free.remove(page)
         return page
 
+    def _reset(self) -> None:
+        """Let nothing count any more that was computed before now."""
+        self.resets -= 1
+        self.epoch += 1
+        self.state.reset(now_s=self.now_s)
+        for prompt in self.prompts.values():
+            if prompt.status in {"running", "leased"}:
+                self.ended.add(prompt.fence[1])
+                prompt.is_void = prompt.status == "running"
+
     def _release(self, prompt: Prompt, status: str) -> None:
         demand(not self.free & set(prompt.pages), "a page is freed once")
         self.free |= set(prompt.pages)
         prompt.pages, prompt.chunks, prompt.status = (), 0, status
+        prompt.is_void = prompt.is_void and status != "waiting"
 
     # ---- the end
 

@@ -10,6 +10,7 @@ from kv_scheduler_state._stream_ends import StreamEnds
 from kv_scheduler_state._stream_reader import Stream, StreamReaders
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 from kv_scheduler_state.testing._model import Step, demand
+from kv_scheduler_state.testing._stream_words import page_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,8 @@ class Reader:
         self.plain: set[str] = set()
         self.wire: list[Part] = []
         self.wanted: set[str] = set()
+        self.void: set[str] = set()
+        """Plain reads under way that must end badly."""
         self.inbox: list[StepPlan] = []
         # (request, whether it failed) for the engine.
         self.received: list[tuple[str, bool]] = []
@@ -104,6 +107,7 @@ class Reader:
             self.streams.cancel(request_id)
         for read in plan.reads:
             self._read(read, now_s)
+        self.void.update(self.plain.intersection(plan.voids))
         self.received += [(each, True) for each in plan.failures if self.ends.takes_read(each)]
         self._settle(now_s)
 
@@ -192,10 +196,12 @@ class Reader:
 
     def _plain_ended(self, request_id: str, *, is_done: bool, now_s: float) -> None:
         self.plain.discard(request_id)
+        is_void = request_id in self.void
+        self.void.discard(request_id)
         if is_done:
             self._check(request_id)
             self._notify(self.orders[request_id], now_s)
-        self.received.append((request_id, not is_done))
+        self.received.append((request_id, is_void or not is_done))
 
     def _settle(self, now_s: float) -> None:
         self.wanted |= set(self.streams.take_fences())
@@ -210,9 +216,12 @@ class Reader:
 
     def _check(self, request_id: str) -> None:
         found, chunks = self.entries[request_id], self.opposite.rules.chunks
-        good: dict[int, str] = {entry: f"kv {request_id} {entry}" for entry in range(chunks)}
-        good[-1] = f"state {request_id} {chunks}"
-        demand(found == good, f"no stale page is accepted: {sorted(found.items())}")
+        for epoch in range(self.opposite.epoch + 1):
+            good = {entry: page_text("kv", request_id, entry, epoch) for entry in range(chunks)}
+            good[-1] = page_text("state", request_id, chunks, epoch)
+            if found == good:
+                return
+        demand(False, f"no stale page is accepted: {sorted(found.items())}")
 
     def _notify(self, read: ReadOrder, now_s: float) -> None:
         if not self.opposite.is_dead:

@@ -78,6 +78,11 @@ class Words:
         self.progress[slot] = (tag, tokens)
 
 
+def page_text(kind: str, request_id: str, number: int, epoch: int) -> str:
+    """Return what a page holds; that of an epoch after a reset says so: `kv s0 1`, then `kv s0 1 of epoch 1`."""
+    return f"{kind} {request_id} {number}" + (f" of epoch {epoch}" if epoch else "")
+
+
 @final
 class Device:
     """Works off steps in order; the pages of the step that it is at hold `junk`."""

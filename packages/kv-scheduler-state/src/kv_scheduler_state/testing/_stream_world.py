@@ -35,6 +35,7 @@ class StreamSetting:
         room: Requests whose blocks the decode engine has room for.
         preemptions: Preemptions, and steps of other requests into freed pages, each.
         faults: Lost parts and aborts of the decode engine, each.
+        resets: Resets of each engine's cache.
         ticks: Seconds that may pass before everything is well again.
         deaths: Whether the prefill engine may die.
         workers: Workers a side.
@@ -48,6 +49,7 @@ class StreamSetting:
     room: int = 1
     preemptions: int = 0
     faults: int = 0
+    resets: int = 0
     ticks: int = 0
     deaths: int = 0
     workers: int = 1
@@ -69,6 +71,7 @@ class StreamWorld:
             requests=setting.requests,
             slots=setting.slots,
             adversity=setting.preemptions,
+            resets=setting.resets,
             rules=setting.rules,
             workers=setting.workers,
         )
@@ -77,6 +80,7 @@ class StreamWorld:
             setting.reader,
             self.prefill,
             adversity=setting.faults,
+            resets=setting.resets,
             room=setting.room,
             max_breaks=setting.max_breaks,
             fails_requests=setting.fails_requests,
