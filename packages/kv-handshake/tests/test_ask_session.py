@@ -2,25 +2,28 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from kv_handshake import Codec, WireError
 from kv_handshake._ask_desk import AskDesk
-from kv_handshake._ask_frames import MAX_ASK_REPLY_BYTES, encode_answer, encode_cancel, parse_answer
+from kv_handshake._ask_frames import encode_answer, encode_cancel, parse_answer
 from kv_handshake._ask_session import AskSession, OpenAsk
+from kv_handshake._limits import MAX_ASK_REPLY_BYTES
 from kv_handshake._pacing import AskLimits
 from kv_handshake._writing import encode_refusal
 from kv_handshake.testing import sample_metadata
 
+NOTHING: Any = SimpleNamespace()
 ENVELOPE = Codec(capabilities={"ask": "supported"}).encode_envelope(
     sample_metadata(), {"model": "sample"}, dialect=14, rank=(0, 0)
 )
 
 
 def greeted():
-    session = AskSession(SimpleNamespace())
+    session = AskSession(NOTHING)
     session.add(OpenAsk(1, b"question", lambda *_: None, time.monotonic() + 1))
     session.connected()
     session.receive([ENVELOPE])
@@ -48,7 +51,7 @@ def test_a_reply_that_answers_no_ask_is_a_fault_of_the_peer(frames, code):
 
 
 def test_a_peer_that_refuses_the_greeting_is_no_peer_to_ask():
-    session = AskSession(SimpleNamespace())
+    session = AskSession(NOTHING)
     session.connected()
     assert session.receive([encode_refusal("rate-limited", "too many", retry_after_s=2.0)]) is None
     assert session.error is not None
@@ -73,10 +76,10 @@ def test_what_is_no_answer_is_refused(frame):
 
 
 def test_a_desk_knows_only_connections_and_asks_of_its_own():
-    told = []
-    desk = AskDesk(lambda *ask: told.append(ask), told.append, limits=AskLimits(), log=SimpleNamespace())
+    told: list[object] = []
+    desk = AskDesk(lambda *ask: told.append(ask), told.append, limits=AskLimits(), log=NOTHING)
     assert desk.connection_ended(12345) is False
-    incoming = SimpleNamespace(envelope=[b"peer"], sender=SimpleNamespace(descriptor=3))
+    incoming: Any = SimpleNamespace(envelope=[b"peer"], sender=SimpleNamespace(descriptor=3))
     (frame,) = desk.receive(incoming, encode_cancel(7), time.monotonic())
     assert parse_answer(frame).code == "ask-cancelled"
     assert (told, desk.statistics()["asks_cancelled"]) == ([], 0)
