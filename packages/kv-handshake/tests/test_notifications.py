@@ -232,11 +232,15 @@ def test_a_heartbeat_renews_the_first_requests_and_counts_the_others(form, count
 
 
 @given(
-    st.lists(st.sampled_from(["a", "", "],[", '"', "b,c", "x" * 5000, "é", "KVH:"]), min_size=1, max_size=30),
+    st.lists(
+        st.sampled_from(["a", "", "],[", '"', "\\", '\\"', '"\\\\', "\n", "b,c", "x" * 5000, "é", "KVH:"]),
+        min_size=1,
+        max_size=30,
+    ),
     st.integers(1, 9),
 )
 def test_both_ways_to_read_pairs_agree(monkeypatch_limit, ids, limit):
-    """Whether a text is cut, taken apart or read as a whole, the first entries and their number are the same."""
+    """The first entries and the number of the others are those of the list, cut or read as a whole."""
     pairs = [(each, "n") for each in ids]
     text = msgspec.json.encode(pairs).decode()
     with monkeypatch_limit(limit):
