@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from kvdev.engines import EngineSpec, local_model, metric_sum, start_all
+from kvdev.engines import EngineSpec, Launch, local_model, metric_sum, start_all
 
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 FAILED = "vllm:nixl_num_failed_transfers_total"
@@ -108,11 +108,11 @@ class Alone:
 
 
 @contextlib.contextmanager
-def started_alone() -> Iterator[Alone]:
-    """Let one plain engine, without a connector, answer all prompts, and end it."""
+def started_alone(launch: Launch) -> Iterator[Alone]:
+    """Let one plain engine, without a connector, answer all prompts, and end it; `launch` starts it."""
     numbers = [*range(PROMPTS), *LONG_PROMPTS]
     spec = EngineSpec("fleet-alone", model_folder(), "0")
-    with start_all([spec], fleet_python(), quiet=True) as (engine,):
+    with start_all([spec], fleet_python(), quiet=True, launch=launch) as (engine,):
         replies = asyncio.run(ask_all(engine.url, numbers))
     assert all(reply.status == 200 for reply in replies), replies
     texts = {reply.number: reply.text for reply in replies}

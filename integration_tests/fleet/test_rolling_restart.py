@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 from judging import (
-    IS_LONG,
     PROMPTS,
     REQUESTS,
     Alone,
@@ -27,8 +26,8 @@ from two_by_two import SHUTDOWN_TIMEOUT_S, TwoByTwo
 from kvdev.asking import openai_client
 from kvdev.demo import running_router
 
-PLACES = (0, 1, 2, 3) if IS_LONG else (0, 2)
-"""Engines that are replaced: each one, or one of each side."""
+PLACES = (0, 1, 2, 3)
+"""Engines that are replaced, one after the other."""
 ASK_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
 AT_ONCE = 3
 

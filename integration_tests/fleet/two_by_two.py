@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from judging import LEASE_S, fleet_python, model_folder
 
 from kvdev.demo import connector_config
-from kvdev.engines import Engine, EngineSpec, start_all
+from kvdev.engines import Engine, EngineSpec, Launch, start_all
 
 SHUTDOWN_TIMEOUT_S = 40
 _HEALTHY_WITHIN_S = 240
@@ -53,8 +53,8 @@ class TwoByTwo:
 
 
 @contextlib.contextmanager
-def started_two_by_two() -> Iterator[TwoByTwo]:
-    """Start the four engines together."""
+def started_two_by_two(launch: Launch) -> Iterator[TwoByTwo]:
+    """Start the four engines together, each by a call of `launch`."""
     specs = [
         EngineSpec(
             f"fleet-{side}-{number}",
@@ -62,12 +62,10 @@ def started_two_by_two() -> Iterator[TwoByTwo]:
             str(number),
             connector_config(role, kv_lease_duration=LEASE_S),
             ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)],
-            # The worker in the scheduler's process, as on one GPU: an engine starts in two thirds of the time.
-            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )
         for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
         for number in range(2)
     ]
     # Ends what is in the list at its end: engines that were started anew, too.
-    with start_all(specs, fleet_python(), quiet=True) as engines:
+    with start_all(specs, fleet_python(), quiet=True, launch=launch) as engines:
         yield TwoByTwo(engines)

@@ -83,10 +83,13 @@ class Starter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
-        """Fork an engine: `command` is what would start it in a new Python, `-m MODULE` and then its arguments."""
+        """Fork an engine: `command` is what would start it in a new Python, `-m MODULE` and then its arguments.
+
+        Its worker lives in the scheduler's process unless `environment` says otherwise; workers of their own are new Pythons.
+        """
         order = {
             "arguments": list(command[3:]),
-            "environment": {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
             "log": str(log),
             "namespaces": list(self.namespaces.get(log.stem, ())),
         }

@@ -88,6 +88,7 @@ def _become(order: Mapping[str, Any]) -> None:
         _enter(order["namespaces"])
         os.environ.clear()
         os.environ.update(order["environment"])
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = ["api_server", *order["arguments"]]
         _fork_schedulers()
         importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()

@@ -20,7 +20,9 @@ SERVER = """
 import time
 
 def main():
-    print("up", flush=True)
+    import of_this_engine
+
+    print("up", of_this_engine.NUMBER, flush=True)
     time.sleep(60)
 """
 MODULES = {"vllm/entrypoints/launchers/api_server/entry.py": SERVER, "vllm/v1/engine/utils.py": ""}
@@ -40,17 +42,25 @@ def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "of_this_engine.py").write_text("NUMBER = 7")
     log = tmp_path / "engine.log"
     with subprocess.Popen(
         [sys.executable, "-P", ROOT / "tools/kvdev/starter.py", str(tmp_path)],
         env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as starter:  # fmt: skip
         assert json.loads(starter.stdout.readline())["ready"]
-        order = {"arguments": [], "environment": environment, "log": str(log), "namespaces": []}
+        order = {
+            "arguments": [],
+            "environment": {**environment, "PYTHONPATH": str(own)},
+            "log": str(log),
+            "namespaces": [],
+        }
         starter.stdin.write(json.dumps(order).encode() + b"\n")
         starter.stdin.flush()
         engine = int(starter.stdout.readline())
-        wait_for(lambda: log.exists() and log.read_text() == "up\n")
+        wait_for(lambda: log.exists() and log.read_text() == "up 7\n")
         os.killpg(engine, signal.SIGSTOP)
         wait_for(lambda: set(states_of(engine).values()) == {"T"})
         began_s = time.monotonic()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -15,7 +17,8 @@ from typing import Any
 import aiohttp
 
 from kvdev.demo import connector_config, running_router
-from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
+from kvdev.engines import Engine, EngineSpec, Launch, local_model, metric_sum, start_all
+from kvdev.forked import started_starter
 
 VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -23,7 +26,7 @@ STATE_MODEL = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 OWN_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """A process for each worker, as vLLM has it on CPU by default, and everywhere with several ranks.
 
-Other engines here have their worker in the scheduler's process, as vLLM has it on one GPU: they start in two thirds of the time.
+Other engines here have their worker in the scheduler's process, as vLLM has it on one GPU.
 """
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
@@ -223,6 +226,14 @@ class Fleet:
         self.engines.pop(name).signal_all(signal.SIGKILL)
 
 
+@functools.cache
+def _forks(python: Path) -> Launch:
+    """Import vLLM once; the engines of all fleets of this run are forks of that process, which ends with the run."""
+    kept = contextlib.ExitStack()
+    atexit.register(kept.close)
+    return kept.enter_context(started_starter(python)).launch
+
+
 @contextlib.contextmanager
 def started_fleet(
     family: str,
@@ -232,8 +243,12 @@ def started_fleet(
     environment: Mapping[str, str] | None = None,
     environments: Mapping[str, Mapping[str, str]] | None = None,
     cores: Mapping[str, str] | None = None,
+    is_forked: bool = DEVICE == "cpu",
 ) -> Iterator[Fleet]:
-    """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any."""
+    """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any.
+
+    Engines are forks of one process that has imported vLLM, or, if not `is_forked`, new Pythons as users start them.
+    """
     python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -256,7 +271,7 @@ def started_fleet(
         )
         for number, (name, config) in enumerate(configs.items())
     ]
-    with start_all(specs, python, quiet=True) as engines:
+    with start_all(specs, python, quiet=True, launch=_forks(python) if is_forked else None) as engines:
         fleet = Fleet(dict(zip(configs, engines, strict=True)), family)
         try:
             yield fleet
@@ -272,10 +287,11 @@ def started_pair(
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
     is_concurrent: bool = False,
+    is_forked: bool = DEVICE == "cpu",
 ) -> Iterator[Fleet]:
     """Start `prefill`, `decode` and a router between them, which sends requests to both at once if `is_concurrent`."""
     configs = {name: configure(role, kv_lease_duration=LEASE_S) for name, role in ROLES.items()}
-    with started_fleet(family, configs, arguments=arguments, environment=environment) as fleet:
+    with started_fleet(family, configs, arguments=arguments, environment=environment, is_forked=is_forked) as fleet:
         prefill, decode = fleet.engines["prefill"], fleet.engines["decode"]
         more = ["--concurrent", f"127.0.0.1:{prefill.side_channel_port}"] if is_concurrent else []
         with running_router([prefill.url], [decode.url], *more) as fleet.router:

@@ -25,7 +25,12 @@ def fleet() -> Iterator[Fleet]:
     configs = {name: ours(kv_load_failure_policy="recompute", **PATIENCE) for name in ("one", "two")}
     arguments = {"two": ["--data-parallel-size", str(RANKS)]}
     with started_fleet(
-        "dense", configs, arguments=arguments, environments={"two": OWN_WORKERS}, cores={"two": "0|1"}
+        "dense",
+        configs,
+        arguments=arguments,
+        environments={"two": OWN_WORKERS},
+        cores={"two": "0|1"},
+        is_forked=False,  # a fork has its parent's command line, not the title of its rank
     ) as running:
         yield running
 

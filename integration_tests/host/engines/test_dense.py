@@ -31,7 +31,7 @@ TRACED = 20 if IS_LONG else 8
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Fleet]:
-    with started_pair("dense", environment=OWN_WORKERS) as running:
+    with started_pair("dense", environment=OWN_WORKERS, is_forked=False) as running:
         yield running
 
 
