@@ -111,6 +111,7 @@ class _Router:
         job.ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": stream}
         job.beside = _Job(job.request, job.body, job.headers)
         beside = asyncio.create_task(self._prefill_beside(job.beside, url, stream))
+        await asyncio.sleep(0)  # the prefill engine's request leaves first: both wait for its answer
         try:
             return await self._answer(job)
         finally:

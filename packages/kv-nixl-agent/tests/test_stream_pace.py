@@ -76,7 +76,10 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     for tokens in (100, 200, 300):
         producer.stream_words.show(0, 7, tokens)
         count = looks(0.1 if tokens < 300 else 0.03)
-        assert count <= 20, (tokens, count)
+        if tokens == 200:
+            assert 12 <= count <= 20, "sixteen: the step after the next one is the last, and may be short"
+        else:
+            assert count <= 8 or tokens == 100, (tokens, count)
     assert told[-1] == (7, 300)
     assert looks(0.02) >= 12, "from three fifths of 0.05 s on, about every millisecond or more often"
     producer.stream_words.show(0, 7, 350)
@@ -123,7 +126,7 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
 def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
     """NIXL ends some reads of a peer only when this thread has looked, and slow polling is for times without readers."""
     fabric = FakeFabric(latency_polls=0)
-    for progress_thread, least, most in ((False, 25, 80), (True, 0, 15)):
+    for progress_thread, least, most in ((False, 15, 45), (True, 0, 15)):
         options = AgentOptions(stream_slots=2, stream_capacity=16, progress_thread=progress_thread)
         thread = started_thread(f"producer {progress_thread}", options, fabric)
         try:
@@ -132,7 +135,10 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
             turns = thread._loop.turns
             thread.stream_words.open(1, 7, 7)
             time.sleep(0.5)
-            assert least <= thread._loop.turns - turns <= most
+            assert least <= thread._loop.turns - turns <= most, "every 10 ms for 0.2 s, then every 0.1 s"
+            turns = thread._loop.turns
+            time.sleep(0.5)
+            assert thread._loop.turns - turns <= 15, "they take the interpreter from the engine that computes"
             thread.stream_words.void(1, 8, 7)
             time.sleep(0.05)
             turns = thread._loop.turns

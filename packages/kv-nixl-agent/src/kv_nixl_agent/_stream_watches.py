@@ -18,7 +18,8 @@ __all__ = ["PeerPolls", "StreamListener", "StreamWatch", "TableRead"]
 _TABLES_AT_ONCE: Final = 4
 _SLOWING: Final = 1 / 32
 _SLOWING_AT_LAST: Final = 1 / 128
-_LOOKS_A_STEP: Final = 16
+_LOOKS_A_STEP: Final = 4
+_LOOKS_BEFORE_LAST: Final = 16
 _EARLIEST: Final = 0.6
 """Part of the time that the last step is expected to take, before which it is not looked for closely."""
 
@@ -86,11 +87,12 @@ class StreamWatch:
     def pause_s(self, now_s: float) -> float:
         """Return the time until the next look, before the bounds of the options.
 
-        The ends of all steps but the last are looked for 16 times a step: their blocks are read while the next step runs. The
-        reader waits for the end of the last one, so that is looked for every 128th of the time since the step before it, from
-        three fifths of the time on that it should take by its tokens. Example: steps of 112 tokens and 128 ms, 108 tokens
-        are left, which should take 123 ms: a look after 74 ms, then one every 0.6 to 1 ms. As long as no step was seen, or the
-        number of tokens is not known, the pause is a 32nd of the time since the last change.
+        The ends of steps that a whole one follows are looked for 4 times a step: their blocks are read while that one runs. The
+        last step may be short, so the end of the one before it is looked for 16 times. The reader waits for the end of the
+        last one: that is looked for every 128th of the time since the step before it, from three fifths of the time on that it
+        should take by its tokens. Example: steps of 112 tokens and 128 ms. With 332 tokens left a look every 32 ms, with 220
+        left one every 8 ms, with 108 left, which should take 123 ms, one after 74 ms, then one every 0.6 to 1 ms. As long as no
+        step was seen, or the number of tokens is not known, the pause is a 32nd of the time since the last change.
         """
         quiet_s = now_s - self._changed_s
         seen = 0 if self.seen is None else self.seen & LOW_HALF
@@ -98,7 +100,8 @@ class StreamWatch:
         if not self._tokens or not self._step_tokens or left <= 0:
             return quiet_s * _SLOWING
         if left > self._step_tokens:
-            return max(self._step_s / _LOOKS_A_STEP, quiet_s * _SLOWING)
+            looks = _LOOKS_A_STEP if left > 2 * self._step_tokens else _LOOKS_BEFORE_LAST
+            return max(self._step_s / looks, quiet_s * _SLOWING)
         earliest_s = _EARLIEST * self._step_s * left / self._step_tokens
         return max(earliest_s - quiet_s, quiet_s * _SLOWING_AT_LAST)
 
