@@ -154,7 +154,7 @@ _GATES: Final = {
     "transports": "default,tcp",
     "chunks": "256,112",
     "rounds": "7",
-    "pair_rounds": "14",
+    "pair_rounds": "60",
 }
 _FULL: Final = {
     **_QUICK,
