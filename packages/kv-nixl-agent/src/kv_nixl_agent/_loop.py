@@ -174,7 +174,7 @@ class Loop:
             self.pacer.progressed()
             if not has_ends or agent.is_awaited:
                 return
-            self.pacer.let_others_run()  # a thread that waits for the last end needs the interpreter now
+            time.sleep(0)  # a thread that waits for the last end needs the interpreter now
         if agent.is_awaited:
             self.pacer.wait_busy()
         else:

@@ -75,15 +75,11 @@ class Pacer:
         self._sleep_s = self._options.min_sleep_s
         self._interval.lower()
 
-    def let_others_run(self) -> None:
-        """Let go of the interpreter and of the core, and come back."""
-        time.sleep(0)
-
     def wait_busy(self) -> None:
         """Wait between two polls of the wire."""
         self._interval.lower()
         if self._clock() - self._last_progress_s < self._options.spin_s:
-            self.let_others_run()
+            time.sleep(0)  # lets go of the interpreter and of the core, and comes back
             return
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
