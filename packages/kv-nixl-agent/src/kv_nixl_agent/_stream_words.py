@@ -68,8 +68,8 @@ class StreamWords:
 
     __slots__ = (
         "_fences",
-        "_gate",
         "_first_until_s",
+        "_gate",
         "_has_opened",
         "_is_alone",
         "_layout",
