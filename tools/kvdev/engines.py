@@ -13,9 +13,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -117,6 +119,9 @@ class Engine:
         self.port: int = instead_of.port if instead_of else free_port()
         self.side_channel_port: int = instead_of.side_channel_port if instead_of else free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        # vLLM leaves its sockets behind where it is killed.
+        self._sockets = tempfile.mkdtemp(prefix="kv-engine-")
+        weakref.finalize(self, shutil.rmtree, self._sockets, ignore_errors=True)
         folder = STATE / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"engine-{spec.name}.log"
@@ -143,6 +148,7 @@ class Engine:
             **inherited,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": self._sockets,
             "VLLM_CPU_OMP_THREADS_BIND": self.spec.cpus,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
