@@ -70,6 +70,33 @@ def test_h5_empty_frames_hold_nobody_up(victim: Start, figure: Figure) -> None:
     assert memory.growth_mb < 128
 
 
+def test_h5_messages_of_many_frames_cost_their_senders_alone(victim: Start, figure: Figure) -> None:
+    """H5, repeated: 236 bytes, twenty times a second, closed every connection of the listener each time."""
+    server = victim("listener")
+    honest = Honest(server.port)
+    stop = threading.Event()
+    attacks = 0
+
+    def attack() -> None:
+        nonlocal attacks
+        while not stop.wait(0.02):
+            with connected(server.port) as sock:
+                attacks += send(sock, EMPTY_AND_MORE * 70 + frame(b""), 1)
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 3:
+        honest.fetch(5)
+    stop.set()
+    thread.join()
+    honest.close()
+    figure(f"{attacks} attacks, {len(honest.seconds)} fetches, worst {max(honest.seconds):.2f} s")
+    assert attacks > 40
+    assert honest.failed == 0
+    assert max(honest.seconds) < 1
+
+
 def test_h6_unread_replies_share_their_bytes(victim: Start, figure: Figure) -> None:
     """H6: 0.18 MB of queries on 12 connections that read nothing made 4.6 GB of replies of 1.5 MB."""
     server = victim("listener", blob_bytes=1_500_000)

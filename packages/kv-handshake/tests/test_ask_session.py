@@ -50,6 +50,24 @@ def test_a_reply_that_answers_no_ask_is_a_fault_of_the_peer(frames, code):
     assert list(session.open) == [1], "its asks are not lost"
 
 
+def test_answers_that_nobody_waits_for_are_a_fault_of_the_peer():
+    session = greeted()
+    assert session.receive([encode_answer(2, b"a")]) is None
+    assert session.error is not None
+    assert session.error.code == "unexpected-reply"
+
+
+def test_an_answer_and_a_refusal_may_follow_an_ask_that_was_taken_back():
+    session = greeted()
+    session.cancel(1)
+    for _ in range(2):
+        assert session.receive([encode_answer(1, b"late")]) is None
+        assert session.error is None
+    session.receive([encode_answer(1, b"once too often")])
+    assert session.error is not None
+    assert session.error.code == "unexpected-reply"
+
+
 def test_a_peer_that_refuses_the_greeting_is_no_peer_to_ask():
     session = AskSession(NOTHING)
     session.connected()

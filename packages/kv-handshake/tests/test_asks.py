@@ -1,6 +1,8 @@
 """Asks over loopback: open for a while, answered in any order and from any thread, within a budget, beside other queries."""
 
+import contextlib
 import queue
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -10,7 +12,7 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._ask_frames import encode_ask, encode_cancel, parse_answer
+from kv_handshake._ask_frames import encode_answer, encode_ask, encode_cancel, parse_answer
 from kv_handshake._dialect import dialect_of
 from kv_handshake._pacing import AskLimits
 from kv_handshake._parking import Parking
@@ -217,7 +219,7 @@ def test_budgets_in_all_and_in_bytes():
     parking = Parking(AskLimits(per_connection=2, in_all=3, bytes_in_all=100))
 
     def park(connection, number, size_bytes=1):
-        found = parking.park((connection,), number, size_bytes, descriptor=1, now_s=0.0)
+        found = parking.park((connection,), number, size_bytes, address=connection.decode(), descriptor=1, now_s=0.0)
         return found if isinstance(found, str) else ""
 
     assert [park(b"a", 1), park(b"a", 2), park(b"a", 3)] == ["", "", "ask-busy"]
@@ -225,9 +227,26 @@ def test_budgets_in_all_and_in_bytes():
     assert [park(b"b", 1, size_bytes=98), park(b"c", 1)] == ["", "ask-busy"]
     assert park(b"a", 1) == "ask-repeated"
     assert len(parking.take_of(1)) == 3
+    assert (len(parking), parking._held_by_address, parking._bytes_by_address) == (0, {}, {})
     assert park(b"c", 1, size_bytes=100) == ""
     assert [each.number for each in parking.take_expired(5.0)] == [1]
     assert park(b"c", 1, size_bytes=100) == ""
+
+
+def test_an_address_leaves_others_half():
+    parking = Parking(AskLimits(per_connection=1000, in_all=64, bytes_in_all=6400))
+
+    def most(address, size_bytes):
+        count = 0
+        while not isinstance(
+            parking.park((address, b""), count, size_bytes, address=address.decode(), descriptor=1, now_s=0.0), str
+        ):
+            count += 1
+        return count
+
+    assert [most(b"a", 1), most(b"b", 1), most(b"c", 1)] == [32, 16, 8]
+    parking.take_all()
+    assert [most(b"a", 100), most(b"b", 100), most(b"c", 100)] == [32, 16, 8]
 
 
 def test_a_number_that_is_open_already_is_refused(engine, raw):
@@ -344,6 +363,81 @@ def test_answers_that_mean_nothing_end_the_connection(asking):
         server.recv_multipart()
         server.send_multipart([sender, b"", b"\x93\xc4\x03ask\x01\xc0"])
         assert asking.reply() == ("malformed-answer", b"")
+
+
+@pytest.fixture
+def silent_ports():
+    """Ports that take connections and say nothing."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(12)]
+        yield [each.getsockname()[1] for each in listeners]
+
+
+def test_silent_peers_take_no_more_connections_than_there_are_places(engine, silent_ports):
+    crowded = Asking(Timing(connections=4))
+    try:
+        for port in silent_ports:
+            crowded.ask(port, name=port)
+        codes = {code for _, code, _ in (crowded.reply() for _ in range(8))}
+        assert codes == {"too-many-peers"}
+        assert crowded.count("ask_connections") == 4
+        time.sleep(0.6)  # from then on a silent peer gives its place up
+        crowded.ask(engine.listener.port, name="honest")
+        engine.listener.answer(engine.next_ask()[0], b"answer")
+        assert {crowded.reply(), crowded.reply()} >= {("honest", "", b"answer")}
+    finally:
+        crowded.client.close()
+
+
+def test_a_peer_without_asks_gives_its_place_up(engine):
+    crowded, other = Asking(Timing(connections=1)), Engine()
+    try:
+        for each in (engine, other, engine):
+            crowded.ask(each.listener.port, name=str(each.listener.port))
+            each.listener.answer(each.next_ask()[0], b"answer")
+            assert crowded.reply() == (str(each.listener.port), "", b"answer")
+        assert crowded.count("ask_connections") == 3
+    finally:
+        crowded.client.close()
+        other.listener.close()
+
+
+def test_a_silent_peer_is_given_up_before_its_asks_are(silent_ports, asking):
+    began_s = time.monotonic()
+    asking.ask(silent_ports[0], deadline_s=20.0)
+    assert asking.reply() == ("timed-out", b"")
+    assert 4 < time.monotonic() - began_s < 15
+
+
+def test_a_peer_that_answers_without_end_keeps_no_other_waiting(engine, asking, free_port):
+    """It repeats answers as fast as it can; its connection ends with the first that nobody waits for."""
+    flood = zmq.Context()
+    sock = flood.socket(zmq.ROUTER)
+    sock.bind(f"tcp://127.0.0.1:{free_port}")
+    stop = threading.Event()
+
+    def answer_all():
+        while not stop.is_set():
+            if sock.poll(100):
+                identity, _, query = sock.recv_multipart()
+                if query == QUERY:
+                    sock.send_multipart([identity, b"", engine.envelope])
+                else:
+                    for number in range(5_000):
+                        sock.send_multipart([identity, b"", encode_answer(1_000 + number, b"nonsense")])
+
+    thread = threading.Thread(target=answer_all)
+    thread.start()
+    try:
+        asking.ask(free_port, name="flooded")
+        asking.ask(engine.listener.port, name="honest")
+        engine.listener.answer(engine.next_ask()[0], b"answer")
+        replies = {asking.reply(), asking.reply()}
+        assert replies == {("honest", "", b"answer"), ("flooded", "unexpected-reply", b"")}
+    finally:
+        stop.set()
+        thread.join()
+        flood.destroy(linger=0)
 
 
 def test_arguments_that_cannot_be_asked(asking):

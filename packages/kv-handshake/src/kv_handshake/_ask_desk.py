@@ -92,7 +92,12 @@ class AskDesk:
             return self.refuse(ask.number, "ask-cancelled")
         size_bytes, sender = len(ask.payload), incoming.sender
         parked = self._parking.park(
-            incoming.envelope, ask.number, size_bytes, descriptor=sender.descriptor, now_s=now_s
+            incoming.envelope,
+            ask.number,
+            size_bytes,
+            address=sender.address,
+            descriptor=sender.descriptor,
+            now_s=now_s,
         )
         if isinstance(parked, str):
             return self.refuse(ask.number, parked, _AFTER_BUSY_S)

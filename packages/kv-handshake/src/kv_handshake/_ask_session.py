@@ -67,6 +67,8 @@ class AskSession:
         self.error: HandshakeError | None = None
         self._state: Literal["closed", "greeting", "greeted"] = "closed"
         self._unsent: deque[bytes] = deque()
+        # Replies that may still come to asks that were taken back over this connection: a refusal, and an answer that crossed.
+        self._late_replies = 0
 
     @property
     def is_greeted(self) -> bool:
@@ -84,12 +86,14 @@ class AskSession:
         ask = self.open.pop(number, None)
         if ask is not None and ask.sendings and self._state == "greeted":
             self._unsent.append(encode_cancel(number))
+            self._late_replies += 2
 
     def connected(self) -> None:
         """Begin with a new connection."""
         self.error = None
         self._state = "greeting"
         self._unsent = deque((_FIRST_QUERY,))
+        self._late_replies = 0
 
     def disconnected(self) -> list[OpenAsk]:
         """Take note of a connection's end; return the asks that end with it, since a second connection failed them, too."""
@@ -140,7 +144,12 @@ class AskSession:
             raise WireError("unexpected-reply", f"neither answer nor refusal: {shortened(code) or 'an envelope'}")
         reply = parse_answer(frames[0])
         ask = self.open.pop(reply.number, None)
-        return None if ask is None else (ask, reply.code, reply.payload)
+        if ask is not None:
+            return ask, reply.code, reply.payload
+        if not self._late_replies:
+            raise WireError("unexpected-reply", f"an answer to ask {reply.number}, which nobody waits for")
+        self._late_replies -= 1
+        return None
 
     def _send(self, ask: OpenAsk) -> None:
         ask.sendings += 1

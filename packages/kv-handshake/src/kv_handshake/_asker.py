@@ -8,6 +8,7 @@ none. A connection without open asks is closed after `_IDLE_S`. The thread sleep
 from __future__ import annotations
 
 import random
+import resource
 import threading
 import time
 from collections import Counter, deque
@@ -37,6 +38,15 @@ _LOOK_S = 0.1
 """Time between two looks at how much has come in while asks are open."""
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
+_OPENING_S = 5.0
+"""A peer that has not answered its first query by then is given up, however long its asks may wait."""
+_PATIENCE_S = 0.5
+"""A peer that has not answered its first query by then gives its place up if another one wants it."""
+_DESCRIPTORS_EACH = 4
+_DESCRIPTOR_SHARE = 8
+"""Connections take at most one descriptor in this many that the process may open."""
+_READ_AT_ONCE = 64
+"""Replies of one peer that are read before other peers have their turn."""
 _UNSUPPORTED_S = 30.0
 """A peer that takes no asks is asked again after this; it may be another release by then."""
 
@@ -50,6 +60,7 @@ class _Peer:
         self.connection: Connection | None = None
         self.lookup: Future[list[str]] | None = None
         self.addresses: deque[str] = deque()
+        self.connected_s = 0.0
         self.idle_since_s = 0.0
         self.failures = 0
         self.code = ""
@@ -61,7 +72,7 @@ class Asker:
     """Asks peers from a thread of its own.
 
     Args:
-        timing: Waits after failures.
+        timing: Waits after failures, and how many peers may have a connection at once.
         log: Gets failures.
         security: Keys of an encrypted side channel.
         seed: Seed of the jitter.
@@ -70,6 +81,7 @@ class Asker:
     def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
         self._log = log
         self._backoff = Backoff(timing.hold_first_s, timing.hold_most_s)
+        self._most_connections = _most_connections(timing.connections)
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._lock = threading.Lock()
         self._inbox: deque[tuple[Endpoint, OpenAsk | int]] = deque()
@@ -184,16 +196,33 @@ class Asker:
         if not (address or peer.addresses):
             self._fail(peer, "name-unresolved")
             return
+        if len(self._by_connection) >= self._most_connections and not self._make_room():
+            self._fail(peer, "too-many-peers")
+            return
         try:
             connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried)
         except HandshakeError as error:
             self._fail(peer, error.code)
             return
         self._counts["ask_connections"] += 1
-        peer.connection = connection
+        peer.connection, peer.connected_s = connection, time.monotonic()
         self._by_connection[connection] = peer
         peer.session.connected()
         self._flush(peer)
+
+    def _make_room(self) -> bool:
+        """End the connection that is without use for longest, or else the oldest silent one; return False if there is none."""
+        peers = self._by_connection.values()
+        idle = min((each for each in peers if not each.session.open), key=lambda each: each.idle_since_s, default=None)
+        if idle is not None:
+            self._hang_up(idle)
+            idle.session.disconnected()
+            return True
+        oldest = min((each for each in peers if _is_opening(each)), key=lambda each: each.connected_s, default=None)
+        if oldest is None or time.monotonic() - oldest.connected_s < _PATIENCE_S:
+            return False
+        self._fail(oldest, "timed-out")
+        return True
 
     def _flush(self, peer: _Peer) -> None:
         connection = peer.connection
@@ -203,24 +232,29 @@ class Asker:
         except HandshakeError as error:
             self._fail(peer, error.code)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: Connection) -> bool:
+        """Take some replies in; return whether there may be more."""
         peer = self._by_connection.get(connection)
-        while peer is not None and peer.connection is connection and (frames := connection.receive()) is not None:
+        for _ in range(_READ_AT_ONCE):  # what is left wakes the next poll
+            if peer is None or peer.connection is not connection or (frames := connection.receive()) is None:
+                return False
             ended = peer.session.receive(frames)
             if peer.session.error is not None:
                 self._refused(peer, peer.session.error)
-                return
+                return False
             peer.failures = 0
             if ended is not None:
                 self._end(*ended)
             self._flush(peer)
+        return True
 
     def _take_fault(self, connection: Connection) -> None:
         peer = self._by_connection.get(connection)
         fault = connection.fault()
         if peer is None or not fault:
             return
-        self._read(connection)  # answers that came before the end of the connection still count
+        while self._read(connection):  # answers that came before the end of the connection still count
+            pass
         if peer.connection is not connection:
             return
         self._hang_up(peer)
@@ -279,7 +313,8 @@ class Asker:
                 session.cancel(ask.number)
                 self._end(ask, "timed-out")
             self._flush(peer)
-            if late and not session.open and peer.connection is not None and not peer.connection.is_open:
+            is_slow = _is_opening(peer) and now_s - peer.connected_s >= _OPENING_S
+            if is_slow or (late and not session.open and _is_opening(peer)):
                 self._fail(peer, "timed-out")
             if not session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
                 self._hang_up(peer)
@@ -298,7 +333,21 @@ class Asker:
             if peer.session.open:
                 times.append(min(ask.deadline_s for ask in peer.session.open.values()))
                 times.append(self._next_look_s if peer.connection is not None else now_s + _LONGEST_POLL_S)
+                if _is_opening(peer):
+                    times.append(peer.connected_s + _OPENING_S)
             else:
                 times.append(max(peer.idle_since_s + _IDLE_S, peer.until_s))
         with self._lock:
             return now_s if self._inbox or self._is_closing else min(times)
+
+
+def _is_opening(peer: _Peer) -> bool:
+    """Whether the peer has a connection over which it has said nothing yet."""
+    return peer.connection is not None and not peer.session.is_greeted
+
+
+def _most_connections(wanted: int) -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return wanted
+    return min(wanted, max(8, files // (_DESCRIPTORS_EACH * _DESCRIPTOR_SHARE)))

@@ -61,6 +61,7 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         # Refusals of an ask, which carry its number.
         "ask-busy": _facts("peer", True, "The listener has as many open asks as its budget allows."),
         "ask-expired": _facts("peer", True, "The engine had no answer to an ask within the listener's time."),
+        "too-many-peers": _facts("local", True, "As many peers are asked at once as this process has places for."),
         "ask-cancelled": _facts("local", True, "The asker has taken its ask back."),
         "ask-repeated": _facts("peer", False, "An ask of this number is open on this connection."),
         # Findings of a client in a reply.

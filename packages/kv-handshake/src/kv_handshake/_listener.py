@@ -58,6 +58,7 @@ _CLOSED: Mapping[str, str] = MappingProxyType(
     {
         "message-too-long": "it sends a message without an end, longer than any query",
         "messages-too-long": "all connections together send messages without an end, and it sends the most",
+        "too-many-frames": "it sent a message of far more frames than a query has",
         "idle": "it has asked for nothing for too long",
         "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
         "too-many-connections": "there are too many, and its address holds the most",
@@ -203,7 +204,7 @@ class Listener:
 
         They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read),
         ``restarts``,
-        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``, ``too-many-connections``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``too-many-frames``, ``idle``, ``too-many-connections``,
         ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
         ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``, ``asks_answered``,
         ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
@@ -291,7 +292,7 @@ class Listener:
         while not self._closing.is_set() and not sock.is_outdated:
             if self._desk is not None:
                 for envelope, frames in self._desk.take_replies(time.monotonic()):
-                    self._send(sock, envelope, frames)
+                    self._send(sock, envelope, frames, is_shared=False)
             incoming = sock.receive()
             if incoming is None:
                 continue
@@ -299,8 +300,10 @@ class Listener:
             if reply:
                 self._send(sock, incoming.envelope, reply)
 
-    def _send(self, sock: RouterSocket, envelope: Sequence[bytes], frames: tuple[bytes, ...]) -> None:
-        if not sock.send(envelope, frames):
+    def _send(
+        self, sock: RouterSocket, envelope: Sequence[bytes], frames: tuple[bytes, ...], *, is_shared: bool = True
+    ) -> None:
+        if not sock.send(envelope, frames, is_shared=is_shared):
             self._counts["unsent"] += 1
 
     def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:

@@ -20,6 +20,7 @@ class Parked(NamedTuple):
         envelope: Frames that lead back to the asker.
         number: The asker's own number.
         size_bytes: Bytes of its payload.
+        address: The asker's IP address.
         descriptor: libzmq's descriptor of the connection.
         until_s: Time at which it is refused.
     """
@@ -28,13 +29,19 @@ class Parked(NamedTuple):
     envelope: tuple[bytes, ...]
     number: int
     size_bytes: int
+    address: str
     descriptor: int
     until_s: float
 
 
 @final
 class Parking:
-    """Holds open asks within limits: of each connection, in all, in bytes and in time."""
+    """Holds open asks within limits: of each connection, of each address, in all, in bytes and in time.
+
+    An address that holds as many asks, or bytes, as are still free takes no more: whoever floods leaves others half.
+
+    Example: of 1024 asks one address holds at most 512, the next one then at most 256.
+    """
 
     def __init__(self, limits: AskLimits) -> None:
         self._limits = limits
@@ -43,13 +50,15 @@ class Parking:
         self._parked: dict[int, Parked] = {}
         self._by_asker: dict[tuple[bytes, int], int] = {}
         self._held: Counter[bytes] = Counter()
+        self._held_by_address: Counter[str] = Counter()
+        self._bytes_by_address: Counter[str] = Counter()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._parked)
 
     def park(
-        self, envelope: tuple[bytes, ...], number: int, size_bytes: int, *, descriptor: int, now_s: float
+        self, envelope: tuple[bytes, ...], number: int, size_bytes: int, *, address: str, descriptor: int, now_s: float
     ) -> Parked | str:
         """Take an ask in, or return the code of the reason why not."""
         connection, limits = envelope[0], self._limits
@@ -57,16 +66,18 @@ class Parking:
             return "ask-repeated"
         is_full = (
             self._held[connection] >= limits.per_connection
-            or len(self._parked) >= limits.in_all
-            or self._bytes + size_bytes > limits.bytes_in_all
+            or self._held_by_address[address] >= limits.in_all - len(self._parked)
+            or self._bytes_by_address[address] + size_bytes > limits.bytes_in_all - self._bytes
         )
         if is_full:
             return "ask-busy"
-        parked = Parked(self._next_id, envelope, number, size_bytes, descriptor, now_s + limits.wait_s)
+        parked = Parked(self._next_id, envelope, number, size_bytes, address, descriptor, now_s + limits.wait_s)
         self._next_id += 1
         self._parked[parked.ask_id] = parked
         self._by_asker[connection, number] = parked.ask_id
         self._held[connection] += 1
+        self._held_by_address[address] += 1
+        self._bytes_by_address[address] += size_bytes
         self._bytes += size_bytes
         return parked
 
@@ -77,9 +88,13 @@ class Parking:
             connection = parked.envelope[0]
             del self._by_asker[connection, parked.number]
             self._bytes -= parked.size_bytes
+            self._bytes_by_address[parked.address] -= parked.size_bytes
             self._held[connection] -= 1
             if not self._held[connection]:
                 del self._held[connection]
+            self._held_by_address[parked.address] -= 1
+            if not self._held_by_address[parked.address]:
+                del self._held_by_address[parked.address], self._bytes_by_address[parked.address]
         return parked
 
     def take_by_number(self, connection: bytes, number: int) -> Parked | None:

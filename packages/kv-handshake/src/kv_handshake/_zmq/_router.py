@@ -42,6 +42,11 @@ _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_SENDERS = 4096
 _MAX_FRAMES = 2
 _MAX_SURPLUS_FRAMES = 64
+"""A message with more of them ends its connection."""
+
+_MOST_READ_FRAMES = 1 << 17
+"""So many empty frames take 256 KiB, which no connection may be ahead: reading them takes a tenth of a second."""
+
 _WAKER = Sender("", -1)
 """In-process: a call of `wake`."""
 
@@ -49,7 +54,7 @@ _NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 
 
 class TooManyFrames(Exception):  # noqa: N818 - a signal to the listener, not an error of this package
-    """A message has so many frames that reading them would keep others waiting; only a new socket gets rid of it."""
+    """A message has more frames than could come in unnoticed; only a new socket gets rid of it without reading them all."""
 
 
 class Incoming(NamedTuple):
@@ -59,7 +64,7 @@ class Incoming(NamedTuple):
         envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
         query: The query, or None if the message is not shaped like one.
         sender: The connection that it came from.
-        surplus: Frames beyond those of a query.
+        surplus: Frames beyond those of a query. After more than 64 the connection is being shut down.
     """
 
     envelope: tuple[bytes, ...]
@@ -152,7 +157,7 @@ class RouterSocket:
         """Return the next message, or None about once a second and when woken.
 
         Raises:
-            TooManyFrames: The message goes on after 64 surplus frames.
+            TooManyFrames: The message goes on after 131 072 surplus frames.
         """
         try:
             identity = self._socket.recv()
@@ -167,24 +172,33 @@ class RouterSocket:
                 part = self._socket.recv(copy=False)
                 if len(frames) < _MAX_FRAMES:
                     frames.append(part.bytes)
-                elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
+                elif (surplus := surplus + 1) > _MOST_READ_FRAMES:
                     raise TooManyFrames(sender.address)
         except zmq.Again:
             return None
+        if surplus > _MAX_SURPLUS_FRAMES and self._watch is not None:
+            self._watch.hang_up(sender)
         if surplus or (len(frames) == _MAX_FRAMES and frames[0]):
             return Incoming((identity, b""), None, sender, surplus)
         if len(frames) == _MAX_FRAMES:
             return Incoming((identity, b""), frames[1], sender)
         return Incoming((identity,), frames[0], sender) if sender is not _WAKER else None
 
-    def send(self, envelope: Sequence[bytes], frames: Iterable[bytes]) -> bool:
-        """Send a reply; return False if the peer is gone or does not read."""
+    def send(self, envelope: Sequence[bytes], frames: Iterable[bytes], *, is_shared: bool = True) -> bool:
+        """Send a reply; return False if the peer is gone or does not read.
+
+        Args:
+            envelope: Frames that lead back to the asker.
+            frames: The reply.
+            is_shared: Whether other peers get the same frames: long ones then lie in memory once.
+        """
+        send = self._send if is_shared else self._socket.send
         try:
             # Not send_multipart, which looks at every part again.
             *first, last = (*envelope, *frames)
             for frame in first:
-                self._send(frame, NOBLOCK_AND_MORE)
-            self._send(last, zmq.NOBLOCK)
+                send(frame, NOBLOCK_AND_MORE)
+            send(last, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
