@@ -8,6 +8,8 @@ import numpy as np
 from fairness import Fairness
 from releases import may_read
 
+from kv_nixl_agent._stream_reads import PAD_COUNT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -19,7 +21,6 @@ __all__ = ["EngineChecks", "leftovers"]
 
 _MOST_PEERS = 24
 _SCRATCH_WORDS = 512
-_PADS = 64
 _MANY_SLOTS = 64
 _RELIEF_S = 2.0
 """Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
@@ -325,8 +326,8 @@ def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
     gauges = agent.polls.gauges()
     if gauges["streams_watched"]:
         found.append(("watches-left", f"watches {gauges['streams_watched']:.0f} streams"))
-    if gauges["stream_pads_free"] not in {0, _PADS}:
-        found.append(("pads-left", f"has {gauges['stream_pads_free']:.0f} of {_PADS} pads"))
+    if gauges["stream_pads_free"] not in {0, PAD_COUNT}:
+        found.append(("pads-left", f"has {gauges['stream_pads_free']:.0f} of {PAD_COUNT} pads"))
     if agent._port.unloaded_alive:
         found.append(("unloaded-alive", f"has unloaded {agent._port.unloaded_alive[0]}, which lives: sockets leak"))
     return found

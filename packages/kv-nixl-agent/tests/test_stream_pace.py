@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferThread
 from kv_nixl_agent.testing import FakeFabric
@@ -146,3 +147,50 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
             assert thread._loop.turns - turns < 15
         finally:
             thread.close()
+
+
+class Reader:
+    """A listener that asks for the table as soon as there is progress."""
+
+    def __init__(self):
+        self.watch = None
+        self.tokens = 0
+        self.ids = ()
+
+    def progress(self, tag, tokens):
+        if tokens and not self.tokens:
+            self.tokens = tokens
+            self.watch.read_table(tag, 0, 4)
+
+    def table(self, tag, first, ids):
+        self.ids = ids
+
+
+@pytest.mark.parametrize(("pads", "table_pads", "peers"), [(8, 2, 40), (64, 16, 100)])
+def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, table_pads, peers):
+    monkeypatch.setattr("kv_nixl_agent._stream_reads.PAD_COUNT", pads)
+    monkeypatch.setattr("kv_nixl_agent._stream_polls.TABLE_PADS", table_pads)
+    now_s = 100.0
+    fabric = FakeFabric(latency_polls=0)
+    options = AgentOptions(stream_slots=8, stream_capacity=16)
+    consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: now_s)
+    readers = {f"p{number}": Reader() for number in range(peers)}
+    producers = {key: TransferAgent(key, [], options, port_factory=fabric.port) for key in readers}
+    for key, reader in readers.items():
+        words = producers[key].stream_words
+        consumer.add_peer(PeerSpec(key, producers[key].agent_metadata(), NOTHING, NOTHING, streams=words.location))
+        reader.watch = consumer.polls.watch(key, 0, reader, tokens=64)
+        words.open(0, 7, 7)
+        words.put(0, 7, 0, [1, 2, 3, 4])
+        words.show(0, 7, 32)
+    while not all(reader.ids for reader in readers.values()):
+        now_s += 0.05
+        assert now_s < 110, f"{sum(bool(reader.tokens) for reader in readers.values())} of {peers} saw progress"
+        consumer.advance()
+        for call in consumer.polls.take_news():
+            call()
+    assert {reader.ids for reader in readers.values()} == {(1, 2, 3, 4)}
+    for reader in readers.values():
+        reader.watch.end()
+    consumer.advance()
+    assert consumer.statistics()["stream_pads_free"] == pads

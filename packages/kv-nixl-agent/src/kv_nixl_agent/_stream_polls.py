@@ -4,6 +4,9 @@ One read of all progress words of a peer serves everybody who watches a slot of 
 `stream_poll_s` and `stream_slow_poll_s`: rarely in the middle of a prompt, closely where the last step should end
 (`StreamWatch.pause_s`). Nothing is read of a peer that nobody watches.
 
+Each peer that is watched has a pad for its looks, as long as there are enough. Then a peer that is due takes the pad of the one
+whose next look is furthest away; only looks on the wire keep theirs. Reads of tables have pads that no look takes.
+
 A table read gives the ids of entries once all of them carry the tag that was asked for; until then it is made again at the
 same pace. It never ends on a tag that the slot has no more: the progress word shows that first, and the watch is ended.
 """
@@ -17,6 +20,7 @@ import numpy as np
 
 from ._errors import AgentError, transfer_code
 from ._stream_layout import LOW_HALF, TAG_SHIFT
+from ._stream_reads import TABLE_PADS
 from ._stream_watches import PeerPolls, StreamWatch
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from ._options import AgentOptions
     from ._peer import Peer
     from ._statistics import Statistics
-    from ._stream_reads import StripReader
+    from ._stream_reads import Strip, StripReader
     from ._stream_watches import StreamListener, TableRead
 
 __all__ = ["StreamPoller"]
@@ -147,11 +151,26 @@ class StreamPoller:
     def _post_look(self, reader: StripReader, polls: PeerPolls, now_s: float) -> bool:
         polls.due_s = now_s + self._pace_s(polls, now_s)
         if polls.strip is None:
-            polls.strip = reader.make(polls.peer, polls.location, 0, polls.layout.slots)
+            polls.strip = self._make_look(reader, polls)
+        if polls.strip is None and self._release_a_look(reader):
+            polls.strip = self._make_look(reader, polls)
         if polls.strip is None:
-            return False  # all pads are in use
+            return False  # all pads are on the wire
         self._statistics.count("stream_looks")
         return reader.post(polls.strip)
+
+    def _make_look(self, reader: StripReader, polls: PeerPolls) -> Strip | None:
+        return reader.make(polls.peer, polls.location, 0, polls.layout.slots, spare=TABLE_PADS)
+
+    def _release_a_look(self, reader: StripReader) -> bool:
+        """Give back the pad of the peer whose next look is furthest away; False if all looks are on the wire."""
+        resting = [polls for polls in self._peers.values() if polls.strip is not None and not polls.strip.is_on_wire]
+        furthest = max(resting, key=lambda polls: polls.due_s, default=None)
+        if furthest is None or furthest.strip is None:
+            return False
+        reader.let_go(furthest.strip)
+        furthest.strip = None
+        return True
 
     def _pace_s(self, polls: PeerPolls, now_s: float) -> float:
         return min(max(self._fast_s, polls.pause_s(now_s)), self._slow_s)

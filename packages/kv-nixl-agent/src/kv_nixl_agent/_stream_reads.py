@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-__all__ = ["PAD_COUNT", "PAD_WORDS", "LandingPads", "Strip", "StripReader"]
+__all__ = ["PAD_COUNT", "PAD_WORDS", "TABLE_PADS", "LandingPads", "Strip", "StripReader"]
 
 PAD_WORDS: Final = 1024
-PAD_COUNT: Final = 64
+PAD_COUNT: Final = 256
+TABLE_PADS: Final = 64
+"""Pads that looks at progress words leave to reads of tables, however many peers are watched."""
 _FIRST: Final = np.zeros(1, dtype=np.int32)
 _NOTHING: Final = np.uint64((1 << 64) - 1)
 
@@ -63,9 +65,9 @@ class LandingPads:
         """Pads that no read uses."""
         return len(self._free)
 
-    def take(self) -> int | None:
-        """Return a free pad, filled with words that no stream has; None if all are in use."""
-        if not self._free:
+    def take(self, *, spare: int = 0) -> int | None:
+        """Return a free pad, filled with words that no stream has; None if no more than `spare` are free."""
+        if len(self._free) <= spare:
             return None
         pad = self._free.popleft()
         self.words(pad, PAD_WORDS)[:] = _NOTHING
@@ -130,13 +132,13 @@ class StripReader:
                 peer=peer.key,
             ) from error
 
-    def make(self, peer: Peer, location: StreamLocation, first: int, count: int) -> Strip | None:
-        """Make the read of `count` words from word `first` on, at most 1024; None while all pads are in use.
+    def make(self, peer: Peer, location: StreamLocation, first: int, count: int, *, spare: int = 0) -> Strip | None:
+        """Make the read of `count` words from word `first` on, at most 1024; None while no more than `spare` pads are free.
 
         Raises:
             AgentError: Raised while lists were prepared or the handle was made.
         """
-        pad = self.pads.take()
+        pad = self.pads.take(spare=spare)
         if pad is None:
             return None
         lists: list[Handle] = []

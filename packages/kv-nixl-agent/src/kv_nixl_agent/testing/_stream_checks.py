@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from kv_nixl_agent._stream_reads import PAD_COUNT
 from kv_nixl_agent._stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
 from kv_nixl_agent.testing._stage import expect, expect_error
 
@@ -173,7 +174,7 @@ def check_progress_and_tables(stage: StreamStage) -> None:
     stage.run_for(0.1)
     expect(len(listener.progressed) == told and not listener.ends, "an ended watch is told something")
     expect(stage.statistic("stream_looks") == looks, "a peer that nobody watches is looked at")
-    expect(stage.statistic("stream_pads_free") == 64, "a pad was not given back")
+    expect(stage.statistic("stream_pads_free") == PAD_COUNT, "a pad was not given back")
 
 
 def check_entries_of_another_tag(stage: StreamStage) -> None:
@@ -244,7 +245,7 @@ def check_no_torn_look(stage: StreamStage) -> None:
     expect(not any(each.ends for each in listeners), "a watch broke")
     for _, watch in watched.values():
         watch.end()
-    stage.run_until(lambda: stage.statistic("stream_pads_free") == 64, "all pads")
+    stage.run_until(lambda: stage.statistic("stream_pads_free") == PAD_COUNT, "all pads")
 
 
 def check_bad_locations(stage: StreamStage) -> None:
@@ -305,7 +306,7 @@ def check_killed(stage: StreamStage) -> None:
     stage.run_for(0.1)
     expect((listener.ends, other.ends) == (["peer-disconnected"], ["peer-disconnected"]), f"{listener.ends}")
     expect(stage.statistic("streams_broken") == 2, "each end is counted once")
-    stage.run_until(lambda: stage.statistic("stream_pads_free") == 64, "all pads")
+    stage.run_until(lambda: stage.statistic("stream_pads_free") == PAD_COUNT, "all pads")
 
 
 def check_stopped(stage: StreamStage) -> None:
@@ -320,7 +321,7 @@ def check_stopped(stage: StreamStage) -> None:
         stage.run_for(0.001)
         listener, watch = stage.watch(0)
     stage.run_for(0.01)
-    expect(stage.statistic("stream_pads_free") >= 63, f"{stage.statistic('stream_pads_free')} pads are free")
+    expect(stage.statistic("stream_pads_free") >= PAD_COUNT - 1, f"{stage.statistic('stream_pads_free')} pads are free")
     stage.producer.resume()
     _begin(stage, 0, 9, 2)
     stage.run_until(lambda: (9, 2009) in listener.progressed, "progress after the stop")
