@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -414,3 +415,41 @@ def test_no_read_is_ordered_of_a_stream_without_blocks():
     for order in (streams.order_again, streams.order_final):
         with pytest.raises(SchedulerStateError):
             order(stream, None)
+
+
+def test_an_offer_that_nobody_asked_for_any_more_is_a_refusal():
+    state, asked = asking(stream_max_breaks=1)
+    state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
+    load(state)
+    state.stream_ended("d1", (0, 0), is_done=False)
+    again = ask(state)
+    assert again.wants_final
+    assert state.stream_answered("d1", again.number, offered(fence_seed=200)[1], now_s=1.0)
+    assert states(state) == ["consumer-stopping"]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
+    """It offers, hands over, refuses and is silent as it likes, and breaks every stream; the request ends within its waits."""
+    draw = random.Random(seed)
+    state, asked = asking(stream_max_breaks=draw.choice((1, 2, 3)))
+    ended_s, now_s, fence_seed = 200.0, 0.0, 100
+    questions, is_loading, is_refused = [asked], False, False
+    while not is_refused and "consumer-reading" not in state.state_counts():
+        now_s += draw.choice((0.1, 1.0, 3.0))
+        assert now_s < ended_s, state.state_counts()
+        if questions and draw.random() < 0.7:
+            fence_seed += 10
+            answer = draw.choice((offered(fence_seed=fence_seed)[1], offered(fence_seed=fence_seed)[1], RETRY, None))
+            if answer is not None:
+                state.stream_answered("d1", questions.pop().number, answer, now_s=now_s)
+        if not is_loading and state.external_tokens("d1", computed_tokens=0):
+            load(state, now_s=now_s)
+            is_loading = True
+        state.take_step_plan(now_s=now_s)
+        if is_loading and "consumer-streaming" in state.state_counts():
+            state.stream_ended("d1", (0, 0), is_done=False)
+        questions = [*state.take_stream_questions(), *questions][:1]
+        is_refused = not {"consumer-asking", "consumer-offered", "consumer-streaming", "consumer-awaiting"}.intersection(
+            state.state_counts()
+        )

@@ -211,7 +211,7 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
         run(state, ["arrive"], "p0")
     params = {"do_remote_decode": True} if case == "declined" else early(serves=True)
     if case == "declined":
-        state.stream_declined(HAND_OVER)
+        state._producers.streams.decline(HAND_OVER)
     admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
     assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
     if case != "id in use":
@@ -247,7 +247,7 @@ def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
 def test_the_memory_of_ended_ids_is_bounded():
     state = producer()
     for index in range(1100):
-        state.stream_declined(f"{index:032x}")
+        state._producers.streams.decline(f"{index:032x}")
     assert len(state._producers.streams._ended_ids) == 1024
 
 
@@ -419,7 +419,7 @@ def test_answers_that_stand_are_bounded_whether_or_not_anybody_takes_them():
     for takes in (False, True):
         state, board = producer(), {}
         for index in range(1500):
-            state.stream_declined(f"{index:032x}")
+            state._producers.streams.decline(f"{index:032x}")
             for hand_over_id, _, answer in standings(state) if takes else ():
                 board.pop(hand_over_id, None)
                 if answer is not None:

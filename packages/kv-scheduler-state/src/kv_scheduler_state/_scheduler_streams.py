@@ -30,16 +30,15 @@ class SchedulerStreams(SchedulerBase):
         Args:
             asker: Name of this very question, unique for ever.
             question: `hand_over_id`, `number`, `digest`, `tokens` and `wants_final`, checked in form.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a number that is none.
         """
         self._producers.streams.ask(asker, question)
 
     def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
         """Forget a question that nobody waits for any more."""
         self._producers.streams.cancel(asker, hand_over_id)
-
-    def stream_declined(self, hand_over_id: str) -> None:
-        """Note that the request of this id is handed over plain here: its prompt cannot be read while it is computed."""
-        self._producers.streams.decline(hand_over_id)
 
     def stream_whole(self, request_id: str) -> None:
         """Hand a request over whole, although a peer wants to read it early: questions wait for its final ticket.
@@ -113,6 +112,10 @@ class SchedulerStreams(SchedulerBase):
             return True
         if kind not in {"offer", "final"}:
             raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")
+        if kind == "offer" and self._consumers.streams.wants_final(stream):
+            # Whoever offers again and again would keep the request, and its blocks, for ever.
+            self._refused(stream, "withdrawn", at_s)
+            return True
         try:
             ticket = self._admissions.early.opened(stream, answer)
         except TicketError as error:
@@ -129,9 +132,17 @@ class SchedulerStreams(SchedulerBase):
         return True
 
     def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None:
-        """Take a worker's word that its part of a stream is quiet, and whether its fence held.
+        """Record that a worker's part of a stream has ended, and nothing of it is on the wire any more.
 
-        Once all workers are quiet and one's fence did not hold, the peer is asked again.
+        Once the parts of all workers have ended, and one of them is not done, the peer is asked again.
+
+        Args:
+            request_id: The request.
+            rank: The worker's rank; any value that tells it from the others.
+            is_done: Whether its fence held.
+
+        Raises:
+            IllegalTransition: The request does not read a stream now.
         """
         streams = self._consumers.streams
         if streams.note_end(request_id, rank, is_done=is_done):

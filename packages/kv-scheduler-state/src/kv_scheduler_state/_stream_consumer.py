@@ -214,6 +214,10 @@ class StreamConsumers:
         workers = self._config.tp * self._config.pp
         return bool(stream.torn) and len(stream.done | stream.torn) >= workers
 
+    def wants_final(self, stream: ConsumedStream) -> bool:
+        """Whether a stream has broken so often that only its final ticket is of use."""
+        return stream.breaks >= self._config.stream_max_breaks
+
     def take_questions(self) -> list[StreamQuestion]:
         """Return new questions, each once."""
         questions, self._questions = self._questions, []
@@ -228,11 +232,17 @@ class StreamConsumers:
         self._number += 1
         stream.number = self._number
         stream.retry_s = None
-        wants_final = stream.breaks >= self._config.stream_max_breaks
         hand_over_id, host, port = stream.early
         self._questions.append(
             StreamQuestion(
-                stream.request_id, self._number, host, port, hand_over_id, stream.digest, stream.tokens, wants_final
+                stream.request_id,
+                self._number,
+                host,
+                port,
+                hand_over_id,
+                stream.digest,
+                stream.tokens,
+                self.wants_final(stream),
             )
         )
 

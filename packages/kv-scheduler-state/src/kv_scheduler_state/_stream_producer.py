@@ -5,7 +5,7 @@ from __future__ import annotations
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._errors import UnknownRequest
+from kv_scheduler_state._errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state._fences import FencePool, ended_generation
 from kv_scheduler_state._machine import GONE
 from kv_scheduler_state._stream_places import StreamPlaces
@@ -217,7 +217,7 @@ class StreamProducers:
         number, wants_final = question["number"], bool(question["wants_final"])
         stream = self._by_id.get(hand_over_id)
         if type(number) is not int:
-            return
+            raise InvalidEvent(f"the question's number is {quote(number)}, must be an integer")
         if stream is None:
             self._refuse(asker, number, self._ended_ids.get(hand_over_id, "unknown-id"))
         elif not compare_digest(stream.digest.encode(), digest.encode()):
