@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,12 @@ import pytest
 from stream_wires import InMemory, OverZeroMq
 
 from kv_handshake import Codec
+from kv_handshake._ask_desk import AskDesk
+from kv_handshake._ask_frames import encode_ask, encode_cancel
+from kv_handshake._log import GatedLog
+from kv_handshake._pacing import AskLimits
+from kv_handshake._zmq._router import Incoming
+from kv_handshake._zmq._watch import Sender
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.stream_channel import StreamChannel
 
@@ -327,3 +334,54 @@ def test_the_board_of_answers_has_a_bound() -> None:
     pair.turn()
     assert len(pair.there._board) == 4096
     assert f"{4999:032x}" in pair.there._board
+
+
+def _no_client() -> Any:
+    raise AssertionError("this engine asks nobody")
+
+
+class Desk:
+    """A listener without sockets: the real desk, and connections that ask, take back and wait until their asks expire."""
+
+    def __init__(self) -> None:
+        self._log = GatedLog()
+        self.now_s = 0.0
+        self.desk: AskDesk | None = None
+
+    def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
+        self.desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
+
+    def answer(self, ask_id: int, payload: bytes) -> None:
+        assert self.desk is not None
+        self.desk.put(ask_id, payload)
+
+    def send(self, connection: int, query: bytes) -> None:
+        assert self.desk is not None
+        sender = Sender(f"10.0.{connection}.9", connection)
+        self.desk.receive(Incoming((b"\0%d" % connection, b""), b"", sender), query, self.now_s)
+        self.desk.take_replies(self.now_s)
+
+
+@pytest.mark.parametrize("cancels", [1.0, 0.5, 0.0])
+def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
+    """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
+    codec, listener = Codec(), Desk()
+    channel = StreamChannel(
+        Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic)
+    )
+    channel.serve(listener)
+    draw = random.Random(1)
+    for number in range(1, 8_001):
+        told = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
+        payload = codec.question_payload({**told, "tokens": 100, "wants_final": False}, ())
+        connection = draw.randrange(8)
+        listener.send(connection, encode_ask(number, payload))
+        if draw.random() < cancels:
+            listener.send(connection, encode_cancel(number))
+        listener.now_s += 0.01
+        if number == 1_000:
+            channel.hear(0.0)  # the last step before it rests
+        waiting = len(channel._questions) + len(channel._gone_askers)
+        assert waiting <= 2 * AskLimits().in_all, number
+    channel.hear(0.0)
+    assert not channel.has_news

@@ -1,8 +1,11 @@
 """Questions and answers of streamed hand-overs, between the request machines and the side channel.
 
-The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news goes into a
-queue, decoded and judged already; `hear` hands it to the machines, and `say` takes out once a step what they have to say. Nothing
+The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news waits in an
+inbox, decoded and judged already; `hear` hands it to the machines, and `say` takes out once a step what they have to say. Nothing
 here waits: `say` writes to queues of the side channel, and `hear` reads from its own.
+
+An engine at rest hears nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
+more than the questions that the listener allows to be open, and as many that have gone since.
 
 A question must not wait for a step: an engine that computes looks at its queue when the step has ended, which for a prompt of one
 step is too late to read any of it early, and an engine without requests takes no step. So answers that every further question for
@@ -14,7 +17,8 @@ because the fence of its ticket decides.
 from __future__ import annotations
 
 import secrets as random
-from collections import OrderedDict, deque
+import threading
+from collections import OrderedDict
 from functools import partial
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, NamedTuple, final
@@ -38,6 +42,7 @@ _AGAIN: Final = frozenset(
         "recently-failed",
         "refused",
         "timed-out",
+        "too-many-peers",
         "transport-failed",
     }
 )
@@ -50,13 +55,6 @@ _MARGIN_S: Final = 2.0
 """The peer's listener gives a question up first, and says so."""
 _MOST_PEERS: Final = 256
 _MOST_STANDING: Final = 4096
-
-
-class _Asked(NamedTuple):
-    """A question of a peer's that has come, or gone."""
-
-    ask_id: int
-    question: Mapping[str, object] | None
 
 
 class _Answered(NamedTuple):
@@ -98,7 +96,11 @@ class StreamChannel:
         self._log = log
         self._client: AskClient | None = None
         self._listener: AskListener | None = None
-        self._arrived: deque[_Asked | _Answered] = deque()
+        self._lock = threading.Lock()
+        # The inbox: questions of peers, those that have gone again after they were heard, and answers to this engine's.
+        self._questions: dict[int, Mapping[str, object]] = {}
+        self._gone_askers: list[int] = []
+        self._answers: list[_Answered] = []
         # Questions of peers by asker, which the machines still have.
         self._asked: dict[str, Mapping[str, object]] = {}
         # How to take back this engine's questions, by request and number.
@@ -115,7 +117,7 @@ class StreamChannel:
     @property
     def has_news(self) -> bool:
         """Whether `hear` has anything to hand on."""
-        return bool(self._arrived)
+        return bool(self._questions or self._gone_askers or self._answers)
 
     @property
     def is_asking(self) -> bool:
@@ -127,16 +129,16 @@ class StreamChannel:
 
         Each message fails alone: what the machines refuse is logged, and its sender hears a refusal.
         """
-        while self._arrived:
-            event = self._arrived.popleft()
-            if isinstance(event, _Asked):
-                self._take_question(event)
-            else:
-                self._take_answer(event, now_s)
+        self._hear_questions()
+        with self._lock:
+            answers, self._answers = self._answers, []
+        for answer in answers:
+            self._take_answer(answer, now_s)
 
     def say(self) -> None:
         """Hand to the side channel what the machines ask, answer and take back; once a step."""
         self.publish()
+        self._hear_questions()  # those that came too early for what has been published
         for each in self._state.take_stream_answers():
             self._answer(each.asker, each.answer)
         questions = self._state.take_stream_questions()  # takes back what has waited too long
@@ -166,20 +168,30 @@ class StreamChannel:
 
     # ------------------------------------------------------------------------------- the scheduler's thread
 
-    def _take_question(self, event: _Asked) -> None:
-        asker = str(event.ask_id)
-        known = self._asked.pop(asker, None)
+    def _hear_questions(self) -> None:
+        with self._lock:
+            questions, self._questions = self._questions, {}
+            gone, self._gone_askers = self._gone_askers, []
+        for ask_id, question in questions.items():
+            self._take_question(str(ask_id), question)
+        for ask_id in gone:
+            self._take_back(str(ask_id))
+
+    def _take_question(self, asker: str, question: Mapping[str, object]) -> None:
+        self._asked[asker] = question
         try:
-            if event.question is None:
-                if known is not None:
-                    self._state.stream_cancelled(asker, str(known["hand_over_id"]))
-                return
-            self._asked[asker] = event.question
-            told = {key: value for key, value in event.question.items() if key != "nonce"}
-            self._state.stream_question(asker, told)
+            self._state.stream_question(asker, {key: value for key, value in question.items() if key != "nonce"})
         except Exception as error:  # noqa: BLE001 - one peer's question fails alone
             self._log.error("stream-question", "a peer's question for a hand-over was refused", trace=error)
             self._answer(asker, {"kind": "no", "reason": "withdrawn"})
+
+    def _take_back(self, asker: str) -> None:
+        known = self._asked.pop(asker, None)
+        try:
+            if known is not None:
+                self._state.stream_cancelled(asker, str(known["hand_over_id"]))
+        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
+            self._log.error("stream-question", "a peer's question could not be taken back", trace=error)
 
     def _answer(self, asker: str, answer: Mapping[str, object]) -> None:
         question = self._asked.pop(asker, None)
@@ -223,7 +235,7 @@ class StreamChannel:
             self._log.error(
                 "stream-ask", "request %s: its hand-over cannot be asked for", question.request_id, trace=error
             )
-            self._arrived.append(_Answered(*key, {"kind": "no", "reason": "not-streamed"}))
+            self._keep_answer(_Answered(*key, {"kind": "no", "reason": "not-streamed"}))
 
     def _take_answer(self, event: _Answered, now_s: float) -> None:
         self._cancels.pop((event.request_id, event.number), None)
@@ -250,13 +262,16 @@ class StreamChannel:
             return
         standing = self._board.get(str(question["hand_over_id"]))
         if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):
-            self._arrived.append(_Asked(ask_id, question))
+            with self._lock:
+                self._questions[ask_id] = question
             return
         is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
         self._send(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
 
     def _gone(self, ask_id: int) -> None:
-        self._arrived.append(_Asked(ask_id, None))
+        with self._lock:
+            if self._questions.pop(ask_id, None) is None:
+                self._gone_askers.append(ask_id)
 
     def _replied(
         self, key: tuple[str, int], peer: tuple[str, int], question: Mapping[str, object], code: str, payload: bytes
@@ -270,7 +285,11 @@ class StreamChannel:
         if code and code not in _AGAIN:
             answer = {"kind": "no", "reason": "not-streamed"}
             self._say_plain(peer, code)
-        self._arrived.append(_Answered(*key, answer))
+        self._keep_answer(_Answered(*key, answer))
+
+    def _keep_answer(self, answer: _Answered) -> None:
+        with self._lock:
+            self._answers.append(answer)
 
     def _say_plain(self, peer: tuple[str, int], code: str) -> None:
         """Say once of a peer why nothing is streamed from it."""
