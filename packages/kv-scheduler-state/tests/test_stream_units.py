@@ -11,7 +11,7 @@ from kv_scheduler_state._errors import DuplicateRequest, InvalidConfig, UnknownR
 from kv_scheduler_state._plan import ReadOrder, StepPlan
 from kv_scheduler_state._stream_ends import StreamEnds
 from kv_scheduler_state._stream_places import StreamPlaces
-from kv_scheduler_state._stream_reader import Stream, StreamReaders, StreamReport
+from kv_scheduler_state._stream_reader import Stream, StreamReaders
 from kv_scheduler_state._stream_reserve import StreamReserve
 from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
 from kv_scheduler_state._stream_values import (
@@ -106,7 +106,7 @@ def watch(request_id="r"):
 def test_a_worker_whose_fence_held_tells_the_engine_once():
     ends = StreamEnds()
     assert [order.read.request_id for order in ends.apply(watch())[0]] == ["r"]
-    ends.ended(StreamReport("r", is_done=True))
+    ends.ended("r", is_done=True)
     assert ends.take_report() == (("r",), (), (("r", True),))
     # Another worker broke: what this one has read counts for the next stream, for the final ticket and for a stop.
     assert ends.apply(watch()) == ((), ())
@@ -118,7 +118,7 @@ def test_a_worker_whose_fence_held_tells_the_engine_once():
 def test_a_worker_whose_stream_broke_tells_the_scheduler_half_alone():
     ends = StreamEnds()
     ends.apply(watch())
-    ends.ended(StreamReport("r", is_done=False))
+    ends.ended("r", is_done=False)
     assert ends.take_report() == ((), (), (("r", False),))
     assert ends.apply(StreamPlan(stops=("r",))) == ((), ())
     assert ends.take_report() == (("r",), ("r",), ())
@@ -130,7 +130,7 @@ def test_a_stopped_stream_is_reported_as_failed_however_it_ends(is_done):
     ends.apply(watch())
     assert ends.apply(StreamPlan(stops=("r",))) == ((), ("r",))
     assert ends.take_report() == ((), (), ())
-    ends.ended(StreamReport("r", is_done=is_done))
+    ends.ended("r", is_done=is_done)
     assert ends.take_report() == (("r",), ("r",), ())
 
 
@@ -138,13 +138,13 @@ def test_the_final_ticket_is_read_by_those_who_are_not_done():
     done, torn = StreamEnds(), StreamEnds()
     for ends in (done, torn):
         ends.apply(watch())
-        ends.ended(StreamReport("r", is_done=ends is done))
+        ends.ended("r", is_done=ends is done)
     assert (done.takes_read("r"), torn.takes_read("r")) == (False, True)
     # Afterwards nothing is remembered: the id may come again.
     assert done.takes_read("r")
     ends = StreamEnds()
     ends.apply(watch())
-    ends.ended(StreamReport("r", is_done=True))
+    ends.ended("r", is_done=True)
     ends.apply(StreamPlan(ends=("r",)))
     assert ends.takes_read("r")
 

@@ -15,6 +15,7 @@ from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamWorker
 from vllm_adapter.worker.transfer.leases import StreamedLeases
 from vllm_adapter.worker.transfer.parts import PeerPlanner
+from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_tokens": 0, "context": (1, 0, 1)}
 STREAMS = (0xA000, 0, 64, 8192)
@@ -200,3 +201,19 @@ def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> 
     assert bench.sent == ["r"]
     plain = [slot for slot, _ in bench.agent.fences]
     assert (voided, plain) == (([], [FENCE[0]]) if slots == FENCE[0] else ([FENCE[0]], []))
+
+
+def test_a_stream_that_cannot_begin_ends_and_takes_nobody_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CodedFailure("no-plan")
+
+    monkeypatch.setattr(StreamCoordinator, "begin", fail)
+    bench.reads.follow(stream())
+    bench.reads.read(order("r2"))
+    bench.reads.follow(stream("r3"))
+    bench.handshakes.answer(Outcome())
+    assert codes(bench) == [("r1", "no-plan"), ("r3", "no-plan")]
+    bench.finish("r2/0.0")
+    assert bench.codes() == {"r2": ""}

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 
-from kv_scheduler_state import BlockList
+from kv_scheduler_state import BlockList, GroupConfig
+from kv_scheduler_state._stream_places import StreamPlaces
 from kv_scheduler_state._stream_reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
@@ -89,7 +92,7 @@ class Bench:
             StreamShape([StreamGroup(16)]),
             peers,
             messages,
-            stall_s=5.0,
+            transfer_timeout_s=5.0,
             ended=self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
@@ -98,11 +101,14 @@ class Bench:
         self.engine = PeerEngine(here.peer, 0.0, 0.0)
         untyped_plan: Any = Plan(producer_ranks=ranks)
         self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
-        self.engine.reads_in_flight = 1
         for rank in ranks:
             untyped_spec: Any = Spec()
             self.agent.peers[self.engine.key(rank)] = untyped_spec
-        self.streams.begin(self.read, Order(here, start=start), self.engine)
+        self._order = Order(here, start=start)
+        self.begin()
+
+    def begin(self) -> None:
+        self.streams.begin(self.read, self._order, self.engine)
 
     def ended(self, finished: FinishedRead) -> None:
         if finished.end.code in {"", "stream-stopped"}:
@@ -128,6 +134,13 @@ class Bench:
     def posts(self) -> list[tuple[list[int], list[int], Any]]:
         """Return the transfers that are not over: our blocks, the peer's, fence."""
         return [(post["local"], post["remote"], post["fence"]) for post in self.agent.posts.values()]
+
+    def end_parts(self) -> None:
+        """End the transfers that are not fence words."""
+        for transfer_id, post in list(self.agent.posts.items()):
+            if post["fence"] is None:
+                del self.agent.posts[transfer_id]
+                assert self.streams.transfer_ended(Result(transfer_id))
 
     def end_all(self, **facts: Any) -> None:
         for transfer_id in list(self.agent.posts):
@@ -293,6 +306,41 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
     assert done.codes() == [""]
 
 
+def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() -> None:
+    bench = Bench(TWO_RANKS)
+    whole, broken = TWO_RANKS
+    bench.progress(100, whole)
+    bench.watch(whole).tell()
+    bench.end_parts()
+    ((late, _),) = bench.agent.posts.items()
+    bench.watch(broken).listener.broken("nixl-remote", "its words cannot be read")
+    assert bench.torn == [("r1", "nixl-remote")]
+    bench.begin()
+    for rank in TWO_RANKS:
+        bench.progress(100, rank)
+        bench.watch(rank).tell()
+    bench.end_parts()
+    del bench.agent.posts[late]
+    assert bench.streams.transfer_ended(Result(late))
+    assert len(bench.posts()) == 2, "both fence words of the second attempt are on their way"
+    for transfer_id in list(bench.agent.posts):
+        assert bench.codes() == []
+        del bench.agent.posts[transfer_id]
+        assert bench.streams.transfer_ended(Result(transfer_id))
+    assert bench.codes() == [""]
+
+
+def test_a_second_order_of_a_request_is_left() -> None:
+    bench = Bench()
+    bench.begin()
+    assert bench.engine.reads_in_flight == 1
+    bench.progress(100)
+    bench.watch().tell()
+    bench.end_all()
+    bench.end_all()
+    assert (bench.codes(), bench.torn, bench.engine.reads_in_flight) == ([""], [], 0)
+
+
 def test_a_peer_that_cannot_be_watched_tears_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise CodedFailure("bad-streams")
@@ -367,3 +415,34 @@ def test_blocks_of_a_part() -> None:
     assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
     early = shape.local_blocks(shape.parts(100, 0, 64, has_rest=False), whole)
     assert [(each.ids, each.first_token) for each in early] == [((2, 3), 32), ((21,), 32), ((), 0)]
+
+
+@given(st.data())
+def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
+    """The producer puts ids into places that it counts itself; the reader's parts find at each place the block it needs.
+
+    The truth is plain: block number `n` of group `g` has the id 1000 * g + n, and stands for `span` tokens from `n * span` on.
+    """
+    spans = data.draw(st.lists(st.sampled_from((0, 8, 16, 32, 48)), min_size=1, max_size=4))
+    tokens = data.draw(st.integers(1, 400))
+    groups = tuple(GroupConfig(block_tokens=span) if span else GroupConfig("state") for span in spans)
+    places, shape = StreamPlaces(groups, tokens), StreamShape([StreamGroup(span) for span in spans])
+    cuts = sorted({*data.draw(st.lists(st.integers(1, tokens), max_size=5)), tokens})
+    table: dict[int, int] = {}
+    done = [0] * len(spans)
+    for cut in cuts:
+        new: list[list[int]] = []
+        for group, span in enumerate(spans):
+            count = -(-cut // span) if span else 1
+            new.append([1000 * group + number for number in range(done[group], count)])
+            done[group] = count
+        for run in places.fill(new, is_last=cut == tokens):
+            table.update({run.first + number: block for number, block in enumerate(run.ids)})
+    entry = shape.entry_tokens
+    for first in range(0, tokens, entry):
+        stop = min(first + entry, tokens)
+        parts = shape.parts(tokens, first, stop, has_rest=stop == tokens)
+        for group, blocks in enumerate(shape.peer_blocks(parts, table)):
+            span = spans[group]
+            numbers = range(first // span, -(-stop // span)) if span else range(int(stop == tokens))
+            assert blocks.ids == tuple(1000 * group + number for number in numbers)

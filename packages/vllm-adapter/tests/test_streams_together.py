@@ -74,7 +74,7 @@ class Pair:
             StreamShape([StreamGroup(16)]),
             peers,
             messages,
-            stall_s=5.0,
+            transfer_timeout_s=5.0,
             ended=lambda each: self.torn.append(each.end.code) if each.end.code else self.finished.append(each),
         )
         self.spec = PeerSpec(

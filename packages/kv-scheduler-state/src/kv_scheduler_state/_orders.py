@@ -14,7 +14,6 @@ __all__ = [
     "ProducerOrders",
     "ReadOfStream",
     "ReadingOrders",
-    "StreamEnd",
     "Watch",
     "WordChunk",
     "WordOpening",
@@ -163,12 +162,3 @@ class ReadingOrders(Protocol[WatchT_co]):
     def watches(self) -> Sequence[WatchT_co]: ...
     @property
     def stops(self) -> Sequence[str]: ...
-
-
-class StreamEnd(Protocol):
-    """End of a stream on this worker, see `StreamReport`."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def is_done(self) -> bool: ...

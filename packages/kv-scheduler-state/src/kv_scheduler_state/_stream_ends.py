@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 from kv_scheduler_state._orders import Watch
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._orders import ReadingOrders, StreamEnd
+    from kv_scheduler_state._orders import ReadingOrders
 
 __all__ = ["EndReport", "StreamEnds"]
 
@@ -67,9 +67,8 @@ class StreamEnds:
         """
         return self._states.pop(request_id, "") != "done"
 
-    def ended(self, report: StreamEnd) -> None:
-        """Take the end of a stream; its memory is quiet."""
-        request_id, is_done = report.request_id, report.is_done
+    def ended(self, request_id: str, *, is_done: bool) -> None:
+        """Record the end of a request's stream on this worker, whose memory is quiet; `is_done` if its fence held."""
         was_stopped = self._states.get(request_id) == "stopping"
         if is_done or was_stopped:
             self._received.append(request_id)

@@ -51,7 +51,7 @@ class Stream(NamedTuple):
 class StreamReport(NamedTuple):
     """End of a stream on this worker; its memory is quiet."""
 
-    request_id: str
+    stream_id: str
     is_done: bool
 
 
@@ -86,46 +86,46 @@ class StreamReaders:
         self._wanted: list[str] = []
         self._reports: list[StreamReport] = []
 
-    def state_of(self, request_id: str) -> str:
+    def state_of(self, stream_id: str) -> str:
         """Return the state of a request; `gone` for one that is not read."""
-        reading = self._readings.get(request_id)
+        reading = self._readings.get(stream_id)
         return GONE if reading is None else reading.state
 
-    def watch(self, request_id: str, stream: StreamFacts, now_s: float) -> None:
+    def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None:
         """Begin to read behind a progress word.
 
         Raises:
             DuplicateRequest: `duplicate-request`.
         """
-        known = self._readings.get(request_id)
+        known = self._readings.get(stream_id)
         if known is not None:
-            raise DuplicateRequest(request_id, known.state)
-        row = self._table.find(request_id, NEW, "watch")
-        self._readings[request_id] = _Reading(stream, row.target, now_s)
+            raise DuplicateRequest(stream_id, known.state)
+        row = self._table.find(stream_id, NEW, "watch")
+        self._readings[stream_id] = _Reading(stream, row.target, now_s)
 
-    def observed(self, request_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
+    def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
         """Take a progress word; return the part that is to be read now, if any. Only `watching` readers have use for one."""
-        reading = self._readings.get(request_id)
+        reading = self._readings.get(stream_id)
         if reading is None or reading.state != "watching":
             return None
         stream = reading.stream
         if tag != stream.tag:
             # An offer may be here before the words are stored over there: zeros and older tags mean that it has not begun.
             if is_later_tag(tag, stream.tag) and (tag or tokens):
-                self._step(request_id, reading, "changed")
+                self._step(stream_id, reading, "changed")
             return None
         if tokens > stream.prompt_tokens or tokens < reading.tokens:
-            self._step(request_id, reading, "changed")
+            self._step(stream_id, reading, "changed")
             return None
         if tokens == reading.tokens:
             return None
         reading.tokens = tokens
         reading.progress_s = now_s
         if tokens == stream.prompt_tokens:
-            row = self._step(request_id, reading, "whole")
+            row = self._step(stream_id, reading, "whole")
             return self._order_rest(reading) if "order-rest" in row.effects else None
         stop = tokens // stream.entry_tokens
-        row = self._step(request_id, reading, "progress")
+        row = self._step(stream_id, reading, "progress")
         if stop <= reading.next_entry or "order-part" not in row.effects:
             return None
         part = StreamPart(reading.next_entry, stop, has_rest=False)
@@ -133,39 +133,39 @@ class StreamReaders:
         reading.in_flight += 1
         return part
 
-    def landed(self, request_id: str, *, is_good: bool, now_s: float) -> None:
+    def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None:
         """Count a part as quiet: its bytes are here, or it failed and writes no more.
 
         Raises:
             UnknownRequest: `unknown-request`.
         """
-        reading = self._readings.get(request_id)
+        reading = self._readings.get(stream_id)
         if reading is None or not reading.in_flight:
-            raise UnknownRequest(request_id, "landed")
+            raise UnknownRequest(stream_id, "landed")
         reading.in_flight -= 1
         reading.progress_s = now_s
         if not is_good and reading.state != "breaking":
-            self._step(request_id, reading, "part-lost")
+            self._step(stream_id, reading, "part-lost")
         else:
-            self._settle(request_id, reading)
+            self._settle(stream_id, reading)
 
-    def fence_found(self, request_id: str, word: int | None) -> None:
+    def fence_found(self, stream_id: str, word: int | None) -> None:
         """Take the fence word, None if it could not be read. A late one, of a stream that has ended, means nothing."""
-        reading = self._readings.get(request_id)
+        reading = self._readings.get(stream_id)
         if reading is not None and reading.state == "fencing":
-            self._step(request_id, reading, "held" if word == reading.stream.generation else "lost")
+            self._step(stream_id, reading, "held" if word == reading.stream.generation else "lost")
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, stream_id: str) -> None:
         """Stop reading; the report follows once the memory is quiet."""
-        reading = self._readings.get(request_id)
+        reading = self._readings.get(stream_id)
         if reading is not None and reading.state != "breaking":
-            self._step(request_id, reading, "cancel")
+            self._step(stream_id, reading, "cancel")
 
     def tick(self, now_s: float) -> None:
         """Give up the streams that made no progress in time."""
-        for request_id, reading in list(self._readings.items()):
+        for stream_id, reading in list(self._readings.items()):
             if reading.state != "breaking" and now_s - reading.progress_s >= self._stall_s:
-                self._step(request_id, reading, "stall")
+                self._step(stream_id, reading, "stall")
 
     def take_fences(self) -> list[str]:
         """Return the requests whose fence word is to be read now, each once."""
@@ -185,20 +185,20 @@ class StreamReaders:
         reading.in_flight += 1
         return part
 
-    def _step(self, request_id: str, reading: _Reading, event: str) -> Transition:
-        row = self._table.find(request_id, reading.state, event)
+    def _step(self, stream_id: str, reading: _Reading, event: str) -> Transition:
+        row = self._table.find(stream_id, reading.state, event)
         reading.state = row.target
         if "read-fence" in row.effects:
-            self._wanted.append(request_id)
+            self._wanted.append(stream_id)
         for effect in ("report-done", "report-broken"):
             if effect in row.effects:
-                self._reports.append(StreamReport(request_id, effect == "report-done"))
+                self._reports.append(StreamReport(stream_id, effect == "report-done"))
         if row.target == GONE:
-            del self._readings[request_id]
+            del self._readings[stream_id]
         elif row.target == "breaking":
-            self._settle(request_id, reading)
+            self._settle(stream_id, reading)
         return row
 
-    def _settle(self, request_id: str, reading: _Reading) -> None:
+    def _settle(self, stream_id: str, reading: _Reading) -> None:
         if not reading.in_flight and reading.state in {"finishing", "breaking"}:
-            self._step(request_id, reading, "quiet")
+            self._step(stream_id, reading, "quiet")

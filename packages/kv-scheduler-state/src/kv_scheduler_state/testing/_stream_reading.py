@@ -207,12 +207,12 @@ class Reader:
         self.wanted |= set(self.streams.take_fences())
         self.wanted = {each for each in self.wanted if each in self.plain or self.streams.state_of(each) == "fencing"}
         for report in self.streams.take_reports():
-            is_quiet = not any(part.request_id == report.request_id for part in self.wire)
+            is_quiet = not any(part.request_id == report.stream_id for part in self.wire)
             demand(is_quiet, "a report comes once the memory is quiet")
             if report.is_done:
-                self._check(report.request_id)
-                self._notify(self.orders[report.request_id], now_s)
-            self.ends.ended(report)
+                self._check(report.stream_id)
+                self._notify(self.orders[report.stream_id], now_s)
+            self.ends.ended(report.stream_id, is_done=report.is_done)
 
     def _check(self, request_id: str) -> None:
         found, chunks = self.entries[request_id], self.opposite.rules.chunks

@@ -169,7 +169,7 @@ class StreamListener(Protocol):
     """Takes what a watch finds, on the owner thread."""
 
     def progress(self, tag: int, tokens: int) -> None:
-        """Take the slot's progress word: the first one that was read, then every other one."""
+        """Take the slot's progress word: the first one that was read, then each one that differs from the one before."""
         ...
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:
@@ -182,7 +182,7 @@ class StreamListener(Protocol):
 
 
 class StreamWatch(Protocol):
-    """Eye on one stream slot of a peer. Owner thread only."""
+    """A subscription to one stream slot of a peer. Owner thread only."""
 
     def read_table(self, tag: int, first: int, stop: int) -> None:
         """Read the table's entries `first` to `stop - 1`; the listener is told once all of them carry the tag."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports.leases import LeaseEnd
     from vllm_adapter.ports.stream_orders import StreamChunk, StreamOpen, StreamPlan
-    from vllm_adapter.ports.stream_reads import StreamOrder, StreamReport
+    from vllm_adapter.ports.stream_reads import StreamOrder
 
 __all__ = ["StreamEndReport", "StreamEnds", "StreamWorker"]
 
@@ -64,8 +64,8 @@ class StreamEnds(Protocol):
         """Whether this worker is to do and report what is ordered now; ask once for each reported read or failure."""
         ...
 
-    def ended(self, report: StreamReport) -> None:
-        """Take the end of a stream; its memory is quiet."""
+    def ended(self, request_id: str, *, is_done: bool) -> None:
+        """Record the end of a request's stream on this worker, whose memory is quiet; `is_done` if its fence held."""
         ...
 
     def take_report(self) -> StreamEndReport:

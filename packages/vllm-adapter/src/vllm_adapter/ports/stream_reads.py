@@ -63,7 +63,7 @@ class StreamReport(Protocol):
     """End of a stream from one rank; its memory is quiet."""
 
     @property
-    def request_id(self) -> str: ...
+    def stream_id(self) -> str: ...
     @property
     def is_done(self) -> bool: ...
 
@@ -71,27 +71,27 @@ class StreamReport(Protocol):
 class StreamReaders(Protocol):
     """Readers of one worker, by a name for each stream from one rank."""
 
-    def state_of(self, request_id: str) -> str:
+    def state_of(self, stream_id: str) -> str:
         """Return the state of a stream: `breaking` for one that waits for its memory to be quiet."""
         ...
 
-    def watch(self, request_id: str, stream: StreamFacts, now_s: float) -> None:
+    def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None:
         """Begin to read behind a progress word."""
         ...
 
-    def observed(self, request_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
+    def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
         """Take a progress word; return the part that is to be read now, if any."""
         ...
 
-    def landed(self, request_id: str, *, is_good: bool, now_s: float) -> None:
+    def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None:
         """Count a part as quiet."""
         ...
 
-    def fence_found(self, request_id: str, word: int | None) -> None:
+    def fence_found(self, stream_id: str, word: int | None) -> None:
         """Take the fence word, None if it could not be read."""
         ...
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, stream_id: str) -> None:
         """Stop reading; the report follows once the memory is quiet."""
         ...
 

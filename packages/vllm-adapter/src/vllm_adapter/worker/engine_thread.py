@@ -274,18 +274,14 @@ class WorkerSide:
             self._void_failed_copy(registration, request_id, reason)
 
     def _void_failed_copy(self, registration: Registration, request_id: str, reason: str) -> None:
-        slot = self._announced.slot(request_id)
         self._recorder.count("num_failed_mirror_copies")
-        consequence = "; its readers will find its fence void"
-        if self._streams.void(request_id):
-            pass
-        elif slot is None:
-            consequence = ". It has no fence: its readers GET WRONG DATA"
-        else:
+        slot = self._announced.slot(request_id)
+        if not self._streams.void(request_id) and slot is not None:
             registration.agent.write_fence(slot, _VOID_GENERATION)
         self._recorder.error(
             "mirror-copy",
-            f"request {request_id}: its blocks could not be copied to host memory ({reason}){consequence}",
+            f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its fence "
+            "void",
         )
 
     def take_report(self) -> StepReport:

@@ -69,11 +69,6 @@ def _given_up(end: ReadEnd) -> ReadEnd:
     return replace(end, code=_STOPPED, message="the stream was given up") if end.is_ok else end
 
 
-class _End(NamedTuple):
-    request_id: str
-    is_done: bool
-
-
 @final
 class RankStreams:
     """Streams of one rank. Engine thread only, but for `ended`.
@@ -206,7 +201,7 @@ class RankStreams:
         while self._finished:
             end = complete(self._finished.popleft())
             latest[end.order.request_id] = end
-            self._ends.ended(_End(end.order.request_id, end.is_ok))
+            self._ends.ended(end.order.request_id, is_done=end.is_ok)
         report = self._ends.take_report()
         if not (report.received or report.ends):
             return None

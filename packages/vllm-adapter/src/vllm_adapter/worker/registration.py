@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -135,10 +134,11 @@ class Registration:
                 self.leases.end_all(has_fences=has_fences)
                 ended.set()
 
-        with suppress(Exception):  # a dead or closed thread takes no orders: see below
-            self.agent.call_soon(end_everything)
-            ended.wait(_ORDERLY_S)
-            self._wait_for_quiet()
+        with self.recorder.guarded("orderly end of the transfers"):  # what follows ends them in any case
+            if self.agent.is_alive:
+                self.agent.call_soon(end_everything)
+                ended.wait(_ORDERLY_S)
+                self._wait_for_quiet()
         self.close()
         if self.agent.is_alive:
             raise AdapterError(
@@ -149,7 +149,7 @@ class Registration:
                 is_retry_safe=True,
             )
         if not ended.is_set():  # the thread had died before: its agent is closed, so all fence words are void already
-            with suppress(Exception):
+            with self.recorder.guarded("end of the transfers of a dead thread"):
                 end_everything(has_fences=False)
 
     def _wait_for_quiet(self) -> None:

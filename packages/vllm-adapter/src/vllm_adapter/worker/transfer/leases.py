@@ -34,7 +34,7 @@ class LeaseKeeper:
     silence. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a lease's
     first heartbeat belongs to the router and is no lag.
 
-    While no lease is open and none is announced, no reader has anything to tell: the thread may then poll slowly.
+    While no lease has been granted, no reader has anything to tell: the thread may poll slowly, and the grant itself wakes it.
 
     Args:
         parts: The registration's agent, codec, recorder and clock.
@@ -150,7 +150,7 @@ class LeaseKeeper:
     # ---------------------------------------------------------------------------------------------- ends
 
     def tick(self) -> None:
-        """End what is due: bump the fence first, then report the blocks free."""
+        """End what is due: void the fence first, then report the blocks free."""
         self._end_due(has_fences=True)
         self._set_pace()
 

@@ -21,7 +21,7 @@ from vllm_adapter.worker.conversion import conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
 from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
-from vllm_adapter.worker.transfer.records import FinishedRead, Read
+from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
 from vllm_adapter.worker.transfer.stalls import StallWatch
 from vllm_adapter.worker.transfer.stream_admission import StreamAdmission
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadCoordinator", "Streaming"]
 
-_FAULTS_OF_THE_READ = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _RENEWED_PART = 2 / 3
 """A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
 
@@ -93,14 +92,13 @@ class ReadCoordinator:
         self._streams: StreamCoordinator | None = None
         self._admission: StreamAdmission | None = None
         if streaming is not None:
-            stall_s = limits.read_timeout_s
             self._streams = StreamCoordinator(
                 parts,
-                streaming.make_readers(stall_s),
+                streaming.make_readers(limits.read_timeout_s),
                 streaming.shape,
                 self._peers,
                 self._messages,
-                stall_s=stall_s,
+                transfer_timeout_s=limits.read_timeout_s,
                 ended=streaming.ended,
             )
             self._admission = StreamAdmission(parts, self._peers, self._streams, streaming.ended)
@@ -187,7 +185,7 @@ class ReadCoordinator:
 
     def _ready(self, read: Read, engine: PeerEngine) -> None:
         if self._admission is not None and self._admission.takes(read):
-            self._admission.ready(read, engine)
+            self._admission.ready(read, engine)  # which raises nothing
             return
         try:
             self._post(read, engine)
@@ -272,11 +270,11 @@ class ReadCoordinator:
                 engine.last_answer_s = now_s
             recorder.transfer(result)
             return
-        is_peers_fault = result.outcome not in _FAULTS_OF_THE_READ
-        self._note_failure(read, result.code, result.message, may_retry=is_peers_fault)
+        is_at_fault = is_peer_at_fault(result)
+        self._note_failure(read, result.code, result.message, may_retry=is_at_fault)
         if result.outcome == "fence-rejected":
             recorder.count("num_fence_rejections")
-        elif is_peers_fault and engine is not None and engine.phase == "ready":
+        elif is_at_fault and engine is not None and engine.phase == "ready":
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
 
     def _quarantine(self, read: Read, result: TransferResult) -> None:

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
 
-__all__ = ["FinishedRead", "PeerEngine", "Read", "is_same_place"]
+__all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place"]
+
+_OWN_OUTCOMES = frozenset({"done", "fence-rejected", "timed-out", "cancelled"})
+
+
+def is_peer_at_fault(result: TransferResult) -> bool:
+    """Return whether a transfer failed in a way that speaks against its peer: then the peer is met anew before its next read."""
+    return result.outcome not in _OWN_OUTCOMES
 
 
 @final

@@ -60,14 +60,17 @@ class StreamAdmission:
         return read in self._waiting
 
     def ready(self, read: Read, engine: PeerEngine) -> None:
-        """Begin a stream whose engine is ready."""
+        """Begin a stream whose engine is ready; one that cannot begin ends, whatever its order provokes."""
         order = self._waiting.pop(read)
-        reason = refusal(order.read, engine)
-        if reason is not None:
-            self._end(read, *reason)
-            return
-        engine.reads_in_flight += 1
-        self._streams.begin(read, order, engine)
+        try:
+            reason = refusal(order.read, engine)
+            if reason is None:
+                self._streams.begin(read, order, engine)
+                return
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self._parts.recorder.trouble("start of a stream", error)
+            reason = code_of(error), str(error)
+        self._end(read, *reason)
 
     def not_met(self, read: Read, code: str, message: str) -> None:
         """End a stream whose engine cannot be read from."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from vllm_adapter.errors import code_of
+from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.ports import StreamFacts
 from vllm_adapter.steps import ReadEnd
-from vllm_adapter.worker.transfer.records import FinishedRead
+from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamCoordinator"]
 
-_FAULTS_OF_THE_READ: Final = frozenset({"fence-rejected", "timed-out", "cancelled"})
 _NO_INDICES: Final = np.empty(0, dtype=np.int32)
 
 
@@ -114,7 +113,7 @@ class StreamCoordinator:
         shape: Groups of both engines.
         peers: Hears of each stream that is over, and of engines that are in trouble.
         messages: Tells producers that all has been read.
-        stall_s: Deadline of a single transfer.
+        transfer_timeout_s: Seconds that a single transfer may take.
         ended: Called with the one end of every stream, once it is quiet; the blocks of one that failed may be read again.
     """
 
@@ -126,7 +125,7 @@ class StreamCoordinator:
         peers: PeerDirectory,
         messages: ProducerMessages,
         *,
-        stall_s: float,
+        transfer_timeout_s: float,
         ended: Callable[[FinishedRead], None],
     ) -> None:
         self._parts = parts
@@ -134,7 +133,7 @@ class StreamCoordinator:
         self._shape = shape
         self._peers = peers
         self._messages = messages
-        self._stall_s = stall_s
+        self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
         self._ranks: dict[str, _Following] = {}
         self._streams: dict[str, _Stream] = {}
@@ -145,11 +144,19 @@ class StreamCoordinator:
     # ---------------------------------------------------------------------------------------------- orders
 
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
-        """Follow a stream of an engine that is ready."""
-        plan, fence = engine.plan, read.order.fence
+        """Follow a stream of an engine that is ready. A second one of a request is not followed: the first one's end stands.
+
+        Raises:
+            AdapterError: `no-plan`: nothing of this engine can be read. Whatever is raised, the stream has not begun.
+        """
+        plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
+        if request_id in self._streams:
+            self._parts.recorder.warn("stream-twice", f"request {request_id} is streamed already; its second order is left")
+            return
         if plan is None:
-            raise AssertionError("an engine that is ready has a plan")
-        stream = self._streams[read.order.request_id] = _Stream(read, order, engine, plan)
+            raise AdapterError(f"engine {engine.engine_id} has pages for no rank of this one", code="no-plan")
+        engine.reads_in_flight += 1
+        stream = self._streams[request_id] = _Stream(read, order, engine, plan)
         if fence is None or not engine.can_stream or order.start % self._shape.entry_tokens:
             stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
             self._report(stream)
@@ -297,7 +304,7 @@ class StreamCoordinator:
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
-        self._parts.agent.post_read(transfer_id, key, *indices, notification=b"", deadline_s=self._stall_s, fence=fence)
+        self._parts.agent.post_read(transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence)
         self._transfers[transfer_id] = (following, fence is not None)
 
     def transfer_ended(self, result: TransferResult) -> bool:
@@ -324,7 +331,7 @@ class StreamCoordinator:
             self._give_up(stream, result.code, result.message)
         if result.outcome == "fence-rejected":
             self._parts.recorder.count("num_fence_rejections")
-        elif result.outcome not in _FAULTS_OF_THE_READ:
+        elif is_peer_at_fault(result):
             self._drop(stream, result.code, result.message)
         if not result.is_memory_quiet:
             self._parts.recorder.count("num_quarantined_reads")
@@ -342,6 +349,8 @@ class StreamCoordinator:
 
     def _landed(self, transfer_id: str, *, is_good: bool) -> None:
         following, is_fence = self._transfers.pop(transfer_id)
+        if is_fence and self._ranks.get(following.name) is not following:
+            return  # the word of an attempt that is over: it says nothing of the data of the next one
         if is_fence:
             fence = following.stream.read.order.fence
             self._readers.fence_found(following.name, fence[1] if is_good and fence is not None else None)
@@ -375,7 +384,7 @@ class StreamCoordinator:
             for name in fences:
                 self._read_fence(self._ranks[name])
             for report in reports:
-                self._rank_ended(self._ranks.pop(report.request_id), is_done=report.is_done)
+                self._rank_ended(self._ranks.pop(report.stream_id), is_done=report.is_done)
             if not fences and not reports:
                 return
 
