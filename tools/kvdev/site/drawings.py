@@ -74,7 +74,7 @@ def _fence() -> str:
         _box(140, 84, 360, 42, _BLUE, "prompt A, leased"),
         _box(500, 84, 330, 42, _RED, "free, then prompt B"),
         _box(140, 152, 330, 42, _BLUE, "generation 7"),
-        _box(470, 152, 360, 42, _RED, "generation 8"),
+        _box(470, 152, 360, 42, _RED, "void"),
         _text(470, 216, "the word changes first, then the blocks are free", size=12, anchor="start"),
         _text(120, 268, "in time", anchor="end"),
         _box(180, 246, 130, 36, _GREEN, "read pages"),
@@ -82,7 +82,7 @@ def _fence() -> str:
         _text(450, 269, "the pages count", anchor="start", bold=True),
         _text(120, 324, "late", anchor="end"),
         _box(410, 302, 150, 36, _RED, "read pages"),
-        _box(570, 302, 110, 36, _RED, "word is 8"),
+        _box(570, 302, 110, 36, _RED, "word is void"),
         _text(694, 325, "nothing counts", anchor="start", bold=True),
     )
     return _picture("A fence word: a read in time, and a late one", 360, *parts)

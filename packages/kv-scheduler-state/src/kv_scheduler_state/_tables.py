@@ -1,4 +1,4 @@
-"""The three machines of a hand-off.
+"""The three machines of a hand-over.
 
 Theory of operation. A request has up to two records in a scheduler process: a *producer* record if a peer is to read its
 blocks, and a *consumer* record if its prompt is to be read from a peer. A first-turn prefill has only the former, a decode
@@ -128,15 +128,15 @@ LEASE_TABLE: Final = Table(
             "last-reader",
             GONE,
             ("count", "end-read"),
-            "All readers are done: bump the fence, free the blocks.",
+            "All readers are done: void the fence, free the blocks.",
         ),
-        _T("granted", "expire", GONE, ("end-expired",), "Nobody asked in time: bump the fence, free the blocks."),
+        _T("granted", "expire", GONE, ("end-expired",), "Nobody asked in time: void the fence, free the blocks."),
         _T(
             "granted",
             "release",
             GONE,
             ("end-revoked",),
-            "Taken back by the scheduler: bump the fence, free the blocks.",
+            "Taken back by the scheduler: void the fence, free the blocks.",
         ),
     ),
 )
