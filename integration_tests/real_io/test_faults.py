@@ -221,7 +221,7 @@ def test_deregistered_under_a_reader(make_stage):
 
 
 def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage):
-    """The word is bumped after the order is accepted and before its fence can be read: 1000 of 1000 are voided."""
+    """The word is voided after the order is accepted and before its fence can be read: 1000 of 1000 are voided."""
     stage = make_stage()
     stage.connect()
     ids = np.arange(8)
@@ -235,7 +235,7 @@ def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage)
 
 
 def test_racing_leases_never_pass_void_data(make_stage):
-    """The producer rewrites its pages as soon as it has bumped the fence; whatever passes must be the old content."""
+    """The producer rewrites its pages as soon as it has voided the fence; whatever passes must be the old content."""
     stage = make_stage(page_bytes=16384, page_count=64)
     stage.connect()
     ids, outcomes = np.arange(64), []

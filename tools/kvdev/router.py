@@ -2,7 +2,7 @@
 
 For service take vllm-router, llm-d, Ray Serve LLM or Dynamo: this one knows nothing of load, prefixes or access rights.
 
-For each request it asks a prefill engine for one token, takes the hand-off ticket (`kv_transfer_params`) out of the answer
+For each request it asks a prefill engine for one token, takes the hand-over ticket (`kv_transfer_params`) out of the answer
 and forwards the original body with that ticket to a decode engine, whose answer it relays as it comes. Without a ticket the
 decode engine simply computes the prompt itself.
 
@@ -133,7 +133,7 @@ class _Router:
     # ------------------------------------------------------------------------------------------------------ prefill
 
     async def _fetch_ticket(self, job: _Job) -> None:
-        """Put a prefill engine's ticket into the job, None for no hand-off, or its refusal of the request itself."""
+        """Put a prefill engine's ticket into the job, None for no hand-over, or its refusal of the request itself."""
         job.ticket = None
         if not _is_one_prompt(job.body):
             return

@@ -44,7 +44,7 @@ def test_messages_of_each_kind_are_found() -> None:
     for known in (
         "the transfer thread of engine {engine_id} has died; restart this engine",
         "kv_connector_extra_config has no key '{key}'{hint}",
-        "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
+        "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
     ):
         assert known in texts, known
 

@@ -251,7 +251,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- what is seen
 
     def ticket(self, request_id: str) -> dict[str, Any]:
-        """Return the hand-off ticket in a request's last output."""
+        """Return the hand-over ticket in a request's last output."""
         params = self.outputs[request_id][-1].kv_transfer_params
         assert params is not None, f"{request_id} got no ticket"
         return dict(params)

@@ -42,7 +42,7 @@ def renewed(beat):
 
 
 def consumer_params(**changes):
-    """The hand-off of vLLM's own connector 0.32, as a router passes it on."""
+    """The hand-over of vLLM's own connector 0.32, as a router passes it on."""
     base = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

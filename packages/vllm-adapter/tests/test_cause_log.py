@@ -48,7 +48,7 @@ def test_refused_tickets_log_few_lines_and_the_number_of_the_others(caplog: pyte
     for number in range(300):
         consumer.admit(f"d{number}", ticket, OTHER)
     assert consumer.refusals() == ["ticket-prompt"] * 300, "each is counted"
-    assert len(lines(caplog, "its hand-off ticket is refused")) == 10
+    assert len(lines(caplog, "its hand-over ticket is refused")) == 10
     consumer.admit("another-cause", {**(ticket or {}), "remote_port": 80}, TEXT)
     assert len(lines(caplog, "ticket-host")) == 1, "a flood of one cause hides no other"
     consumer.now_s += 11

@@ -168,7 +168,7 @@ _BY_TEXT = (
             "[Troubleshoot](troubleshoot.md#requests-are-answered-but-decode-computes-the-prompt-itself) by the code in the text"
         ),
     ),
-    (r"hand-off ticket is refused", _TICKET),
+    (r"hand-over ticket is refused", _TICKET),
     (
         r"was not taken over|could not be copied",
         "[Troubleshoot](troubleshoot.md#hand-overs-fail) by the code in the text",

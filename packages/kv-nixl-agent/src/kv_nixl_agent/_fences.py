@@ -47,7 +47,7 @@ def probe_pattern() -> npt.NDArray[np.uint64]:
 
 @final
 class FenceArray:
-    """64-bit words that a producer bumps and consumers read one-sidedly, with scratch words for our own such reads.
+    """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own such reads.
 
     A word is written with one aligned 8-byte store, so a reader sees the old or the new generation, nothing between. A lock keeps
     writers on other threads from reviving a word after `void_all`.

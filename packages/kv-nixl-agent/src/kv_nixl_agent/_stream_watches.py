@@ -28,7 +28,7 @@ class StreamListener(Protocol):
     """Takes what a watch finds; called on the owner thread, and not any more once the watch has ended."""
 
     def progress(self, tag: int, tokens: int) -> None:
-        """Take the slot's progress word: the first one that was read, then every other one."""
+        """Take the slot's progress word: the first one that was read, then each one that differs from the one before."""
         ...
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:
@@ -42,7 +42,7 @@ class StreamListener(Protocol):
 
 @final
 class StreamWatch:
-    """Eye of one listener on one slot of a peer. Owner thread only."""
+    """One listener's subscription to one stream slot of a peer. Owner thread only."""
 
     __slots__ = (
         "_changed_s",

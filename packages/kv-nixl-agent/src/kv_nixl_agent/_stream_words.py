@@ -36,9 +36,11 @@ __all__ = ["StreamWords", "aligned_words"]
 
 _LINE_BYTES = 64
 _LOOK_OUT_FIRST_S: Final = 0.01
+"""Time between two looks right after a slot was opened. A look costs the engine about 80 us: it takes the interpreter from it."""
 _LOOK_OUT_S: Final = 0.1
+"""Time between two looks later on."""
 _FIRST_FOR_S: Final = 0.2
-"""Looks cost the engine that computes about 80 us each, since they take the interpreter from it."""
+"""How long after a slot was opened the looks stay close together."""
 
 
 def aligned_words(count: int) -> Words:

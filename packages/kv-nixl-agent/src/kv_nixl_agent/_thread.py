@@ -310,25 +310,45 @@ class TransferThread:
         return self._loop.agent
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; `agent_metadata` changes."""
+        """Register further memory; `agent_metadata` changes.
+
+        Raises:
+            AgentError: As `TransferAgent.register`; `wrong-thread`, `agent-closed`.
+        """
         agent = self.agent
         agent.register(regions)
         self._loop.metadata = agent.agent_metadata()
 
     def add_peer(self, spec: PeerDescription) -> None:
-        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`."""
+        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`.
+
+        Raises:
+            AgentError: As there; `wrong-thread`, `agent-closed`.
+        """
         self.agent.add_peer(spec)
 
     def replace_peer(self, spec: PeerDescription) -> None:
-        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`."""
+        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`.
+
+        Raises:
+            AgentError: As there; `wrong-thread`, `agent-closed`.
+        """
         self.agent.replace_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer; see `TransferAgent.remove_peer`."""
+        """Forget a peer; see `TransferAgent.remove_peer`.
+
+        Raises:
+            AgentError: As there; `wrong-thread`, `agent-closed`.
+        """
         self.agent.remove_peer(peer)
 
     def has_peer(self, peer: str) -> bool:
-        """Return whether `peer` can be used."""
+        """Return whether `peer` can be used.
+
+        Raises:
+            AgentError: `wrong-thread`, `agent-closed`.
+        """
         return self.agent.has_peer(peer)
 
     def post_read(
@@ -342,10 +362,19 @@ class TransferThread:
         deadline_s: float = 30.0,
         fence: tuple[int, int] | None = None,
     ) -> None:
-        """Queue a read; `fence` is (slot, generation) to verify after it. Its end comes through `on_result`.
+        """Queue a read of a peer's rows into ours. Its end comes through `on_result`, also where an index is out of range.
+
+        Args:
+            transfer_id: Name of the transfer, unique among those that are not over.
+            peer: The peer's key.
+            local_indices: Rows of ours to fill, int32 of shape (n,); see `PeerSpec` for the rows.
+            peer_indices: Rows of the peer's to read, int32 of the same length: row `peer_indices[i]` goes to `local_indices[i]`.
+            notification: Bytes that the peer gets once the data is here and its fence has held; none if empty.
+            deadline_s: Seconds from now after which the read ends with `timed-out`.
+            fence: (slot, generation) to verify after the data; None for data that needs no proof.
 
         Raises:
-            AgentError: `duplicate-transfer`.
+            AgentError: `duplicate-transfer`, `wrong-thread`, `agent-closed`.
         """
         self._loop.accept(
             self.agent, TransferOrder(transfer_id, peer, local_indices, peer_indices, notification, deadline_s, fence)
@@ -381,9 +410,17 @@ class TransferThread:
         return self.agent.polls.watch(peer, slot, listener, tokens=tokens)
 
     def cancel(self, transfer_id: str) -> None:
-        """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""
+        """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended.
+
+        Raises:
+            AgentError: `wrong-thread`, `agent-closed`.
+        """
         self.agent.cancel(transfer_id)
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
-        """Send `payload` to a peer; False if it cannot be sent."""
+        """Send `payload` to a peer; False if it cannot be sent.
+
+        Raises:
+            AgentError: `wrong-thread`, `agent-closed`.
+        """
         return self.agent.send_notification(peer, payload)

@@ -1,7 +1,7 @@
 """`Transfer`: one accepted order, from its first part to its one result.
 
 `TABLE` in `_states.py` says which steps there are; each method here takes one of them. With a fence, or a page check, the
-notification is *not* attached to the data: it would make the producer release the blocks, and so bump the fence, before
+notification is *not* attached to the data: it would make the producer release the blocks, and so void the fence, before
 the consumer has looked. It is sent by itself after the verification. Without either it travels with the data, as vLLM's own
 connector does it, and costs nothing.
 

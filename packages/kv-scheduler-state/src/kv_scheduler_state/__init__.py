@@ -1,4 +1,4 @@
-"""The life of a hand-off as state machines: tickets, leases, heartbeats, step plans."""
+"""The life of a hand-over as state machines: tickets, leases, heartbeats, step plans."""
 
 from kv_scheduler_state._announced import AnnouncedFences
 from kv_scheduler_state._blocks import BlockList

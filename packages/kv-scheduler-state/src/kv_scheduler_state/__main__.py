@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the page; with `--check FILE` return 1 if the file differs, 2 if it cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m kv_scheduler_state",
-        description="Print the state machines of a hand-off as Markdown with Mermaid diagrams.",
+        description="Print the state machines of a hand-over as Markdown with Mermaid diagrams.",
         epilog="Exit codes: 0 printed or equal, 1 the file differs, 2 wrong usage or an unreadable file.",
     )
     parser.add_argument("--check", metavar="FILE", type=Path, help="compare FILE with the page instead of printing it")

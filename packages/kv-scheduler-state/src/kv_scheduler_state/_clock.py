@@ -1,4 +1,4 @@
-"""Time that only passes while somebody looks.
+"""A clock that advances only when it is observed, by a bounded step.
 
 A process can be stopped (swap, a debugger, a suspended machine) and a clock can be set. Neither may end a lease that
 a reader renewed in time: the renewals wait in the queue, unread. So lease time is *observed* time: between two

@@ -10,7 +10,7 @@ absent; text: its length in bytes as an integer, then UTF-8; absent text: the le
 | part | content |
 |---|---|
 | tag | `kv-ticket-1` and one zero byte |
-| integers | kind (1 hand-off, 2 readback), port, tp, pp, dcp, generation, dialect |
+| integers | kind (1 hand-over, 2 readback), port, tp, pp, dcp, generation, dialect |
 | integers | tokens, fence slot, fence generation, transfer mode (1 for "pull", 0 for none) |
 | seconds | lease, expiry clock |
 | texts | engine id, host, request id, nonce, prompt digest |

@@ -1,4 +1,4 @@
-"""The ticket of a hand-off: `kv_transfer_params`, validated.
+"""The ticket of a hand-over: `kv_transfer_params`, validated.
 
 The router carries this object from one engine to the other, and any client can write it. It is read once, at
 admission, into a frozen value; a fault in it has a code and turns into a local prefill, never into an exception in an

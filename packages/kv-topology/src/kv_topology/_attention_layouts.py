@@ -135,7 +135,7 @@ def cells_layout(
     head_stride_bytes: int | None = None,
     token_stride_bytes: int | None = None,
 ) -> Layout:
-    """Return a page of cells (head, token) whose inside is nobody's business: any mix of keys, values and scales.
+    """Return a page of cells (head, token) whose contents are opaque: any mix of keys, values and scales.
 
     This is the view (block, head, token, content) that vLLM gives of every attention cache from 0.27 on. Both sides
     must use it for a layer, and agree on the content.

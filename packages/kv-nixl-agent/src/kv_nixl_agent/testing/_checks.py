@@ -61,7 +61,7 @@ def check_notification_without_data(stage: Stage) -> None:
 
 
 def check_fence(stage: Stage) -> None:
-    """A current fence lets the read pass and then notifies; a bumped one voids it and does not."""
+    """A current fence lets the read pass and then notifies; a void one voids it and does not."""
     stage.connect()
     stage.producer.write_fence(3, 41)
     good = stage.read("good", [0, 1], [2, 3], fence=(3, 41), notification=b"good:1")

@@ -90,8 +90,9 @@ class SchedulerSide:
         self._gauges = Gauges(self._state, self._draining)
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._followed: set[str] = set()
-        # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
+        # Steps without work in a row, while some of this side waits for the workers.
         self._empty_steps = 0
+        # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
         self._not_admitted: set[str] = set()
 
     def _make_streams(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:

@@ -27,7 +27,7 @@ class TicketLog:
         self._recorder.observe("ticket_refusal_codes", code)
         self._log.warning(
             code,
-            "request %s: its hand-off ticket is refused and the prompt computed here (%s: %s)",
+            "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
             request_id,
             code,
             message,
