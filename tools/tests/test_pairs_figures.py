@@ -18,7 +18,7 @@ from kvdev.pairs.figures import Book, described, rows_of, spread_of, where_of
 from kvdev.pairs.gates import TARGETS, target_for, unjudged
 from kvdev.pairs.kinds import ALONE, KINDS
 from kvdev.pairs.plan import Case, Setting
-from kvdev.pairs.publishing import PAGE, read_figures, tables
+from kvdev.pairs.publishing import ALL_FIGURES, PAGE, judged_tables, read_figures, tables
 from kvdev.pairs.running import Exam
 from kvdev.steps import DevError
 
@@ -216,18 +216,27 @@ REPORT: dict[str, Any] = {
 
 
 def test_the_page_holds_the_recorded_run_and_nothing_else() -> None:
-    page = PAGE.read_text()
-    assert with_tables(page, tables(read_figures())) == page, "write it with `dev.py bench connector --full --report`"
+    for path, made in ((PAGE, judged_tables(read_figures())), (ALL_FIGURES, tables(read_figures()))):
+        page = path.read_text()
+        assert with_tables(page, made) == page, "write it with `dev.py bench connector --full --report`"
+
+
+def test_performance_md_has_what_is_judged() -> None:
+    (table,) = judged_tables(REPORT).values()
+    judged = [row for row in REPORT["results"] if row["target"] not in {"context", "0"}]
+    assert judged
+    assert table.count("\n| ") == len(judged) + 1
+    assert not [line for line in table.splitlines() if line.endswith("|  |  |")]
 
 
 def test_tables_stand_between_their_marks() -> None:
-    page = with_tables(PAGE.read_text(), tables(None))
+    page = with_tables(ALL_FIGURES.read_text(), tables(None))
     written = with_tables(page, tables(REPORT))
     for line in (
         "| hand-over, ours | 1900 tokens, 1 at once, fresh pool, default transports, steps of 256 | 33 ms (31.5 to 34.5) |",
         "| 33 ms (31.5 to 34.5) | 66 (63 to 78), vLLM's own | 0.5 |  |  |",
         "| 46 ms (46 to 46) | 100 (100 to 100), vLLM's own | 0.46 | <= 0.45 | **no** |",
-        "![hand-over, ms over tokens](performance/hand-over.svg)",
+        "![hand-over, ms over tokens](hand-over.svg)",
         "Commit `abc` on 2 cores (Xeon), kernel 6.1.",
     ):
         assert line in written

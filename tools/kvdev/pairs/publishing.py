@@ -1,4 +1,4 @@
-"""Write the figures of a run into `docs/performance.md`: tables between marks, and pictures beside the recorded JSON."""
+"""Write the figures of a run into the documents: the judged ones into `docs/performance.md`, all into a page of their own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kvdev.paths import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["FIGURES", "PAGE", "publish", "read_figures", "tables"]
+__all__ = ["ALL_FIGURES", "FIGURES", "PAGE", "judged_tables", "publish", "read_figures", "tables"]
 
 PAGE: Final = ROOT / "docs" / "performance.md"
-FIGURES: Final = ROOT / "docs" / "performance" / "figures.json"
+ALL_FIGURES: Final = ROOT / "docs" / "performance" / "connector.md"
+FIGURES: Final = ALL_FIGURES.with_name("figures.json")
 _BY_CASE: Final = ("hand-over", "first token", "early bytes", "saved")
 _PICTURES: Final = {"hand-over.svg": "hand-over", "first-token.svg": "first token"}
 """File beside the figures -> the measure that it shows."""
@@ -37,30 +38,42 @@ def read_figures() -> dict[str, Any] | None:
 
 
 def publish(report: Mapping[str, Any]) -> None:
-    """Record the report of a run and write page and pictures from it."""
+    """Record the report of a run and write pages and pictures from it."""
     from kvdev.pairs.drawing import draw
 
     FIGURES.parent.mkdir(exist_ok=True)
     FIGURES.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     for name, measure in _PICTURES.items():
         draw(report["results"], measure, FIGURES.with_name(name))
-    PAGE.write_text(with_tables(PAGE.read_text(), tables(report)))
+    for page, made in ((PAGE, judged_tables(report)), (ALL_FIGURES, tables(report))):
+        page.write_text(with_tables(page.read_text(), made))
+
+
+def judged_tables(report: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the table of the figures that a bound is about, without those that count answers and tokens."""
+    if report is None:
+        return {"connector bounds": ""}
+    judged = [row for row in report["results"] if row["target"] not in {"context", "0"}]
+    return {"connector bounds": "\n\n".join([_taken(report), _table(judged)])}
 
 
 def tables(report: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what stands between the page's marks, by their name; nothing without a recorded run."""
+    """Return all figures by the names of their marks; nothing without a recorded run."""
     if report is None:
         return {"connector hand-overs": "", "connector engines": ""}
     rows: Sequence[Mapping[str, Any]] = report["results"]
-    machine = report["machine"]
-    taken = f"Commit `{report['commit']}` on {machine['cpus']} cores ({machine['cpu']}), kernel {machine['kernel']}."
-    pictures = [f"![{measure}, ms over tokens](performance/{name})" for name, measure in _PICTURES.items()]
+    pictures = [f"![{measure}, ms over tokens]({name})" for name, measure in _PICTURES.items()]
     return {
         "connector hand-overs": "\n\n".join(
-            [taken, *pictures, _table(row for row in rows if row["measure"] in _BY_CASE)]
+            [_taken(report), *pictures, _table(row for row in rows if row["measure"] in _BY_CASE)]
         ),
         "connector engines": _table(row for row in rows if row["measure"] not in _BY_CASE),
     }
+
+
+def _taken(report: Mapping[str, Any]) -> str:
+    machine = report["machine"]
+    return f"Commit `{report['commit']}` on {machine['cpus']} cores ({machine['cpu']}), kernel {machine['kernel']}."
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -73,10 +86,10 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     unit, spread = row["unit"], row.get("spread")
-    ours, beside = f"{row['ours']:g} {unit}", f"{row['baseline']:g} {_named(row['beside'])}"
+    ours, beside = f"{row['ours']:.4g} {unit}", f"{row['baseline']:.4g} {_named(row['beside'])}"
     if spread:
-        ours = f"{row['ours']:g} {unit} ({spread[0]:g} to {spread[1]:g})"
-        beside = f"{row['baseline']:g} ({spread[2]:g} to {spread[3]:g}), {_named(row['beside'])}"
+        ours = f"{row['ours']:.4g} {unit} ({spread[0]:.4g} to {spread[1]:.4g})"
+        beside = f"{row['baseline']:.4g} ({spread[2]:.4g} to {spread[3]:.4g}), {_named(row['beside'])}"
     is_judged = row["target"] != "context"
     target, met = (row["target"], "yes" if row["met"] else "**no**") if is_judged else ("", "")
     cells = [
