@@ -13,6 +13,7 @@ from kv_handshake._ask_frames import encode_answer, encode_cancel, parse_answer
 from kv_handshake._ask_session import AskSession, OpenAsk
 from kv_handshake._limits import MAX_ASK_REPLY_BYTES
 from kv_handshake._pacing import AskLimits
+from kv_handshake._parking import Parking
 from kv_handshake._writing import encode_refusal
 from kv_handshake.testing import sample_metadata
 
@@ -101,3 +102,37 @@ def test_a_desk_knows_only_connections_and_asks_of_its_own():
     (frame,) = desk.receive(incoming, encode_cancel(7), time.monotonic())
     assert parse_answer(frame).code == "ask-cancelled"
     assert (told, desk.statistics()["asks_cancelled"]) == ([], 0)
+
+
+def test_budgets_in_all_and_in_bytes():
+    parking = Parking(AskLimits(per_connection=2, in_all=3, bytes_in_all=100))
+
+    def park(connection, number, size_bytes=1):
+        found = parking.park((connection,), number, size_bytes, address=connection.decode(), descriptor=1, now_s=0.0)
+        return found if isinstance(found, str) else ""
+
+    assert [park(b"a", 1), park(b"a", 2), park(b"a", 3)] == ["", "", "ask-busy"]
+    assert park(b"b", 1, size_bytes=99) == "ask-busy"
+    assert [park(b"b", 1, size_bytes=98), park(b"c", 1)] == ["", "ask-busy"]
+    assert park(b"a", 1) == "ask-repeated"
+    assert len(parking.take_of(1)) == 3
+    assert (len(parking), parking._held_by_address, parking._bytes_by_address) == (0, {}, {})
+    assert park(b"c", 1, size_bytes=100) == ""
+    assert [each.number for each in parking.take_expired(5.0)] == [1]
+    assert park(b"c", 1, size_bytes=100) == ""
+
+
+def test_an_address_leaves_others_half():
+    parking = Parking(AskLimits(per_connection=1000, in_all=64, bytes_in_all=6400))
+
+    def most(address, size_bytes):
+        count = 0
+        while not isinstance(
+            parking.park((address, b""), count, size_bytes, address=address.decode(), descriptor=1, now_s=0.0), str
+        ):
+            count += 1
+        return count
+
+    assert [most(b"a", 1), most(b"b", 1), most(b"c", 1)] == [32, 16, 8]
+    parking.take_all()
+    assert [most(b"a", 100), most(b"b", 100), most(b"c", 100)] == [32, 16, 8]

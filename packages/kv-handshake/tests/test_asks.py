@@ -15,7 +15,6 @@ from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer
 from kv_handshake._ask_frames import encode_answer, encode_ask, encode_cancel, parse_answer
 from kv_handshake._dialect import dialect_of
 from kv_handshake._pacing import AskLimits
-from kv_handshake._parking import Parking
 from kv_handshake._queries import encode_query
 from kv_handshake._reading import decode_envelope
 from kv_handshake.testing import sample_metadata
@@ -213,40 +212,6 @@ def test_the_budget_of_a_connection_is_its_own(engine, raw):
     assert parse_answer(greedy.recv_multipart()[1]).code == "ask-cancelled"
     greedy.send_multipart([b"", encode_ask(5, b"")])
     until(lambda: engine.count("asks") == LIMITS.per_connection + 2)
-
-
-def test_budgets_in_all_and_in_bytes():
-    parking = Parking(AskLimits(per_connection=2, in_all=3, bytes_in_all=100))
-
-    def park(connection, number, size_bytes=1):
-        found = parking.park((connection,), number, size_bytes, address=connection.decode(), descriptor=1, now_s=0.0)
-        return found if isinstance(found, str) else ""
-
-    assert [park(b"a", 1), park(b"a", 2), park(b"a", 3)] == ["", "", "ask-busy"]
-    assert park(b"b", 1, size_bytes=99) == "ask-busy"
-    assert [park(b"b", 1, size_bytes=98), park(b"c", 1)] == ["", "ask-busy"]
-    assert park(b"a", 1) == "ask-repeated"
-    assert len(parking.take_of(1)) == 3
-    assert (len(parking), parking._held_by_address, parking._bytes_by_address) == (0, {}, {})
-    assert park(b"c", 1, size_bytes=100) == ""
-    assert [each.number for each in parking.take_expired(5.0)] == [1]
-    assert park(b"c", 1, size_bytes=100) == ""
-
-
-def test_an_address_leaves_others_half():
-    parking = Parking(AskLimits(per_connection=1000, in_all=64, bytes_in_all=6400))
-
-    def most(address, size_bytes):
-        count = 0
-        while not isinstance(
-            parking.park((address, b""), count, size_bytes, address=address.decode(), descriptor=1, now_s=0.0), str
-        ):
-            count += 1
-        return count
-
-    assert [most(b"a", 1), most(b"b", 1), most(b"c", 1)] == [32, 16, 8]
-    parking.take_all()
-    assert [most(b"a", 100), most(b"b", 100), most(b"c", 100)] == [32, 16, 8]
 
 
 def test_a_number_that_is_open_already_is_refused(engine, raw):

@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,9 +154,9 @@ class Reader:
     """A listener that asks for the table as soon as there is progress."""
 
     def __init__(self):
-        self.watch = None
+        self.watch: Any = None
         self.tokens = 0
-        self.ids = ()
+        self.ids: tuple[int, ...] = ()
 
     def progress(self, tag, tokens):
         if tokens and not self.tokens:
@@ -164,6 +165,9 @@ class Reader:
 
     def table(self, tag, first, ids):
         self.ids = ids
+
+    def broken(self, code, message):
+        raise AssertionError(code)
 
 
 @pytest.mark.parametrize(("pads", "table_pads", "peers"), [(8, 2, 40), (64, 16, 100)])

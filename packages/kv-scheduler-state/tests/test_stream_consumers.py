@@ -417,17 +417,6 @@ def test_no_read_is_ordered_of_a_stream_without_blocks():
             order(stream, None)
 
 
-def test_an_offer_that_nobody_asked_for_any_more_is_a_refusal():
-    state, asked = asking(stream_max_breaks=1)
-    state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
-    load(state)
-    state.stream_ended("d1", (0, 0), is_done=False)
-    again = ask(state)
-    assert again.wants_final
-    assert state.stream_answered("d1", again.number, offered(fence_seed=200)[1], now_s=1.0)
-    assert states(state) == ["consumer-stopping"]
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
     """It offers, hands over, refuses and is silent as it likes, and breaks every stream; the request ends within its waits."""
@@ -450,6 +439,9 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
         if is_loading and "consumer-streaming" in state.state_counts():
             state.stream_ended("d1", (0, 0), is_done=False)
         questions = [*state.take_stream_questions(), *questions][:1]
-        is_refused = not {"consumer-asking", "consumer-offered", "consumer-streaming", "consumer-awaiting"}.intersection(
-            state.state_counts()
-        )
+        is_refused = not {
+            "consumer-asking",
+            "consumer-offered",
+            "consumer-streaming",
+            "consumer-awaiting",
+        }.intersection(state.state_counts())

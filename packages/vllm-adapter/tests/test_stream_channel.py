@@ -366,9 +366,7 @@ class Desk:
 def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
     """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
     codec, listener = Codec(), Desk()
-    channel = StreamChannel(
-        Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic)
-    )
+    channel = StreamChannel(Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic))
     channel.serve(listener)
     draw = random.Random(1)
     for number in range(1, 8_001):

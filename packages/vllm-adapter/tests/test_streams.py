@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 from hypothesis import given
 from hypothesis import strategies as st
-from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 
 from kv_scheduler_state import BlockList, GroupConfig
 from kv_scheduler_state._stream_places import StreamPlaces

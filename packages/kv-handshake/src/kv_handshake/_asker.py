@@ -235,7 +235,7 @@ class Asker:
     def _read(self, connection: Connection) -> bool:
         """Take some replies in; return whether there may be more."""
         peer = self._by_connection.get(connection)
-        for _ in range(_READ_AT_ONCE):  # what is left wakes the next poll
+        for _ in range(_READ_AT_ONCE):  # the rest wakes the next poll
             if peer is None or peer.connection is not connection or (frames := connection.receive()) is None:
                 return False
             ended = peer.session.receive(frames)

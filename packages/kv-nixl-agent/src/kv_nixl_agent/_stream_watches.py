@@ -42,7 +42,7 @@ class StreamListener(Protocol):
 
 @final
 class StreamWatch:
-    """One listener's subscription to one stream slot of a peer. Owner thread only."""
+    """A listener's subscription to a stream slot of a peer. Owner thread only."""
 
     __slots__ = (
         "_changed_s",

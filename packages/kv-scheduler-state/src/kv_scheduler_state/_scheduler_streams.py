@@ -113,7 +113,7 @@ class SchedulerStreams(SchedulerBase):
         if kind not in {"offer", "final"}:
             raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")
         if kind == "offer" and self._consumers.streams.wants_final(stream):
-            # Whoever offers again and again would keep the request, and its blocks, for ever.
+            # A producer that offers again and again would keep the request, and its blocks, for ever.
             self._refused(stream, "withdrawn", at_s)
             return True
         try:

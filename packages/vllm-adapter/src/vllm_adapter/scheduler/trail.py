@@ -26,7 +26,7 @@ _Method = TypeVar("_Method", bound="Callable[..., None]")
 
 
 def _harmless(method: _Method) -> _Method:
-    """Return the method so that a fault in it, or in the host's count of tokens, loses one moment of a trace and never fails a step."""
+    """Return the method so that a fault in it, or in the host's count, loses one moment of a trace and never fails a step."""
 
     @wraps(method)
     def call(trail: Trail, *words: object, **named: object) -> None:

@@ -134,7 +134,7 @@ class Registration:
                 self.leases.end_all(has_fences=has_fences)
                 ended.set()
 
-        with self.recorder.guarded("orderly end of the transfers"):  # what follows ends them in any case
+        with self.recorder.guarded("orderly end of the transfers"):  # `close` ends them in any case
             if self.agent.is_alive:
                 self.agent.call_soon(end_everything)
                 ended.wait(_ORDERLY_S)

@@ -185,7 +185,7 @@ class ReadCoordinator:
 
     def _ready(self, read: Read, engine: PeerEngine) -> None:
         if self._admission is not None and self._admission.takes(read):
-            self._admission.ready(read, engine)  # which raises nothing
+            self._admission.ready(read, engine)  # raises nothing
             return
         try:
             self._post(read, engine)

@@ -151,7 +151,9 @@ class StreamCoordinator:
         """
         plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
         if request_id in self._streams:
-            self._parts.recorder.warn("stream-twice", f"request {request_id} is streamed already; its second order is left")
+            self._parts.recorder.warn(
+                "stream-twice", f"request {request_id} is streamed already; its second order is left"
+            )
             return
         if plan is None:
             raise AdapterError(f"engine {engine.engine_id} has pages for no rank of this one", code="no-plan")
@@ -304,7 +306,9 @@ class StreamCoordinator:
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
-        self._parts.agent.post_read(transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence)
+        self._parts.agent.post_read(
+            transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence
+        )
         self._transfers[transfer_id] = (following, fence is not None)
 
     def transfer_ended(self, result: TransferResult) -> bool:
