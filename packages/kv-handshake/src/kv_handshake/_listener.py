@@ -202,12 +202,11 @@ class Listener:
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far.
 
-        They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read),
-        ``restarts``,
-        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``too-many-frames``, ``idle``, ``too-many-connections``,
-        ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in all and
-        ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``, ``asks_answered``,
-        ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
+        They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read), ``restarts``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``too-many-frames``, ``idle``,
+        ``too-many-connections``, ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in
+        all and ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``,
+        ``asks_answered``, ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
         """
         sock = self._socket
         denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
