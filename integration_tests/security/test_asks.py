@@ -29,7 +29,8 @@ def test_a_flood_of_asks_costs_its_budget() -> None:
             for number in range(connections):
                 _send(stack.enter_context(context.socket(zmq.DEALER)), listener.port, each, size_bytes)
                 _wait_for(listener, before + (number + 1) * each)
-            most = min(limits.in_all, limits.bytes_in_all // size_bytes, connections * limits.per_connection)
+            # All come from one address, which leaves half to others.
+            most = min(limits.in_all // 2, limits.bytes_in_all // 2 // size_bytes, connections * limits.per_connection)
             assert len(open_ids) == listener.statistics()["asks_open"] == most
             assert client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).is_ok
             while open_ids:

@@ -58,7 +58,6 @@ _CLOSED: Mapping[str, str] = MappingProxyType(
     {
         "message-too-long": "it sends a message without an end, longer than any query",
         "messages-too-long": "all connections together send messages without an end, and it sends the most",
-        "too-many-frames": "it sent a message of far more frames than a query has",
         "idle": "it has asked for nothing for too long",
         "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
         "too-many-connections": "there are too many, and its address holds the most",
@@ -203,7 +202,7 @@ class Listener:
         """Return the counts so far.
 
         They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read), ``restarts``,
-        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``too-many-frames``, ``idle``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``,
         ``too-many-connections``, ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in
         all and ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``,
         ``asks_answered``, ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.

@@ -41,10 +41,7 @@ _CHOSEN = slice(0, 1)
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_SENDERS = 4096
 _MAX_FRAMES = 2
-_MAX_SURPLUS_FRAMES = 64
-"""A message with more of them ends its connection."""
-
-_MOST_READ_FRAMES = 1 << 17
+_MAX_SURPLUS_FRAMES = 1 << 17
 """So many empty frames take 256 KiB, which no connection may be ahead: reading them takes a tenth of a second."""
 
 _WAKER = Sender("", -1)
@@ -64,7 +61,7 @@ class Incoming(NamedTuple):
         envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
         query: The query, or None if the message is not shaped like one.
         sender: The connection that it came from.
-        surplus: Frames beyond those of a query. After more than 64 the connection is being shut down.
+        surplus: Frames beyond those of a query.
     """
 
     envelope: tuple[bytes, ...]
@@ -172,12 +169,10 @@ class RouterSocket:
                 part = self._socket.recv(copy=False)
                 if len(frames) < _MAX_FRAMES:
                     frames.append(part.bytes)
-                elif (surplus := surplus + 1) > _MOST_READ_FRAMES:
+                elif (surplus := surplus + 1) > _MAX_SURPLUS_FRAMES:
                     raise TooManyFrames(sender.address)
         except zmq.Again:
             return None
-        if surplus > _MAX_SURPLUS_FRAMES and self._watch is not None:
-            self._watch.hang_up(sender)
         if surplus or (len(frames) == _MAX_FRAMES and frames[0]):
             return Incoming((identity, b""), None, sender, surplus)
         if len(frames) == _MAX_FRAMES:

@@ -19,7 +19,7 @@ import select
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -150,7 +150,6 @@ class ConnectionWatch:
         self._port = port
         self._open: dict[int, _Open] = {}
         self._senders: dict[int, Sender] = {}
-        self._unwanted: deque[Sender] = deque()
         self._ended = threading.Event()
         self._means: WatchDescriptors | None = None
         work = self._run_upkeep
@@ -166,10 +165,6 @@ class ConnectionWatch:
     def note(self, sender: Sender) -> None:
         """Take in the first query of a connection; called by the listener's thread."""
         self._senders[sender.descriptor] = sender
-
-    def hang_up(self, sender: Sender) -> None:
-        """Shut a connection down soon; called by the listener's thread. The watch is awake: its message has just come in."""
-        self._unwanted.append(sender)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -212,7 +207,6 @@ class ConnectionWatch:
                 touched = [self._open[fd] for fd, _ in means.arrivals.poll(0) if fd in self._open]
                 if touched or has_events:
                     awake_until_s = now_s + _AWAKE_S
-                self._hang_up_unwanted(means.grip)
                 self._look_at(means.grip, touched, now_s)
                 if now_s >= next_round_s:
                     next_round_s = now_s + _ROUND_S
@@ -263,13 +257,6 @@ class ConnectionWatch:
                 excess -= each.surplus_bytes
                 if excess <= 0:
                     break
-
-    def _hang_up_unwanted(self, grip: Grip) -> None:
-        while self._unwanted:
-            sender = self._unwanted.popleft()
-            connection = self._open.get(sender.descriptor)
-            if connection is not None and self._senders.get(sender.descriptor) is sender:
-                self._hang_up(grip, connection, "too-many-frames")
 
     def _measure(self, grip: Grip, connection: _Open, now_s: float) -> None:
         received = grip.received_bytes(connection.descriptor)
