@@ -150,9 +150,7 @@ def _survey(spec: Path, rank: int | None) -> Survey:
     try:
         run = load_spec(spec)
     except InvalidGeometry as error:
-        raise _RefusalError(str(error), _USAGE) from error
-    except (OSError, ValueError) as error:
-        raise _RefusalError(f"kv-topology: cannot read the specification: {error}", _USAGE) from error
+        raise _RefusalError(f"kv-topology: the specification is none ({error.code}): {error}", _USAGE) from error
     if rank is not None and not 0 <= rank < run.consumer.tp:
         raise _RefusalError(f"kv-topology: --rank {rank} is no rank of a consumer with tp {run.consumer.tp}", _USAGE)
     try:
@@ -193,7 +191,7 @@ def _plan(
     if svg is not None:
         try:
             svg.write_text(draw(found, only=rank), encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             return _refuse(_RefusalError(f"kv-topology: cannot write the picture: {error}", _USAGE))
     if as_json:
         values = _estimate_values(found, rank) if estimate else report_json(found, only=rank)

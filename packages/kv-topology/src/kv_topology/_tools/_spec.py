@@ -20,15 +20,12 @@ prefill_tokens_s = 12000
 
 from __future__ import annotations
 
-import json
-import math
-import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
 
-from kv_topology._errors import InvalidGeometry
 from kv_topology._estimate import CostModel
 from kv_topology._tools._engine_values import EngineSpec, ModelSpec, StateSpec
+from kv_topology._tools._files import malformed, read_json, read_spec
 from kv_topology._tools._hand_over import HandOverModel
 
 if TYPE_CHECKING:
@@ -42,6 +39,14 @@ __all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 Table = dict[str, Any]
 _SECTIONS = ("model", "consumer", "producer", "link", "hand_over")
 KINDS = ("attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta")
+_CONV_ORDERS = ("DS", "SD")
+_MOST_LAYERS = 4096
+_MOST_STEPS = 2048
+_MOST_LOOKS = 1_000_000
+"""Steps and looks are gone through one by one."""
+_LEAST, _MOST = 1e-9, 1e15
+"""Prices, rates, sizes and addresses lie between: what is computed from them is finite."""
+_SHOWN_CHARACTERS = 60
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -57,13 +62,9 @@ class DryRun:
     hand_over: HandOverModel | None = None
 
 
-def _bad(message: str) -> InvalidGeometry:
-    return InvalidGeometry(message, code="spec-malformed")
-
-
 def _table(value: object, what: str) -> Table:
     if not isinstance(value, dict):
-        raise _bad(f"{what} must be a table, not {value!r}.")
+        raise malformed(f"{what} must be a table, not {_shown(value)}.")
     return cast("Table", value)
 
 
@@ -73,50 +74,56 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
     for name, value in values.items():
         if name not in known:
             also = ", layers" if kind is ModelSpec else ""
-            raise _bad(f"{what} has no setting {name!r}; known: {', '.join(known)}{also}.")
+            raise malformed(f"{what} has no setting {_shown(name)}; known: {', '.join(known)}{also}.")
         _check_value(f"{what}.{name}", str(known[name].type), value)
     try:
         return kind(**values)
     except TypeError as error:
-        raise _bad(f"{what} is incomplete: {error}.") from None
+        raise malformed(f"{what} is incomplete: {error}.") from None
 
 
 def _check_value(setting: str, wanted: str, value: object) -> None:
-    """Raise unless a value has the type of its setting; numbers must be finite and not negative."""
+    """Raise unless a value has the type of its setting; numbers must be finite, not negative, and of a size that there is."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
     if not is_ok:
-        raise _bad(f"{setting} must be of type {wanted}, not {value!r}.")
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        raise _bad(f"{setting} must be a finite number, not {value!r}.")
-    if isinstance(value, (int, float)) and value < 0:
-        raise _bad(f"{setting} must not be negative, not {value!r}.")
+        raise malformed(f"{setting} must be of type {wanted}, not {_shown(value)}.")
+    if not isinstance(value, (int, float)):
+        return
+    if value < 0:
+        raise malformed(f"{setting} must not be negative, not {_shown(value)}.")
+    if value and not _LEAST <= value <= _MOST:
+        raise malformed(f"{setting} must be a finite number, 0 or {_LEAST:g} to {_MOST:g}, not {_shown(value)}.")
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def load_spec(path: Path) -> DryRun:
     """Return the dry run that a TOML or JSON file describes.
 
     Raises:
-        InvalidGeometry: `spec-malformed`, with the setting and what is wrong with it.
-        OSError: The file, or the model configuration that it names, cannot be read.
+        InvalidGeometry: `spec-malformed`, with the setting and what is wrong with it; also where the file, or the model
+            configuration that it names, cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
-    try:
-        data: object = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
-        raise _bad(f"{path} does not parse: {error}.") from None
-    return parse_spec(_table(data, "the specification"), path.parent)
+    return parse_spec(_table(read_spec(path), "the specification"), path.parent)
 
 
 def parse_spec(data: Table, folder: Path) -> DryRun:
-    """Return the dry run of a parsed specification; model paths are relative to `folder`."""
+    """Return the dry run of a parsed specification; model paths are relative to `folder`.
+
+    Raises:
+        InvalidGeometry: `spec-malformed`.
+    """
     unknown = set(data) - set(_SECTIONS)
     if unknown:
-        raise _bad(f"The specification has no section {min(unknown)!r}; known: {', '.join(_SECTIONS)}.")
+        raise malformed(f"The specification has no section {_shown(min(unknown))}; known: {', '.join(_SECTIONS)}.")
     given = data.get("model")
     if isinstance(given, str):
-        config: object = json.loads((folder / given).read_text(encoding="utf-8"))
-        model = model_from_config(_table(config, given))
+        model = model_from_config(_table(read_json(folder / given), given))
     else:
         model = _model(_table(given, "model"))
     consumer = _engine(data, "consumer")
@@ -124,17 +131,30 @@ def parse_spec(data: Table, folder: Path) -> DryRun:
     cost: CostModel = _construct(CostModel, _table(data.get("link", {}), "link"), "link")
     if cost.bandwidth_gb_s == 0 or cost.permute_gb_s == 0:
         speeds = f"{cost.bandwidth_gb_s:g} and {cost.permute_gb_s:g}"
-        raise _bad(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
-    return DryRun(model, consumer, producer, cost, _hand_over(data))
+        raise malformed(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
+    if cost.prompt_tokens == 0:
+        raise malformed("link.prompt_tokens is 0; it must be positive.")
+    return DryRun(model, consumer, producer, cost, _hand_over(data, cost))
 
 
-def _hand_over(data: Table) -> HandOverModel | None:
+def _hand_over(data: Table, cost: CostModel) -> HandOverModel | None:
     if "hand_over" not in data:
         return None
     model: HandOverModel = _construct(HandOverModel, _table(data["hand_over"], "hand_over"), "hand_over")
-    for name in ("prefill_tokens_s", "chunk_tokens", "poll_ms", "at_once"):
+    for name in ("prefill_tokens_s", "chunk_tokens", "poll_ms", "slow_poll_ms", "at_once"):
         if not getattr(model, name):
-            raise _bad(f"hand_over.{name} is 0; it must be positive.")
+            raise malformed(f"hand_over.{name} is 0; it must be positive.")
+    steps = cost.prompt_tokens / model.chunk_tokens
+    if steps > _MOST_STEPS:
+        raise malformed(
+            f"A prompt of {cost.prompt_tokens} tokens takes {steps:.0f} prefill steps; the limit is {_MOST_STEPS}."
+        )
+    step_ms = 1e3 * min(model.chunk_tokens, cost.prompt_tokens) / model.prefill_tokens_s
+    looks = step_ms / min(model.poll_ms, model.slow_poll_ms)
+    if looks > _MOST_LOOKS:
+        raise malformed(
+            f"A prefill step of {step_ms:g} ms has up to {looks:.0f} looks at progress; the limit is {_MOST_LOOKS}."
+        )
     return model
 
 
@@ -142,11 +162,15 @@ def _engine(data: Table, side: str) -> EngineSpec:
     spec: EngineSpec = _construct(EngineSpec, _table(data.get(side), side), side)
     for name in ("tp", "pp", "dcp", "block_tokens", "block_count"):
         if not 1 <= getattr(spec, name) <= 1 << 20:
-            raise _bad(f"{side}.{name} is {getattr(spec, name)}; it must lie in 1..{1 << 20}.")
+            raise malformed(f"{side}.{name} is {getattr(spec, name)}; it must lie in 1..{1 << 20}.")
     if spec.tp > 1024 or spec.pp > 1024:
-        raise _bad(f"{side} has {spec.tp} x {spec.pp} ranks; the limit is 1024 of each.")
+        raise malformed(f"{side} has {spec.tp} x {spec.pp} ranks; the limit is 1024 of each.")
+    if spec.conv_order not in _CONV_ORDERS:
+        raise malformed(f"{side}.conv_order must be one of {', '.join(_CONV_ORDERS)}, not {_shown(spec.conv_order)}.")
     if spec.block_tokens % spec.page_tokens:
-        raise _bad(f"{side}.kernel_block_tokens {spec.page_tokens} does not divide its blocks of {spec.block_tokens}.")
+        raise malformed(
+            f"{side}.kernel_block_tokens {spec.page_tokens} does not divide its blocks of {spec.block_tokens}."
+        )
     return spec
 
 
@@ -155,12 +179,19 @@ def _model(table: Table) -> ModelSpec:
     layers: object = values.pop("layers", 0)
     given: object = values.pop("kinds", None)
     if given is None:
-        given = ["latent" if values.get("latent_dim") else "attention"] * (layers if type(layers) is int else 0)
+        count = layers if type(layers) is int and 0 < layers <= _MOST_LAYERS else 0
+        given = ["latent" if values.get("latent_dim") else "attention"] * count
     kinds = cast("list[object]", given) if isinstance(given, list) else []
-    if not 0 < len(kinds) <= 4096 or any(kind not in KINDS for kind in kinds):
-        raise _bad(f"model needs layers (a positive number) or kinds (a list of {', '.join(KINDS)}).")
+    if not 0 < len(kinds) <= _MOST_LAYERS or any(kind not in KINDS for kind in kinds):
+        raise malformed(f"model needs layers (1 to {_MOST_LAYERS}) or kinds (a list of so many of {', '.join(KINDS)}).")
     if "state" in values:
-        values["state"] = _construct(StateSpec, _table(values["state"], "model.state"), "model.state")
+        state: StateSpec = _construct(StateSpec, _table(values["state"], "model.state"), "model.state")
+        if not state.conv_element_bytes or not state.state_element_bytes:
+            sizes = f"{state.conv_element_bytes} and {state.state_element_bytes}"
+            raise malformed(
+                f"model.state's conv_element_bytes and state_element_bytes are {sizes}; both must be positive."
+            )
+        values["state"] = state
     model: ModelSpec = _construct(ModelSpec, {**values, "kinds": tuple(cast("list[LayerKind]", kinds))}, "model")
     return model
 
@@ -175,18 +206,18 @@ def model_from_config(config: Table) -> ModelSpec:
         InvalidGeometry: `spec-malformed` when a needed key is missing.
     """
     config = _table(config.get("text_config", config), "text_config")
-    layers = _number(config, "num_hidden_layers")
+    layers = _number(config, "num_hidden_layers", most=_MOST_LAYERS)
     element = _DTYPE_BYTES.get(str(config.get("torch_dtype", config.get("dtype", "bfloat16"))), 2)
     if config.get("kv_lora_rank"):
         latent = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        index = int(config.get("index_head_dim") or 0)
+        index = _optional(config, "index_head_dim")
         all_latent: tuple[LayerKind, ...] = ("latent",)
         return ModelSpec(all_latent * layers, element_bytes=element, latent_dim=latent, index_dim=index)
     heads = _number(config, "num_attention_heads")
-    head_dim = int(config.get("head_dim") or 0) or _number(config, "hidden_size") // heads
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = _optional(config, "head_dim") or _number(config, "hidden_size") // heads
+    kv_heads = _optional(config, "num_key_value_heads") or heads
     kinds = _layer_kinds(config, layers)
-    window = int(config.get("sliding_window") or 0) if "sliding" in kinds else 0
+    window = _optional(config, "sliding_window") if "sliding" in kinds else 0
     state = _mamba2_state(config, element) if "mamba2" in kinds else None
     if "gated-delta" in kinds:
         state = _gated_delta_state(config, element)
@@ -194,7 +225,8 @@ def model_from_config(config: Table) -> ModelSpec:
 
 
 def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
-    names = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * layers
+    listed: object = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * layers
+    names = [str(name) for name in cast("list[object]", listed)] if isinstance(listed, list) else []
     known: dict[str, LayerKind] = {
         "full_attention": "attention",
         "attention": "attention",
@@ -205,7 +237,10 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
     }
     unknown = [name for name in names if name not in known]
     if unknown or len(names) != layers:
-        raise _bad(f"config.json lists {len(names)} layer types for {layers} layers; unknown: {unknown[:3]}.")
+        shown = [_shown(name) for name in unknown[:3]]
+        raise malformed(
+            f"config.json lists {len(names)} layer types for {layers} layers; unknown: {', '.join(shown) or 'none'}."
+        )
     return tuple(known[name] for name in names)
 
 
@@ -233,8 +268,14 @@ def _gated_delta_state(config: Table, element: int) -> StateSpec:
     )
 
 
-def _number(config: Table, key: str) -> int:
+def _number(config: Table, key: str, *, most: int = (1 << 31) - 1) -> int:
     value = config.get(key)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise _bad(f"config.json has no usable {key!r}: {value!r}.")
+    if type(value) is not int or not 0 < value <= most:
+        raise malformed(f"config.json has no usable {key!r}: {_shown(value)}, must be 1 to {most}.")
     return value
+
+
+def _optional(config: Table, key: str) -> int:
+    """Return a number that may be missing, null or 0."""
+    value: object = config.get(key)
+    return 0 if value is None or value == 0 else _number(config, key)
