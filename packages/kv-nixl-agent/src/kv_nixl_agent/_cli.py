@@ -29,6 +29,9 @@ __all__ = ["main"]
 _NAME = "kv-nixl"
 _OK = 0
 _USAGE = 2
+_MOST_PORT = 65535
+_MOST_BYTES = 1 << 40
+_LEAST_S, _MOST_S = 0.001, 3600.0
 
 _EXIT_CODES = """\b
 exit codes:
@@ -122,6 +125,13 @@ def _describe(
     """Look after NIXL transfers on this machine."""
 
 
+def _seconds(given: float) -> float:
+    """Return a time that an option gives; NaN, infinity and what nobody can wait for are refused."""
+    if not _LEAST_S <= given <= _MOST_S:
+        raise typer.BadParameter(f"{given:g} is not {_LEAST_S:g} s at least and {_MOST_S:g} s at most (out-of-range)")
+    return given
+
+
 @app.command("doctor", epilog=_DOCTOR_EXAMPLES + _EXIT_CODES)
 def _doctor(
     *,
@@ -143,10 +153,11 @@ def _measure(
         str, typer.Argument(metavar="RANKS", help="JSON file with the ranks, - for standard input.")
     ] = "-",
     *,
-    most_bytes: Annotated[int, typer.Option("--bytes", metavar="N", help="Bytes to read from each rank, at most.")] = (
-        64 << 20
-    ),
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per read.")] = 5.0,
+    most_bytes: Annotated[
+        int,
+        typer.Option("--bytes", metavar="N", min=0, max=_MOST_BYTES, help="Bytes to read from each rank, at most."),
+    ] = 64 << 20,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", callback=_seconds, help="Wait per read.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Read from the probe pages of live ranks: speed, transport, checksum.
@@ -156,7 +167,7 @@ def _measure(
     try:
         described = read_ranks(sys.stdin.read() if ranks == "-" else Path(ranks).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        print(f"kv-nixl: {ranks} describes no ranks: {error}", file=sys.stderr)
+        print(f"kv-nixl: {ranks} describes no ranks: {error} (invalid-ranks)", file=sys.stderr)
         return _USAGE
     found = measure_ranks(described, most_bytes=most_bytes, timeout_s=timeout)
     print(json.dumps(found.as_json()) if as_json else _measured(found))
@@ -180,13 +191,13 @@ def _measured(found: Measurement) -> str:
 def _serve(
     *,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to bind; 0 for any free one.")] = 5700,
-    sessions: Annotated[int, typer.Option(help="End after so many doctors; 0 for never.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=_MOST_PORT, help="Port to bind; 0 for any free one.")] = 5700,
+    sessions: Annotated[int, typer.Option(min=0, help="End after so many doctors; 0 for never.")] = 0,
 ) -> int:
     """Serve a test region to another machine's doctor."""
     try:
         serve_peer(host, port, sessions=sessions)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no host can have
         print(f"kv-nixl: cannot serve on {host}:{port}: {error}", file=sys.stderr)
         return EXIT_CODES["error"]
     except KeyboardInterrupt:
@@ -196,7 +207,8 @@ def _serve(
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_number = port.isascii() and port.isdecimal() and len(port) <= len(str(_MOST_PORT))
+    if not separator or not host or not is_number or not 0 < int(port) <= _MOST_PORT:
         raise typer.BadParameter(f"--peer {text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 

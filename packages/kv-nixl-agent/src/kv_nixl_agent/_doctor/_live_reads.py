@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 import numpy as np
 
 from kv_nixl_agent._agent import TransferAgent
+from kv_nixl_agent._doctor._json_values import parse_json
 from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, ReadPath, is_tcp, read_paths
 from kv_nixl_agent._errors import AgentError
 from kv_nixl_agent._fences import probe_pattern
@@ -123,8 +124,11 @@ def read_ranks(text: str) -> list[LiveRank]:
     Raises:
         ValueError: It does not.
     """
+    described = parse_json(text)
+    if not isinstance(described, list):
+        raise ValueError(f"not a list of ranks: {type(described).__name__}")  # noqa: TRY004 - callers catch one kind
     try:
-        return [_read_rank(entry) for entry in cast("list[dict[str, Any]]", json.loads(text))]
+        return [_read_rank(entry) for entry in cast("list[dict[str, Any]]", described)]
     except (TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a list of ranks: {type(error).__name__} {error}") from error
 
@@ -136,7 +140,10 @@ def _read_rank(entry: dict[str, Any]) -> LiveRank:
             f"rank {entry['name']}: fence is {entry['fence']}, must be an address, a device and a number of words"
         )
     metadata = base64.b64decode(str(entry["agent_metadata"]), validate=True)
-    return LiveRank(str(entry["name"]), metadata, (address, device, words))
+    name = str(entry["name"])
+    if not name.isprintable():
+        raise ValueError(f"name {name!r} must be printable")
+    return LiveRank(name, metadata, (address, device, words))
 
 
 def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: float) -> Measurement:
@@ -147,7 +154,9 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
         most_bytes: Bytes to read from each rank, at most.
         timeout_s: Longest wait for each read.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as answers:  # a pipe would be full before the child has ended
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="replace"
+    ) as answers:  # a pipe would be full before the child has ended
         theirs = answers.fileno()
         command = [
             sys.executable,
@@ -168,13 +177,20 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
             )
         except subprocess.TimeoutExpired as expired:
             return Measurement([], error=f"the reads did not end within {expired.timeout:.0f} s")
+        except OSError as error:
+            return Measurement([], error=f"the reads cannot be started: {error}")
         answers.seek(0)
         answer = answers.read()
     paths = read_paths(done.stdout + "\n" + done.stderr)
     if not answer:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return Measurement([], paths, lines[-1] if lines else f"exit code {done.returncode}")
-    return Measurement([RankRead(**entry) for entry in json.loads(answer)], paths)
+    try:
+        read = [RankRead(**entry) for entry in cast("list[dict[str, Any]]", parse_json(answer))]
+    except (TypeError, ValueError) as error:  # a child that was ended while it wrote
+        return Measurement([], paths, f"the reads were cut short: {error}")
+    missing = len(ranks) - len(read)
+    return Measurement(read, paths, f"the reads were cut short: {missing} ranks are missing" if missing else "")
 
 
 def _as_text(ranks: Sequence[LiveRank]) -> str:

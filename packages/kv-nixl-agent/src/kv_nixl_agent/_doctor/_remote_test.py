@@ -9,10 +9,12 @@ from __future__ import annotations
 import base64
 import json
 import socket
+import sys
 from typing import Final, cast
 
 import numpy as np
 
+from kv_nixl_agent._doctor._json_values import parse_json
 from kv_nixl_agent._doctor._selftest import Bandwidth, measure_pages
 from kv_nixl_agent._producer_process import PeerProcess
 
@@ -26,13 +28,22 @@ _TIMEOUT_S: Final = 30.0
 
 
 def serve_peer(host: str, port: int, *, sessions: int = 0) -> int:
-    """Serve the test region, `sessions` times or for ever; returns the port once bound is of no more use."""
+    """Serve the test region, `sessions` times or for ever; returns the port once bound is of no more use.
+
+    Raises:
+        OSError: when nothing can be bound there.
+        ValueError: when no host can have this name.
+    """
+    socket.getaddrinfo(host or None, port)  # a name that no host can have is refused before there is a socket to close
     with socket.create_server((host, port)) as server:
         bound: int = server.getsockname()[1]
         print(f"serving a test region on {host}:{bound}", flush=True)
         served = 0
         while not sessions or served < sessions:
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except ConnectionError:  # gone before it was taken
+                continue
             with connection:
                 connection.settimeout(_TIMEOUT_S)
                 _serve_one(connection)
@@ -57,6 +68,8 @@ def _serve_one(connection: socket.socket) -> None:
             producer.close()
     except (OSError, ValueError):
         return  # a client that talks nonsense or hangs is no reason to stop serving
+    except Exception as error:  # noqa: BLE001  (nor is whatever else a client brings about)
+        print(f"kv-nixl: a doctor was not served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def measure_peer(host: str, port: int) -> Bandwidth:
@@ -92,7 +105,7 @@ def _receive(connection: socket.socket) -> dict[str, object]:
             message = f"no complete line within {len(data)} bytes"
             raise ValueError(message)
         data += piece
-    value: object = json.loads(data)
+    value = parse_json(data)
     if not isinstance(value, dict):
         message = "not a JSON object"
         raise ValueError(message)  # noqa: TRY004 - callers catch one kind of nonsense

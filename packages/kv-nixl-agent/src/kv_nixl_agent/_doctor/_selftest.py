@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 import numpy as np
 
 from kv_nixl_agent._agent import TransferAgent
+from kv_nixl_agent._doctor._json_values import parse_json
 from kv_nixl_agent._doctor._quiet import reason_in
 from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, ReadPath, read_paths
 from kv_nixl_agent._producer_process import PeerProcess, page_pattern
@@ -67,7 +68,7 @@ def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -
     call = f"child({theirs}, {list(page_sizes)})"
     command = [sys.executable, "-c", f"from kv_nixl_agent._doctor._selftest import child; {call}"]
     environment = {**os.environ, **TRANSPORT_ENVIRONMENT, **({"UCX_TLS": ucx_tls} if ucx_tls else {})}
-    with os.fdopen(ours) as measured:
+    with os.fdopen(ours, errors="replace") as measured:
         try:
             done = subprocess.run(
                 command,
@@ -87,8 +88,12 @@ def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -
     log = done.stdout + "\n" + done.stderr
     paths = read_paths(log)
     if answer:
-        rows = [Bandwidth(*row) for row in json.loads(answer)]
-        return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
+        try:
+            rows = [Bandwidth(*row) for row in cast("list[tuple[int, float, float, float]]", parse_json(answer))]
+        except (TypeError, ValueError) as error:  # a child that was ended while it wrote
+            return SelfTest(is_ok=False, message=f"the self-test was cut short: {error}", paths=paths)
+        is_whole = len(rows) == len(page_sizes)
+        return SelfTest(is_whole, f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
     return SelfTest(is_ok=False, message=reason_in(log) or f"exit code {done.returncode}", paths=paths)
 
 

@@ -1,0 +1,213 @@
+"""Odd files and numbers for `kv-nixl`: no traceback, a documented exit code, and JSON that is JSON."""
+
+import io
+import json
+import re
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+from unittest.mock import patch
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
+
+from kv_nixl_agent import _cli
+from kv_nixl_agent._doctor import _report
+from kv_nixl_agent._doctor._json_values import parse_json
+from kv_nixl_agent._doctor._live_reads import Measurement, RankRead
+
+SOURCES = Path(_cli.__file__).parent
+RANKS = [
+    {"name": "0.0", "agent_metadata": "AAEC", "fence": [4096, 0, 16]},
+    {"name": "0.1", "agent_metadata": "", "fence": [8, 1, 2]},
+]
+ODD_NUMBERS = [
+    *(
+        "nan",
+        "inf",
+        "-inf",
+        "-1",
+        "-1e-9",
+        "0",
+        "-0.0",
+        "1e308",
+        "1e400",
+        "1e-320",
+        "99999",
+        "4294967296",
+        "9" * 400,
+        "9" * 5000,
+    ),
+    *("", " ", "x", "1_0", "0x10", "1,5", "\u0663", "--json"),
+]
+
+
+class Stream(io.TextIOWrapper):
+    """A stream of a program, whose bytes are kept."""
+
+    def __init__(self, errors):
+        self.kept = io.BytesIO()
+        super().__init__(self.kept, encoding="utf-8", errors=errors)
+
+    def text(self):
+        self.flush()
+        return self.kept.getvalue().decode()
+
+
+def run(*words, stdin=b""):
+    """Run a command as a program is run; return its exit code, and what it says on both streams."""
+    out, err = Stream("strict"), Stream("backslashreplace")
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")),
+    ):
+        try:
+            code = _cli.main(list(words))
+        except SystemExit as stop:
+            code = int(str(stop.code))
+    said, complained = out.text(), err.text()
+    documented = {int(each) for each in re.findall(r"^  (\d)  ", _cli._EXIT_CODES, re.MULTILINE)}
+    assert code in documented
+    if code == 2:
+        assert (said, bool(complained.strip())) == ("", True)
+    elif "--json" in words:
+        json.loads(said)
+    return code, said, complained
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch):
+    """Measure nothing: each rank is told to be good."""
+
+    def measured(ranks, *, most_bytes, timeout_s):
+        assert 0 <= most_bytes <= 1 << 40
+        assert 0 < timeout_s <= 3600
+        return Measurement([RankRead(rank.name, read_gb_s=1.0) for rank in ranks])
+
+    monkeypatch.setattr(_cli, "measure_ranks", measured)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
+def test_no_file_ends_the_command_with_a_traceback(more, tmp_path):
+    (tmp_path / "folder").mkdir()
+    odd = {"missing": "none.json", "folder": "folder", "no name": "a\0b", "long name": "x" * 300, "surrogate": "\ud800"}
+    for name, content in {**UNREADABLE, **WRONG}.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+        odd[f"{name}.json"] = f"{name}.json"
+    for name, file in odd.items():
+        code, _, complained = run("measure", str(tmp_path / file), *more)
+        assert code == 2, name
+        assert " describes no ranks: " in complained
+        assert complained.endswith("(invalid-ranks)\n")
+        assert len(complained) < 6000
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, *WRONG])
+def test_standard_input_is_read_alike(name):
+    code, _, complained = run("measure", "--json", stdin={**UNREADABLE, **WRONG}[name])
+    assert (code, complained.startswith("kv-nixl: - describes no ranks: ")) == (2, True)
+
+
+@given(st.sampled_from(list(places(RANKS))), st.sampled_from(ODD_VALUES))
+@example((0, "name"), "\ud800")
+@example((0, "fence"), [1, 2])
+def test_a_rank_with_any_value_is_measured_or_refused(place, odd):
+    code, said, _ = run("measure", stdin=json.dumps(changed(RANKS, place, odd)).encode())
+    assert code in {0, 2}
+    assert code == 2 or said.count("GB/s") == len(RANKS)
+
+
+def test_one_module_reads_json():
+    readers = [
+        file.name for file in SOURCES.rglob("*.py") if "testing" not in file.parts and "json.load" in file.read_text()
+    ]
+    assert readers == ["_json_values.py"]
+
+
+@given(st.integers(1, 200), st.sampled_from(["[{}]", '{{"a": {}}}']))
+def test_nesting_is_taken_up_to_a_depth_that_does_not_depend_on_the_stack(depth, shape):
+    text = "1"
+    for _ in range(depth):
+        text = shape.format(text)
+    if depth < 32:
+        assert parse_json(text) == json.loads(text)
+    else:
+        with pytest.raises(ValueError, match="nested more than 32 levels deep"):
+            parse_json(text)
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def numeric_options():
+    """Yield (command, option) of every option that takes a number."""
+    for command in _cli.app.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if about and {int, float} & {kind, *get_args(kind)}:
+                given = (about[0].default, *(about[0].param_decls or ()))  # the first name stands where a default may
+                words = [word for word in given if isinstance(word, str) and word.startswith("--")]
+                yield command.name, words[0] if words else f"--{name.replace('_', '-')}"
+
+
+NUMERIC = list(numeric_options())
+
+
+def test_every_number_is_tried():
+    assert set(NUMERIC) >= {
+        ("measure", "--bytes"),
+        ("measure", "--timeout"),
+        ("serve", "--port"),
+        ("serve", "--sessions"),
+    }
+
+
+@pytest.mark.parametrize(("command", "option"), NUMERIC)
+def test_no_number_ends_a_command_with_a_traceback(command, option, monkeypatch):
+    served = []
+    monkeypatch.setattr(_cli, "serve_peer", lambda _, port, *, sessions: served.append((port, sessions)))
+    for number in ODD_NUMBERS:
+        code, _, _ = run(command, option, number, stdin=json.dumps(RANKS).encode())
+        is_number = re.fullmatch(r"[\d_]+|-0\.0|1e-320|1e308", number) is not None
+        assert code == 2 or is_number, number
+    assert all(0 <= port <= 65535 and sessions >= 0 for port, sessions in served)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999"])
+def test_a_port_that_is_none_is_wrong_usage(port):
+    code, _, complained = run("serve", "--port", port)
+    assert code == 2
+    assert "'--port'" in complained
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "0", "1e9"])
+def test_a_time_is_refused_by_its_option_and_range(timeout):
+    code, _, complained = run("measure", "--timeout", timeout, stdin=b"[]")
+    assert code == 2
+    assert "'--timeout'" in complained
+    assert "is not 0.001 s at least and 3600 s at most (out-of-range)" in " ".join(complained.split())
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "\ud800", "a\0b", "nowhere.invalid", "::1::", "256.0.0.1"])
+def test_a_host_that_is_none_cannot_be_served_on(host):
+    code, _, complained = run("serve", "--host", host, "--port", "0", "--sessions", "1")
+    assert (code, "cannot serve on" in complained) == (3, True)
+
+
+@pytest.mark.parametrize("port", ["9" * 5000, "65536", "\u0665", " 80", "-1", "0"])
+def test_a_peer_is_host_and_port(port):
+    code, _, complained = run("doctor", "--peer", f"127.0.0.1:{port}")
+    assert (code, "is not HOST:PORT" in complained) == (2, True)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a\0b", "\ud800"])
+def test_a_peer_whose_name_is_none_is_a_finding(host):
+    bandwidth, finding = _report._try_peer(host, 1)
+    assert (bandwidth, finding.severity) == (None, "error")

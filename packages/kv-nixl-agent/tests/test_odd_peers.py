@@ -1,0 +1,213 @@
+"""Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, children that are cut short: nothing ends on them."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
+
+from kv_nixl_agent import AgentError
+from kv_nixl_agent._doctor import _remote_test, _report
+from kv_nixl_agent._doctor._live_reads import LiveRank, measure_ranks
+from kv_nixl_agent._doctor._selftest import Bandwidth, run_selftest
+
+# -------------------------------------------------------------------------------------------------------------- clients
+
+
+class Producer:
+    """A test region without NIXL; the mood of a producer may be an exception."""
+
+    mood = None
+    agent_metadata = b"metadata"
+    fence = (4096, 0, 16)
+
+    def __init__(self, name, *, page_bytes, page_count):
+        if self.mood is not None:
+            raise self.mood
+        self.rows = SimpleNamespace(tolist=lambda: [[0, page_bytes, 0, page_bytes, page_count]])
+
+    def close(self):
+        pass
+
+
+GREETING = b'{"greeting": "kv-nixl-doctor-1"}\n'
+
+
+def served(lines, monkeypatch):
+    """Send each line to one server, each over a connection of its own; return the answers."""
+    monkeypatch.setattr(_remote_test, "PeerProcess", Producer)
+    monkeypatch.setattr(_remote_test, "_TIMEOUT_S", 5.0)
+    bound, answers = [], []
+    make = socket.create_server
+
+    def create_server(address):
+        made = make(address)
+        bound.append(made.getsockname()[1])
+        return made
+
+    monkeypatch.setattr("socket.create_server", create_server)
+    ended = []
+    server = threading.Thread(target=lambda: ended.append(_remote_test.serve_peer("127.0.0.1", 0, sessions=len(lines))))
+    server.start()
+    while not bound:
+        assert server.is_alive()
+    for line in lines:
+        with socket.create_connection(("127.0.0.1", bound[0]), timeout=5) as client:
+            answer = b""
+            try:
+                client.sendall(line)
+                client.shutdown(socket.SHUT_WR)
+                while piece := client.recv(65536):
+                    answer += piece
+            except ConnectionError:
+                pass  # closed with words of ours unread
+            answers.append(answer)
+    server.join(10)
+    assert ended == bound, "the server has served them all"
+    return answers
+
+
+def test_no_client_ends_the_server(monkeypatch, capsys):
+    odd = [content + b"\n" for content in (*UNREADABLE.values(), *WRONG.values())] + [b"", b"\n", b"x" * (1 << 21)]
+    *answers, good = served([*odd, GREETING], monkeypatch)
+    assert set(answers) == {b""}
+    assert json.loads(good)["fence"] == [4096, 0, 16]
+    assert capsys.readouterr().err == "", "nonsense of strangers fills no log"
+
+
+@pytest.mark.parametrize(
+    "mood",
+    [
+        AgentError("backend-unavailable", "no NIXL"),
+        EOFError("the child has ended"),
+        RecursionError("too deep"),
+        RuntimeError("no thread"),
+        KeyError("x"),
+        MemoryError(),
+    ],
+    ids=lambda mood: type(mood).__name__,
+)
+def test_whatever_a_client_brings_about_is_said_and_the_next_one_is_served(mood, monkeypatch, capsys):
+    monkeypatch.setattr(Producer, "mood", mood)
+    assert served([GREETING, GREETING], monkeypatch) == [b"", b""]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"kv-nixl: a doctor was not served: {type(mood).__name__}: ") for line in lines] == [
+        True,
+        True,
+    ]
+
+
+def test_a_client_that_is_gone_before_it_is_taken_ends_nothing(monkeypatch):
+    class Server:
+        moods = iter([ConnectionAbortedError(), ConnectionResetError(), None])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def getsockname(self):
+            return ("127.0.0.1", 7)
+
+        def accept(self):
+            mood = next(self.moods)
+            if mood is not None:
+                raise mood
+            ours, theirs = socket.socketpair()
+            theirs.close()
+            return ours, None
+
+    monkeypatch.setattr("socket.create_server", lambda _: Server())
+    assert _remote_test.serve_peer("127.0.0.1", 7, sessions=1) == 7
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+REGION = {"metadata": "AAEC", "rows": [[0, 4096, 0, 4096, 4]], "fence": [4096, 0, 16]}
+
+
+def asked(answer):
+    """Return the finding on a peer that answers so."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(5)
+        sender = threading.Thread(target=lambda: (theirs.sendall(answer), theirs.shutdown(socket.SHUT_WR)))
+        with patch("socket.create_connection", lambda *_, **__: ours):
+            sender.start()
+            found = _report._try_peer("10.0.0.1", 5700)
+        sender.join(5)
+    return found
+
+
+@pytest.fixture
+def _no_reads(monkeypatch):
+    monkeypatch.setattr(_remote_test, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0))
+
+
+@pytest.mark.usefixtures("_no_reads")
+@pytest.mark.parametrize("name", [*UNREADABLE, *WRONG])
+def test_an_answer_that_is_none_is_a_finding(name):
+    bandwidth, finding = asked({**UNREADABLE, **WRONG}[name] + b"\n")
+    assert (bandwidth, finding.name, finding.severity) == (None, "peer", "error")
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(list(places(REGION))), st.sampled_from(ODD_VALUES))
+@example((), None)
+@example(("rows", 0, 1), 2**63)
+@example(("rows",), [[0, 4096, 0, 4096, 1 << 30]])
+def test_a_region_of_any_values_is_read_or_a_finding(place, odd):
+    answer = changed(REGION, place, odd) if place else REGION
+    with patch.object(_remote_test, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0)):
+        bandwidth, finding = asked(json.dumps(answer).encode() + b"\n")
+    assert (bandwidth is None) is (finding.severity == "error")
+    assert place or finding.severity == "ok"
+
+
+@pytest.mark.parametrize(
+    "error", [OverflowError("x"), TypeError("x"), ZeroDivisionError("x"), KeyError("x"), MemoryError()]
+)
+def test_whatever_reads_bring_about_is_a_finding(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(_remote_test, "measure_pages", fail)
+    bandwidth, finding = asked(json.dumps(REGION).encode() + b"\n")
+    assert (bandwidth, finding.severity) == (None, "error")
+    assert type(error).__name__ in finding.message
+
+
+CUT_SHORT = {"half a rank": b'[{"name": "0.0"', "other names": b'[{"nam": 1}]', "too few": b"[]"}
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, *WRONG, *CUT_SHORT])
+def test_a_child_that_is_cut_short_is_a_result(name, monkeypatch):
+    content = {**UNREADABLE, **WRONG, **CUT_SHORT}[name]
+
+    def cut_short(*_, pass_fds, **__):
+        os.write(pass_fds[0], content[:4096])
+        return subprocess.CompletedProcess([], -9, "", "Killed")
+
+    monkeypatch.setattr("subprocess.run", cut_short)
+    found = measure_ranks([LiveRank("0.0", b"", (1, 0, 1))], most_bytes=0, timeout_s=1.0)
+    assert not found.is_good
+    assert found.error
+    tested = run_selftest()
+    assert not tested.is_ok
+    assert tested.message
+
+
+def test_a_child_that_cannot_be_started_is_a_result(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("subprocess.run", refuse)
+    assert measure_ranks([], most_bytes=0, timeout_s=1.0).error == "the reads cannot be started: no memory"
