@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_adapter.config import load_settings
+from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.host.answering import open_status
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.devices import device_selector
@@ -73,6 +73,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._cache_config = kv_cache_config
         self._has_mirror = wants_host_buffer(vllm_config)
+        if self._has_mirror:
+            check_mirror(settings)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
         self._scheduler: SchedulerSide | None = None

@@ -26,6 +26,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnector
 from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
 
 from vllm_adapter.host.early_tickets import EarlyTicketWriter
+from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
 
 if TYPE_CHECKING:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import Request
@@ -52,6 +53,16 @@ class KVTransferBackend(NixlConnectorBackend):
     """Whether the prefill replica of the latest request has said where it listens."""
     _has_told = False
 
+    def setup(self) -> None:
+        """Give this replica its host, port and engine id, as under `NixlConnector`; a port that is set already is checked first.
+
+        Raises:
+            UnsupportedHost: `side-channel-port`: the environment's is no number.
+        """
+        if PORT_VARIABLE in os.environ:
+            self._port()
+        super().setup()
+
     @property
     def requires_peer_binding(self) -> bool:
         """Whether the prefill replica is chosen before anything is sent."""
@@ -63,11 +74,24 @@ class KVTransferBackend(NixlConnectorBackend):
         return self._tickets.reads_streams and self._has_address
 
     def replica_metadata(self) -> dict[str, object]:
-        """Tell the orchestrator where this replica's side channel listens; nothing if this replica does not stream."""
+        """Tell the orchestrator where this replica's side channel listens; nothing if this replica does not stream.
+
+        Raises:
+            UnsupportedHost: `side-channel-port`: the environment's is no number.
+        """
         if not self._tickets.is_streaming:
             return {}
-        host, port = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
-        return {_SIDE_CHANNEL: [host, port]}
+        return {_SIDE_CHANNEL: [os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], self._port()]}
+
+    def _port(self) -> int:
+        """Return the port on which the replica's engine listens.
+
+        Ray gives each data-parallel replica the rank that becomes vLLM's `data_parallel_index`. The rank is in Ray's variable
+        already (first port + rank), and the engine adds it once more, as it does to a port that was set by hand.
+        """
+        kwargs: Mapping[str, object] = cast("Any", self).llm_config.engine_kwargs
+        rank = kwargs.get("data_parallel_rank")
+        return listening_port(lambda: int(os.environ[PORT_VARIABLE]), rank if isinstance(rank, int) and rank > 0 else 0)
 
     def prepare_prefill_request(self, *, request: Request, peer: Mapping[str, object] | None) -> Request:
         """Return the prefill replica's request: one token, and the early ticket if the replica has said where it listens."""

@@ -12,7 +12,13 @@ from vllm.platforms import current_platform
 
 from vllm_adapter import __version__
 from vllm_adapter.host.refusals import Situation
-from vllm_adapter.host.vllm import CONNECTOR_VERSIONS, check_host, load_failure_policy, wants_host_buffer
+from vllm_adapter.host.vllm import (
+    CONNECTOR_VERSIONS,
+    check_host,
+    load_failure_policy,
+    side_channel_port,
+    wants_host_buffer,
+)
 from vllm_adapter.observe.plain_text import plain_text
 
 if TYPE_CHECKING:
@@ -30,7 +36,11 @@ _MOST_CHARACTERS = 2000
 
 
 def situation_of(config: VllmConfig, settings: Settings) -> Situation:
-    """Read off what start-up checks look at; an option that this host does not have is off."""
+    """Read off what start-up checks look at; an option that this host does not have is off.
+
+    Raises:
+        UnsupportedHost: `unsupported-vllm`, or `side-channel-port` for one that is no number.
+    """
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     cache: Any = config.cache_config
     model: Any = config.model_config
@@ -40,7 +50,7 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
         pp=parallel.pipeline_parallel_size,
         pcp=int(getattr(parallel, "prefill_context_parallel_size", 1)),
         host=str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
-        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
+        port=side_channel_port(config),
         has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
         computes_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         is_bidirectional=settings.bidirectional_kv_xfer,

@@ -42,6 +42,7 @@ from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import vllm_factors
+from vllm_adapter.host.side_channel_port import listening_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +75,7 @@ __all__ = [
     "init_logger",
     "is_tracing",
     "load_failure_policy",
+    "side_channel_port",
     "wants_host_buffer",
 ]
 
@@ -178,8 +180,21 @@ def wants_host_buffer(config: VllmConfig) -> bool:
     return transfer.kv_buffer_device == "cpu"
 
 
+def side_channel_port(config: VllmConfig) -> int:
+    """Return the port on which this engine's side channel listens.
+
+    Raises:
+        UnsupportedHost: `side-channel-port`: the environment's is no number.
+    """
+    return listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, config.parallel_config.data_parallel_index)
+
+
 def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
-    """Return the facts about an engine that the adapter works with, read from vLLM's configuration."""
+    """Return the facts about an engine that the adapter works with, read from vLLM's configuration.
+
+    Raises:
+        UnsupportedHost: `no-engine-id`, `unsupported-vllm` or `side-channel-port`.
+    """
     model, parallel = config.model_config, config.parallel_config
     transfer = config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:
@@ -191,7 +206,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
     return EngineFacts(
         engine_id=transfer.engine_id,
         host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
+        port=side_channel_port(config),
         tp=parallel.tensor_parallel_size,
         tp_rank=tp_rank,
         pp=parallel.pipeline_parallel_size,

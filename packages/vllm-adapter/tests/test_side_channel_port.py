@@ -1,0 +1,268 @@
+"""The side channel's port: one rule for what an engine listens on, its ticket names, and Ray's replica publishes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vllm_adapter.host
+from vllm_adapter.config import load_settings
+from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
+
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+SOURCES = Path(vllm_adapter.host.__file__).parent
+OF_KUBERNETES = "tcp://10.96.0.7:5600"
+NO_NUMBERS = [OF_KUBERNETES, "udp://10.96.0.7:5600", "", " ", "http", "5600/tcp", "0x15e0", "5600.0", "-", "1" * 5000]
+
+
+@pytest.fixture(autouse=True)
+def _without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PORT_VARIABLE, raising=False)
+    monkeypatch.setenv(HOST_VARIABLE, "10.0.0.1")
+
+
+def refusal(run: Callable[[], object]) -> UnsupportedHost:
+    with pytest.raises(UnsupportedHost) as caught:
+        run()
+    return caught.value
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(0, 4096))
+def test_the_index_is_added_to_what_the_environment_says(port: int, index: int) -> None:
+    assert listening_port(lambda: port, index) == port + index
+
+
+@given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=12))
+def test_any_value_of_the_variable_is_a_number_or_a_coded_refusal_that_shows_it(value: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PORT_VARIABLE, value)
+        try:
+            number = int(value)
+        except ValueError:
+            error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
+            assert (error.code, error.context["value"]) == ("side-channel-port", value)
+            assert repr(value) in str(error)
+        else:
+            assert listening_port(lambda: int(os.environ[PORT_VARIABLE]), 1) == number + 1
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_it_is_its_doing(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, value)
+    error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
+    assert error.code == "side-channel-port"
+    assert str(error).startswith(
+        f"{PORT_VARIABLE} is {value[:80]!r}, which is no number: it must be a port, 1 to 65535"
+    )
+    assert ("Service named vllm-nixl-side-channel" in str(error)) is ("://" in value)
+    assert len(str(error)) < 500
+
+
+# ---------------------------------------------------------------------------------------------- vLLM, as far as it is read
+
+
+class Anything(ModuleType):
+    """A module of a host that is not installed: it has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
+
+
+class Envs(Anything):
+    """Reads the variables whenever they are asked for, as `vllm.envs` does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return int(os.getenv(name, "5600")) if name == PORT_VARIABLE else os.getenv(name, "localhost")
+
+
+class Stand(MetaPathFinder, Loader):
+    """Finds any module of vLLM and torch."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        is_ours = fullname.partition(".")[0] in {"vllm", "torch"}
+        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = (Envs if spec.name == "vllm.envs" else Anything)(spec.name)
+        module.__dict__["__version__"] = "0.32.0"
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: each name is made when it is asked for."""
+
+
+@pytest.fixture
+def host() -> Iterator[Any]:
+    """Give the adapter's modules of the host over stand-ins of vLLM, and forget them afterwards."""
+    before, finder = dict(sys.modules), Stand()
+    sys.meta_path.insert(0, finder)
+    try:
+        for name in ("vllm", "vllm_adapter.host.vllm", "vllm_adapter.host.situation"):
+            sys.modules.pop(name, None)
+        importlib.import_module("vllm.envs")
+        yield SimpleNamespace(
+            vllm=importlib.import_module("vllm_adapter.host.vllm"),
+            situation=importlib.import_module("vllm_adapter.host.situation"),
+        )
+    finally:
+        sys.meta_path.remove(finder)
+        for name in set(sys.modules) - set(before):
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def config(index: int) -> Any:
+    """Return a configuration of vLLM whose numbers are all there."""
+    made = MagicMock()
+    for name in ("pipeline", "prefill_context", "tensor", "decode_context"):
+        setattr(made.parallel_config, f"{name}_parallel_size", 1)
+    made.parallel_config.data_parallel_index = index
+    return made
+
+
+def facts_of(host: Any, made: Any) -> Any:
+    """Return the facts of an engine, but for the parts of it that are not numbers here."""
+    for name in ("cache_groups", "transfer_group_ids", "kernel_order", "backoff_tokens", "vllm_factors"):
+        setattr(host.vllm, name, MagicMock(return_value=()))
+    made.kv_transfer_config.engine_id = "engine"
+    return host.vllm.engine_facts(made, MagicMock(), is_worker=False)
+
+
+@pytest.mark.parametrize("index", [0, 1, 7])
+@pytest.mark.parametrize("value", [None, "5600", "20002"])
+def test_what_is_checked_at_start_and_what_tickets_name_is_one_port(
+    host: Any, monkeypatch: pytest.MonkeyPatch, value: str | None, index: int
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(PORT_VARIABLE, value)
+    wanted = int(value or 5600) + index
+    assert host.situation.situation_of(config(index), load_settings({})[0]).port == wanted
+    assert facts_of(host, config(index)).port == wanted
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_an_engine_refuses_a_port_that_is_no_number_by_its_code(
+    host: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, value)
+    for run in (
+        lambda: host.situation.situation_of(config(0), load_settings({})[0]),
+        lambda: facts_of(host, config(0)),
+    ):
+        assert refusal(run).code == "side-channel-port"
+
+
+def test_no_other_module_reads_the_variable() -> None:
+    readers = {
+        file.name: file.read_text().count(f"envs.{PORT_VARIABLE}") + file.read_text().count(f'"{PORT_VARIABLE}"')
+        for file in SOURCES.parent.rglob("*.py")
+    }
+    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "side_channel_port.py": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------- Ray's replica
+
+
+class RaysBackend:
+    """The part of Ray's back end that gives a replica its port. Source: `nixl.py` and `base.py` of Ray 2.60."""
+
+    first_port = 20_000
+
+    def __init__(self, llm_config: Any) -> None:
+        self.llm_config = llm_config
+
+    @property
+    def kv_transfer_config(self) -> Any:
+        return self.llm_config.engine_kwargs["kv_transfer_config"]
+
+    def setup(self) -> None:
+        if PORT_VARIABLE not in os.environ:
+            offset = self.llm_config.engine_kwargs.get("data_parallel_rank", 0)
+            os.environ[PORT_VARIABLE] = str(self.first_port + offset)
+        self.engine_port = int(os.environ[PORT_VARIABLE])
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Make the connector's back end for a replica, over a stand-in of Ray's."""
+    root = "ray.llm._internal.serve.engines.vllm.kv_transfer"
+    names = [".".join(root.split(".")[:count]) for count in range(1, 7)]
+    for name in (*names, f"{root}.base", f"{root}.factory", f"{root}.nixl"):
+        monkeypatch.setitem(sys.modules, name, Anything(name))
+    sys.modules[f"{root}.nixl"].__dict__["NixlConnectorBackend"] = RaysBackend
+    monkeypatch.delitem(sys.modules, "vllm_adapter.host.ray_serve", raising=False)
+    kind = importlib.import_module("vllm_adapter.host.ray_serve").KVTransferBackend
+    monkeypatch.setenv(PORT_VARIABLE, "")  # so that the variable that Ray sets is taken back
+    monkeypatch.delenv(PORT_VARIABLE)
+
+    def make(rank: object = None, *, streaming: bool = True) -> Any:
+        extra = {"streaming": streaming, "remote_hosts": ["10.0.0.0/8"]}
+        kwargs = {"kv_transfer_config": {"kv_connector_extra_config": extra}}
+        return kind(SimpleNamespace(engine_kwargs=kwargs if rank is None else {**kwargs, "data_parallel_rank": rank}))
+
+    yield make
+    sys.modules.pop("vllm_adapter.host.ray_serve", None)
+
+
+@pytest.mark.parametrize("own", [None, "5600"], ids=["port of Ray", "port of the environment"])
+@pytest.mark.parametrize("rank", [None, 0, 1, 2, 15])
+def test_a_replica_publishes_the_port_on_which_its_engine_listens(
+    backend: Callable[..., Any], host: Any, monkeypatch: pytest.MonkeyPatch, rank: int | None, own: str | None
+) -> None:
+    if own is not None:
+        monkeypatch.setenv(PORT_VARIABLE, own)
+    replica = backend(rank)
+    replica.setup()
+    listened = host.situation.situation_of(config(rank or 0), load_settings({})[0]).port
+    assert replica.replica_metadata() == {"kv_side_channel": ["10.0.0.1", listened]}
+    assert listened == (int(own) + (rank or 0) if own else RaysBackend.first_port + 2 * (rank or 0))
+
+
+def test_replicas_of_one_node_publish_ports_of_their_own(
+    backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = []
+    for rank in range(8):
+        monkeypatch.delenv(PORT_VARIABLE, raising=False)
+        replica = backend(rank)
+        replica.setup()
+        published.append(replica.replica_metadata()["kv_side_channel"][1])
+    assert len(set(published)) == len(published)
+
+
+@pytest.mark.parametrize("rank", [-1, "2", None, 1.0])
+def test_a_rank_that_is_none_counts_as_little_as_for_ray(backend: Callable[..., Any], rank: object) -> None:
+    os.environ[PORT_VARIABLE] = "5600"
+    assert backend(rank).replica_metadata() == {"kv_side_channel": ["10.0.0.1", 5600]}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_a_replica_refuses_a_port_that_is_no_number_before_ray_reads_it(
+    backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, value)
+    for run in (backend().setup, backend().replica_metadata):
+        assert refusal(run).code == "side-channel-port"
+
+
+def test_a_replica_that_does_not_stream_publishes_nothing(backend: Callable[..., Any]) -> None:
+    replica = backend(2, streaming=False)
+    replica.setup()
+    assert replica.replica_metadata() == {}
