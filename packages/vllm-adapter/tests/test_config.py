@@ -269,3 +269,53 @@ def test_the_configuration_and_the_library_take_the_same_networks_and_hint_alike
     assert hints == HINT.findall(there)
     for network, alone in hints:
         assert not refusal_of_key(network) + refusal_of_key(alone), "what the hint says to write is taken"
+
+
+LISTS = [key.name for key in describe_keys() if key.type == "tuple[str, ...]"]
+TEXTS = [key.name for key in describe_keys() if key.type == "str" and not key.choices]
+NAMES = st.lists(st.sampled_from(["UCX", "GDS", "", " ", "\t", "POSIX", "ucx"]), max_size=4)
+
+
+@given(NAMES)
+@example([])
+@example([""])
+@example(["UCX", "UCX"])
+@example(["UCX", "GDS"])
+def test_back_ends_that_nixl_cannot_make_are_refused_before_it_is_asked(names: list[str]) -> None:
+    is_good = bool(names) and all(map(str.strip, names)) and len(set(names)) == len(names)
+    try:
+        settings, _ = load_keys({"backends": names})
+    except ConfigurationError as error:
+        assert not is_good
+        assert (error.code, error.context["key"]) == ("out-of-range", "backends")
+        assert "each once" in str(error) or "names nothing" in str(error)
+    else:
+        assert is_good
+        assert settings.backends == tuple(names)
+
+
+def test_keys_that_hold_texts_are_known() -> None:
+    assert {"backends", "ticket_secret_files", "remote_hosts"} <= set(LISTS)
+    assert {"ticket_secret_variable", "side_channel_key"} <= set(TEXTS)
+
+
+@pytest.mark.parametrize("key", [*LISTS, *TEXTS])
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc00x", "a\0b", "\0"])
+def test_a_name_that_nothing_can_have_is_refused_at_once(key: str, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_keys({key: [text] if key in LISTS else text})
+    assert (caught.value.code, caught.value.context["key"]) == ("out-of-range", key)
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("key", LISTS)
+@pytest.mark.parametrize("text", ["", " ", "\t\n"])
+def test_a_list_holds_no_blank_name(key: str, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_keys({key: [text]})
+    assert (caught.value.code, caught.value.context["key"]) == ("out-of-range", key)
+
+
+def test_bytes_of_a_file_name_that_are_no_utf_8_are_taken_as_python_reads_them() -> None:
+    name = b"/run/secrets/\xff".decode(errors="surrogateescape")
+    assert load_keys({"ticket_secret_files": [name]})[0].ticket_secret_files == (name,)

@@ -18,6 +18,7 @@ from read_bench import Bench
 from scheduler_engine import Engine
 
 from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.config import Settings
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import status as worker_status_module
@@ -190,3 +191,25 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
     assert (told["quarantined_transfers"], told["quarantined_bytes"]) == (1, 4096)
     assert (told["stalled_transfers"], told["stalled_bytes"]) == (1, 4096)
     assert told["figures"] == {"transfers_done": 3.0}
+
+
+# -------------------------------------------------------------------------------------------------------- its shape
+
+
+def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
+    producer, consumer, bench, leases = Engine("P"), Engine("D"), Bench(), LeaseBench()
+    consumer.admit("r2", producer.prefill("r1", TEXT), TEXT)
+    leases.expect()
+    leases.grant()
+    bench.reads.read(order())
+    waiting = bench.reads.describe(10)
+    bench.handshakes.answer(Outcome())
+    posted = bench.reads.describe(10)
+    bench.finish(outcome="timed-out", code="timed-out", is_memory_quiet=False)
+    worker = WorkerSide(facts(), WorkerParts(facts(), Settings(), port_factory=FakeFabric().port))
+    told = [side.status() for side in (producer.side, consumer.side)] + [worker.status(), worker.hand_overs()]
+    told += [side.hand_overs() for side in (producer.side, consumer.side)]
+    told += [waiting, posted, bench.reads.describe(10), {"oldest_leases": leases.leases.describe(10)}]
+    assert sum(bool(answer.get("hand_overs")) for answer in told) == 2
+    assert sum(len(answer.get("peer_engines", ())) for answer in told) >= 2  # type: ignore[arg-type]
+    assert [misfit(json.loads(json.dumps(answer, default=str)), AnswerShape) for answer in told] == [""] * len(told)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,16 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["OBSOLETE_KEYS", "Settings", "check_whole", "describe_keys", "describe_schema", "load_keys", "load_settings"]
+__all__ = [
+    "OBSOLETE_KEYS",
+    "Settings",
+    "check_mirror",
+    "check_whole",
+    "describe_keys",
+    "describe_schema",
+    "load_keys",
+    "load_settings",
+]
 
 OBSOLETE_KEYS: Mapping[str, str] = {
     "enable_cross_layers_blocks": "the layout is taken from the tensors that the engine allocates",
@@ -34,7 +43,13 @@ _CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_cl
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The connector's configuration, checked. Field names are the configuration's keys."""
 
-    backends: Annotated[tuple[str, ...], Meta(description="NIXL back ends to create, in order.")] = ("UCX",)
+    backends: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="NIXL back ends to create, in order.",
+            extra_json_schema={"minItems": 1, "uniqueItems": True},
+        ),
+    ] = ("UCX",)
     num_threads: Annotated[int, Meta(ge=0, le=64, description="Worker threads of the UCX back end.")] = 4
     progress_thread: Annotated[
         Literal["auto", "on", "off"],
@@ -95,7 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 1
     fence_slots: Annotated[
-        int, Meta(ge=0, le=1 << 20, description="Words of the fence array: hand-offs that can be fenced at once.")
+        int, Meta(ge=0, le=1 << 20, description="Words of the fence array: hand-overs that can be fenced at once.")
     ] = 4096
     max_leases: Annotated[
         int,
@@ -296,11 +311,54 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
             )
         else:
             values[key] = read_value(known[key], value)
+            _check_texts(key, values[key])
     settings = Settings(**values)
+    _check_backends(settings.backends)
     check_networks("remote_hosts", settings.remote_hosts)
     check_networks("unsigned_hosts", settings.unsigned_hosts)
     _ = settings.peer_port_range
     return settings, tuple(notes)
+
+
+def _check_texts(key: str, value: object) -> None:
+    """Refuse texts that name nothing: blank ones in a list, and those that no file, variable or back end can be called by.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
+    texts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    for text in texts:
+        if not isinstance(text, str):
+            continue
+        if isinstance(value, tuple) and not text.strip():
+            raise refusal("out-of-range", f"'{key}' holds {text!r}, which names nothing: leave it out", key, text)
+        if "\0" in text or _is_half(text):
+            reason = f"'{key}' holds {text!r}: no name may have a zero byte, or half of a surrogate pair"
+            raise refusal("out-of-range", reason, key, text)
+
+
+def _is_half(text: str) -> bool:
+    """Return whether a text cannot be written; bytes of a file name that are no UTF-8 can, as Python reads them."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _check_backends(names: tuple[str, ...]) -> None:
+    """Refuse a list of which NIXL could make nothing, or one back end twice.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
+    if not names or len(set(names)) < len(names):
+        raise refusal(
+            "out-of-range",
+            f"'backends' must name one NIXL back end or more, each once, such as UCX, got {list(names)}",
+            "backends",
+            list(names),
+        )
 
 
 @cache
@@ -313,6 +371,19 @@ def describe_schema() -> dict[str, Any]:
     """Return the JSON schema of `kv_connector_extra_config`."""
     schema = msgspec.json.schema_components([Settings])[1]["Settings"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "kv_connector_extra_config"}
+
+
+def check_mirror(settings: Settings) -> None:
+    """Refuse a mirror in host memory without fences: a copy that fails can only be told to readers through its fence.
+
+    Raises:
+        ConfigurationError: `incomplete-keys`.
+    """
+    if not settings.fence_slots:
+        raise refusal(
+            "incomplete-keys",
+            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone",
+        )
 
 
 def check_whole(settings: Settings) -> None:

@@ -19,7 +19,7 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FleetSecrets", "configured_secrets"]
+__all__ = ["FleetSecrets", "configured_secrets", "secrets_in_variable"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _LOOK_EVERY_S = 1.0
@@ -128,12 +128,28 @@ def configured_secrets(files: Sequence[str], variable: str) -> FleetSecrets | No
     """
     if not files and not variable:
         return None
-    words = os.environ.get(variable, "") if variable else ""
+    words = secrets_in_variable(variable)
     if variable and not words.split():
         raise ConfigurationError(
             f"ticket_secret_variable: the environment has no {variable}, or it is empty", code="invalid-secret"
         )
     return FleetSecrets(files, words)
+
+
+def secrets_in_variable(variable: str) -> str:
+    """Return what an environment variable holds; nothing if there is none, or no name.
+
+    Raises:
+        ConfigurationError: `invalid-secret`: no variable can have this name.
+    """
+    try:
+        return os.environ.get(variable, "") if variable else ""
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"ticket_secret_variable: {variable!a} cannot be the name of an environment variable: it holds half of a "
+            "surrogate pair",
+            code="invalid-secret",
+        ) from None
 
 
 def _secrets_in(file: Path) -> list[bytes]:

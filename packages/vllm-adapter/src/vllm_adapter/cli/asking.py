@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,9 @@ from contextlib import suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm_adapter.cli.answer_shape import AnswerShape, misfit
+from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.status_folder import SUFFIX, status_folders
 from vllm_adapter.observe.status_socket import REQUEST
 
@@ -34,11 +36,19 @@ def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: by
         timeout_s: Longest wait for each process.
         request: The line to ask with.
     """
-    files = [file for folder in folders or status_folders() for file in sorted(folder.glob("*" + SUFFIX))]
+    files = [file for folder in folders or status_folders() for file in _sockets(folder)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         asked = pool.map(_ask, files, repeat(timeout_s), repeat(request))
         answers = [answer for answer in asked if answer is not None]
     return sorted(answers, key=_order)
+
+
+def _sockets(folder: Path) -> list[Path]:
+    """Return the sockets in a folder; none in one that cannot be looked into."""
+    try:
+        return sorted(folder.glob("*" + SUFFIX))
+    except (OSError, ValueError):  # ValueError: a name that no folder can have
+        return []
 
 
 def _order(answer: Answer) -> tuple[str, bool, str]:
@@ -66,12 +76,21 @@ def _ask(file: Path, timeout_s: float, request: bytes) -> Answer | None:
             "socket": str(file),
             "error": f"an engine of an older version does not know {request.decode().strip()!r}",
         }
+    own: Answer = {"socket": str(file), "asked_s": asked_s, "received_s": received_s}
+    return {**own, **_read(text), **own}
+
+
+def _read(text: bytes) -> Answer:
+    """Return an answer; why it cannot be read, if that is so."""
     try:
-        answer: object = json.loads(text)
-    except ValueError as error:
-        return {"socket": str(file), "error": f"{len(text)} bytes that are no JSON: {error}"}
-    known = cast("Answer", answer) if isinstance(answer, dict) else {"error": "an answer that is no JSON object"}
-    return {"socket": str(file), "asked_s": asked_s, "received_s": received_s, **known}
+        answer = parse_json(text, f"its answer of {len(text)} bytes")
+    except AdapterError as error:
+        return {"error": f"{error} ({error.code})"}
+    if wrong := misfit(answer, AnswerShape):
+        return {
+            "error": f"its answer cannot be read here, maybe it is an engine of another version: {wrong} (unreadable)"
+        }
+    return cast("Answer", answer)
 
 
 def _exchange(file: Path, until_s: float, request: bytes) -> tuple[bytes, float, float]:

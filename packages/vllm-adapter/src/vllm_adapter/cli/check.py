@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +14,9 @@ from rich.text import Text
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.findings import Findings
+from vllm_adapter.cli.json_values import json_text
 from vllm_adapter.cli.looking import Place, Way, look, look_further
+from vllm_adapter.cli.options import refuse, seconds, within
 from vllm_adapter.cli.pairing import check_clocks, check_factors, check_plan, check_terms
 from vllm_adapter.cli.rank_sizes import may_ask_further
 from vllm_adapter.cli.reading import Reading, check_reads
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.asking import Answer
     from vllm_adapter.cli.looking import Seen
-from vllm_adapter.cli.terms import Terms
+    from vllm_adapter.cli.terms import Terms
 
 __all__ = ["add_check"]
 
 _GO = 0
 _NO_GO = 1
-_USAGE = 2
+_MOST_TP = 1024
+_MOST_PORT_DIGITS = 5
+_SPEEDS = (1e-3, 1e6)
+"""GB/s of a network, at least and at most."""
 _STYLES = {"ok": "green", "note": "yellow", "no-go": "bold red"}
 _DEFAULT_DIALECT = 14
 """That of vLLM 0.32, where none is installed here."""
@@ -119,7 +122,8 @@ def _check(  # noqa: PLR0913 - one for each option
         typer.Option(metavar="RELEASE", help="Release of the engines' vLLM; default: that installed here."),
     ] = None,
     prefill_tp: Annotated[
-        int, typer.Option(metavar="N", help="Ranks of a prefill engine of vLLM's own connector.")
+        int,
+        typer.Option(metavar="N", min=0, max=_MOST_TP, help="Ranks of a prefill engine of vLLM's own connector."),
     ] = 0,
     trust_prefill_tp: Annotated[
         bool,
@@ -147,13 +151,13 @@ def _check(  # noqa: PLR0913 - one for each option
         _Side("decode", decode, decode_config),
     )
     try:
-        wishes = _Wishes(policy, _dialect(dialect, vllm), gbps, _seconds(timeout), read, allow_tcp)
+        speed = None if gbps is None else within("--gbps", gbps, *_SPEEDS, "GB/s")
+        wishes = _Wishes(policy, _dialect(dialect, vllm), speed, seconds("--timeout", timeout), read, allow_tcp)
         _look_and_judge(*sides, wishes, findings)
     except AdapterError as error:
-        print(f"vllm-adapter check: {error} ({code_of(error)})", file=sys.stderr)
-        return _USAGE
+        return refuse("check", error)
     if as_json:
-        print(json.dumps({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
+        print(json_text({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
     elif sys.stdout.isatty():
         _draw(findings)
     else:
@@ -236,17 +240,12 @@ def _place(role: str, text: str, answers: Sequence[Answer]) -> Place:
             raise ConfigurationError(
                 f"{text!r} is neither HOST:PORT nor the id of a live engine of this machine", code="invalid-endpoint"
             )
-        host, _, port = str(found[0]["side_channel"]).rpartition(":")
+        host, _, port = str(found[0].get("side_channel", "")).rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+    is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_PORT_DIGITS
+    if not host or not is_number or not 0 < int(port) < 1 << 16:
         raise ConfigurationError(f"{text!r} is not HOST:PORT", code="invalid-endpoint")
     return Place(role, host, int(port))
-
-
-def _seconds(timeout: float) -> float:
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise ConfigurationError(f"--timeout {timeout:g} is not above 0", code="out-of-range")
-    return timeout
 
 
 def _dialect(dialect: int | None, vllm: str | None) -> int:

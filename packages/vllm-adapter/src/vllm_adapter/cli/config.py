@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_adapter.cli.json_values import json_text, parse_json, read_text, source_name
 from vllm_adapter.config import describe_keys, describe_schema
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
+from vllm_adapter.observe.plain_text import plain_text
 
-__all__ = ["add_config", "read_source"]
+__all__ = ["add_config"]
 
 _EPILOG = """\b
 examples:
@@ -51,7 +52,7 @@ def _config(
         raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:
         return _check(check, as_json=as_json)
-    print(_explanation() if explain else json.dumps(describe_schema(), indent=2))
+    print(_explanation() if explain else json_text(describe_schema(), indent=2))
     return 0
 
 
@@ -72,11 +73,11 @@ def _check(source: str, *, as_json: bool) -> int:
     verdict = _verdict(source)
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in verdict.problems]
-        print(json.dumps({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
+        print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
         return int(bool(problems))
     for problem in verdict.problems:
         where = f"{problem.key}: " if problem.key else ""
-        print(f"vllm-adapter config: {where}{problem.message} ({problem.code})", file=sys.stderr)
+        print(f"vllm-adapter config: {plain_text(where + problem.message)} ({problem.code})", file=sys.stderr)
     if verdict.problems:
         return 1
     print("\n".join([*verdict.notes, "good"]))
@@ -85,18 +86,11 @@ def _check(source: str, *, as_json: bool) -> int:
 
 def _verdict(source: str) -> Verdict:
     try:
-        text = read_source(source)
-    except OSError as error:
-        return Verdict((Problem("unreadable", "", f"{source}: {error}"),))
+        text = read_text(source)
+    except AdapterError as error:
+        return Verdict((Problem(error.code, "", str(error)),))
     try:
-        return check_transfer_config(json.loads(text))
-    except ValueError as error:
+        config = parse_json(text, source_name(source))
+    except AdapterError as error:
         return Verdict((Problem("not-json", "", str(error)),))
-
-
-def read_source(source: str) -> str:
-    """Return the text of a configuration: the words themselves, a file's content, or standard input for `-`."""
-    # No file name of an operator begins as a JSON object or list does.
-    if source.lstrip()[:1] in {"{", "["}:
-        return source
-    return sys.stdin.read() if source == "-" else Path(source).read_text()
+    return check_transfer_config(config)

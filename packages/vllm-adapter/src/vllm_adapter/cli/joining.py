@@ -18,6 +18,10 @@ _NEIGHBOURS_S = 10.0
 """Hand-overs of the same engines so near in time help to align the clocks; later ones would blur them by drift."""
 
 
+_EXCHANGE = ("asked_s", "heard_s", "answered_s", "received_s")
+"""Readings of a command's clock and of a process's, in turn."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -94,11 +98,12 @@ def _all_told(answers: Iterable[Answer]) -> Iterator[Told]:
     for answer in answers:
         for entry in answer.get("hand_overs") or ():
             facts = {name: value for name, value in entry.items() if name != "moments"}
-            yield Told(str(answer.get("engine_id", "")), str(answer.get("part", "")), facts, dict(entry["moments"]))
+            moments = {stage: float(at_s) for stage, at_s in entry["moments"].items() if at_s is not None}
+            yield Told(str(answer.get("engine_id", "")), str(answer.get("part", "")), facts, moments)
 
 
 def _joined(decode: Told, consumers: Sequence[Told], producers: Sequence[Told]) -> HandOver:
-    peer = str(decode.facts["peer_engine_id"]), str(decode.facts["peer_request_id"])
+    peer = str(decode.facts.get("peer_engine_id", "")), str(decode.facts["peer_request_id"])
     ranks = [
         each
         for each in consumers
@@ -124,10 +129,12 @@ def align(hand_over: HandOver, hand_overs: Iterable[HandOver], answers: Iterable
     wanted = {told.clock for told in _processes(hand_over)}
     for answer in answers:
         clock = f"{answer.get('engine_id', '')}/{answer.get('part', '')}"
-        if clock in wanted and "heard_s" in answer:
-            desk = str(answer.get("desk", "command"))
-            clocks.before(desk, answer["asked_s"], clock, answer["heard_s"])
-            clocks.before(clock, answer["answered_s"], desk, answer["received_s"])
+        asked_s, heard_s, answered_s, received_s = (answer.get(name) for name in _EXCHANGE)
+        desk = str(answer.get("desk", "command"))
+        if clock in wanted and asked_s is not None and heard_s is not None:
+            clocks.before(desk, asked_s, clock, heard_s)
+        if clock in wanted and answered_s is not None and received_s is not None:
+            clocks.before(clock, answered_s, desk, received_s)
     at_s = hand_over.decode.moments.get("arrived", 0.0)
     for other in hand_overs:
         near = abs(other.decode.moments.get("arrived", 0.0) - at_s) < _NEIGHBOURS_S

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
-from vllm_adapter.errors import code_of
+from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.wiring import probe_engine
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ __all__ = ["Place", "Seen", "Way", "look", "look_further"]
 Rank = tuple[int, int]
 
 _MOST_RANKS = 256
+_MOST_SIZE = 1 << 20
+"""Sizes that an engine claims are counted up to this; it has no more ranks than are asked anyway."""
 _ADVICE: Mapping[str, str] = {
     "connection-refused": "nothing listens there: is the engine up, and is this its VLLM_NIXL_SIDE_CHANNEL_PORT (not its HTTP "
     "port), plus its data-parallel index?",
@@ -123,14 +125,13 @@ def look(place: Place, way: Way, findings: Findings) -> Seen | None:
     findings.ok("reach", f"{place}: engine {metadata.engine_id}, tp {tp}, pp {pp}; {kind}")
     if not is_ours:
         return Seen(place, first, tp, pp, is_ours, has_all_ranks=tp == 1)
-    probed, has_all = _others(place, way, first, [(stage, rank) for stage in range(pp) for rank in range(tp)], findings)
+    probed, has_all = _others(place, way, first, (pp, tp), findings)
     return Seen(place, probed, tp, pp, is_ours, has_all)
 
 
 def look_further(seen: Seen, way: Way, findings: Findings) -> Seen:
     """Ask an engine of vLLM's own connector for the ranks after its first, of which somebody is sure that it has them."""
-    ranks = [(0, rank) for rank in range(seen.tp)]
-    probed, has_all = _others(seen.place, way, seen.probed, ranks, findings)
+    probed, has_all = _others(seen.place, way, seen.probed, (1, seen.tp), findings)
     return replace(seen, probed=probed, has_all_ranks=has_all)
 
 
@@ -147,19 +148,21 @@ def _refuse(findings: Findings, place: Place, error: Exception) -> None:
 
 
 def _others(
-    place: Place, way: Way, first: ProbedEngine, ranks: Sequence[Rank], findings: Findings
+    place: Place, way: Way, first: ProbedEngine, sizes: tuple[int, int], findings: Findings
 ) -> tuple[ProbedEngine, bool]:
-    """Ask for all ranks at once; if that fails, for each alone, to name those that are missing."""
-    if len(ranks) == 1:
+    """Ask for all ranks of (stages, shards) at once; if that fails, for each alone, to name those that are missing."""
+    pp, tp = sizes
+    if pp * tp == 1:
         return first, True
-    if len(ranks) > _MOST_RANKS:
+    if pp * tp > _MOST_RANKS:
         findings.refuse(
             "ranks",
             "size-out-of-range",
-            f"{place}: it says that it has {len(ranks)} ranks, more than the {_MOST_RANKS} that are asked",
+            f"{place}: it says that it has {pp * tp} ranks, more than the {_MOST_RANKS} that are asked",
             "another program answers there, or the engine's --tensor-parallel-size is wrong",
         )
         return first, False
+    ranks = [(stage, rank) for stage in range(pp) for rank in range(tp)]
     try:
         probed = _probe(place, way, ranks)
     except Exception:  # noqa: BLE001  (each is asked alone, so that the missing ones can be named)
@@ -192,12 +195,12 @@ def _sizes(metadata: PeerMetadata) -> tuple[int, int]:
 
 def _size(pair: object) -> int:
     size = cast("list[object]", pair)[0] if isinstance(pair, list) and pair else 1
-    return size if isinstance(size, int) and size > 0 else 1
+    return min(size, _MOST_SIZE) if isinstance(size, int) and size > 0 else 1
 
 
 def _document(raw: bytes) -> dict[str, object]:
     try:
-        document: object = json.loads(raw)
-    except (ValueError, RecursionError):
+        document = parse_json(raw, "the geometry document")
+    except AdapterError:
         return {}
     return cast("dict[str, object]", document) if isinstance(document, dict) else {}

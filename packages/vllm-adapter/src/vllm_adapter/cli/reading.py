@@ -13,7 +13,11 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypedDict, cast, final
+
+from vllm_adapter.cli.answer_shape import Number, misfit
+from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +30,30 @@ __all__ = ["Reading", "check_reads"]
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 16
 _GRACE_S = 60.0
+
+
+class _Rank(TypedDict):
+    name: str
+    code: str
+    message: str
+    checksum: Number
+    word_us: Number
+    read_gb_s: Number
+
+
+class _Path(TypedDict):
+    sizes: str
+    method: str
+    config: str
+
+
+class _Measured(TypedDict):
+    """The answer of `kv-nixl measure`."""
+
+    error: str
+    is_tcp: bool
+    ranks: list[_Rank]
+    paths: list[_Path]
 
 
 @final
@@ -100,12 +128,19 @@ def _measure(ranks: Sequence[Mapping[str, object]], reading: Reading) -> dict[st
             timeout=_GRACE_S + len(ranks) * 4 * reading.timeout_s,
             check=False,
         )
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer = parse_json(done.stdout, "the answer of kv-nixl measure")
     except subprocess.TimeoutExpired as error:
         return {"error": f"kv-nixl measure did not end within {error.timeout:.0f} s"}
-    except ValueError:
+    except (OSError, ValueError) as error:  # ValueError: an engine's UCX_TLS that no variable can hold
+        return {"error": f"kv-nixl measure cannot be started: {error}"}
+    except AdapterError:
         return {"error": "kv-nixl measure gave no answer"}
-    return answer
+    if wrong := misfit(answer, _Measured):
+        return {"error": f"the answer of kv-nixl measure cannot be read, is it of another version? {wrong}"}
+    measured = cast("dict[str, Any]", answer)
+    if not measured["error"] and len(measured["ranks"]) != len(ranks):
+        return {"error": f"kv-nixl measure told of {len(measured['ranks'])} ranks, asked for {len(ranks)}"}
+    return measured
 
 
 def _judge_rank(prefill: Seen, read: Mapping[str, Any], findings: Findings) -> bool:

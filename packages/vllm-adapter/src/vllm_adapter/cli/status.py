@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_adapter.cli.asking import ask_all, of_engine
+from vllm_adapter.cli.json_values import json_text
+from vllm_adapter.cli.options import refuse, seconds
 from vllm_adapter.cli.status_table import print_tables, troubles
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.status_folder import status_folders
 
 if TYPE_CHECKING:
@@ -61,10 +63,13 @@ def _status(
 ) -> int:
     """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
     folders = (Path(folder),) if folder else status_folders()
-    answers = ask_all(folders, timeout_s=timeout)
+    try:
+        answers = ask_all(folders, timeout_s=seconds("--timeout", timeout))
+    except AdapterError as error:
+        return refuse("status", error)
     found = of_engine(answers, engine) if engine else answers
     if as_json:
-        print(json.dumps({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
+        print(json_text({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
     elif found:
         print_tables(found, with_requests=requests)
     if not found:

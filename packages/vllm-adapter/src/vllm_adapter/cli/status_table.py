@@ -218,7 +218,9 @@ def troubles(answers: Sequence[Answer]) -> list[str]:
         if "error" in answer:
             found.append(f"{answer.get('socket', _name(answer))}: {answer['error']}")
         elif thread.get("state") == "dead":
-            found.append(f"{_name(answer)}: the transfer thread has died; restart this engine ({thread['last_error']})")
+            found.append(
+                f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
+            )
         elif thread.get("state") == "stuck" or answer.get("is_silent"):
             found.append(
                 f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"

@@ -5,15 +5,13 @@ They are read from the engine's `--kv-transfer-config`, or, for an engine of thi
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
-from vllm_adapter.cli.config import read_source
+from vllm_adapter.cli.json_values import parse_json, read_text, source_name
 from vllm_adapter.config import load_settings
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.fleet_secrets import FleetSecrets, secrets_in_variable
 from vllm_adapter.host.transfer_config import check_transfer_config
 
 if TYPE_CHECKING:
@@ -59,12 +57,10 @@ def terms_of_config(source: str) -> Terms:
     """Return the terms in a `--kv-transfer-config`: its JSON text, a file with it, or `-`.
 
     Raises:
+        AdapterError: `unreadable`.
         ConfigurationError: The configuration is wrong; all its problems are named.
     """
-    try:
-        config: Any = json.loads(read_source(source))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{source}: {error}", code="unreadable") from error
+    config: Any = parse_json(read_text(source), source_name(source))
     problems = check_transfer_config(config).problems
     if problems:
         said = "; ".join(f"{problem.key}: {problem.message} ({problem.code})" for problem in problems)
@@ -94,7 +90,7 @@ def _extra(config: Mapping[str, Any]) -> Mapping[str, object]:
 def _fingerprints(settings: Settings) -> tuple[str, ...]:
     if not settings.has_secrets:
         return ()
-    words = os.environ.get(settings.ticket_secret_variable, "") if settings.ticket_secret_variable else ""
+    words = secrets_in_variable(settings.ticket_secret_variable)
     return FleetSecrets(settings.ticket_secret_files, words).fingerprints
 
 
@@ -111,5 +107,5 @@ def terms_of_answer(answer: Answer) -> Terms | None:
             is_encrypted=bool(answer["is_encrypted"]),
             ucx_tls=str(answer["ucx_tls"]) if "ucx_tls" in answer else None,
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -120,7 +120,7 @@ class Timeline:
                 "is_known": prefill is not None,
             },
             "tokens": decode.facts.get("tokens"),
-            "bytes": sum(int(rank.facts.get("bytes", 0)) for rank in self.hand_over.decode_ranks),
+            "bytes": sum(int(rank.facts.get("bytes") or 0) for rank in self.hand_over.decode_ranks),
             "codes": [str(rank.facts["code"]) for rank in self.hand_over.decode_ranks if rank.facts.get("code")],
             "total_s": self.total_s,
             "named_s": self.named_s,

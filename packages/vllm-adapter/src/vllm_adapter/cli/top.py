@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from contextlib import suppress
@@ -14,7 +13,10 @@ import typer
 
 from vllm_adapter.cli.asking import ask_all, of_engine
 from vllm_adapter.cli.fleet import look
+from vllm_adapter.cli.json_values import json_text
 from vllm_adapter.cli.keys import single_keys, wants_end
+from vllm_adapter.cli.options import refuse, seconds
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.status_folder import status_folders
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ __all__ = ["LEAST_INTERVAL_S", "TopOptions", "add_top", "run_top"]
 
 _WELL = 0
 _TROUBLE = 1
-_WRONG = 2
 _NOT_FOUND = 3
 LEAST_INTERVAL_S = 0.5
 """A process answers ten times a second at most; this leaves room for others who ask."""
@@ -100,9 +101,11 @@ def _top(
 
 def run_top(options: TopOptions) -> int:
     """Look again and again until somebody ends it; return the exit code."""
-    if options.interval_s < LEAST_INTERVAL_S:
-        print(f"vllm-adapter top: --interval must be {LEAST_INTERVAL_S:g} s at least", file=sys.stderr)
-        return _WRONG
+    try:
+        seconds("--interval", options.interval_s, least_s=LEAST_INTERVAL_S)
+        seconds("--timeout", options.timeout_s)
+    except AdapterError as error:
+        return refuse("top", error)
     first = _ask(options)
     if not first:
         where = " and ".join(map(str, _folders(options)))
@@ -151,7 +154,7 @@ def _print_each(options: TopOptions, first: list[Answer], show: Callable[[Fleet]
 
 
 def _print_json(fleet: Fleet) -> None:
-    print(json.dumps(fleet.as_values()), flush=True)
+    print(json_text(fleet.as_values()), flush=True)
 
 
 def _draw(options: TopOptions, first: list[Answer]) -> int:

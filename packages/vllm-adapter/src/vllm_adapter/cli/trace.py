@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -12,11 +11,16 @@ from typing import TYPE_CHECKING, Annotated, cast, final
 
 import typer
 
+from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.cli.asking import ask_all
 from vllm_adapter.cli.chrome_trace import trace_events
 from vllm_adapter.cli.joining import align, join_hand_overs
+from vllm_adapter.cli.json_values import json_text, parse_json, read_text
+from vllm_adapter.cli.options import refuse, seconds
 from vllm_adapter.cli.timeline import MOST_UNEXPLAINED, make_timeline
 from vllm_adapter.cli.trace_text import list_text, timeline_text
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.observe.plain_text import plain_text
 from vllm_adapter.observe.status_folder import status_folders
 from vllm_adapter.observe.status_socket import TRACE_REQUEST
 
@@ -32,6 +36,7 @@ _WELL = 0
 _UNEXPLAINED = 1
 _WRONG = 2
 _NOT_FOUND = 3
+_LEAST_TTFT_S = 1e-6
 
 _EPILOG = """\b
 examples:
@@ -115,20 +120,22 @@ def run_trace(options: TraceOptions, *, folder: Path | None = None) -> int:
         options: The choices.
         folder: Where the sockets are; None for where this user's engines put them.
     """
+    try:
+        if options.measured_s is not None:
+            seconds("--ttft", options.measured_s, least_s=_LEAST_TTFT_S)
+        saved = [answer for file in options.others for answer in _saved(file)]
+    except AdapterError as error:
+        return refuse("trace", error)
     folders = (folder,) if folder else status_folders()
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
     answers = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
-    try:
-        if options.save:
-            Path(options.save).write_text(json.dumps(answers))
-        for file in options.others:
-            answers += _saved(Path(file))
-    except (OSError, ValueError) as error:
-        return _say(f"{error}", _WRONG)
+    if options.save and (wrong := _write(options.save, answers)):
+        return wrong
+    answers += saved
     _tell_silent(answers)
     hand_overs = join_hand_overs(answers)
     if options.lists:
-        print(json.dumps(_brief(hand_overs), indent=2) if options.as_json else list_text(hand_overs))
+        print(json_text(_brief(hand_overs), indent=2) if options.as_json else list_text(hand_overs))
         return _WELL if hand_overs else _NOT_FOUND
     wanted = [each for each in hand_overs if _is_meant(each, options.request)]
     if not wanted:
@@ -139,20 +146,31 @@ def run_trace(options: TraceOptions, *, folder: Path | None = None) -> int:
 def _show(hand_over: HandOver, hand_overs: Sequence[HandOver], answers: Sequence[Answer], options: TraceOptions) -> int:
     clocks = align(hand_over, hand_overs, answers)
     timeline = make_timeline(hand_over, clocks, measured_s=options.measured_s)
-    if options.chrome:
-        try:
-            Path(options.chrome).write_text(json.dumps(trace_events(timeline)))
-        except OSError as error:
-            return _say(f"{error}", _WRONG)
-    print(json.dumps(timeline.as_values(), indent=2) if options.as_json else timeline_text(timeline, clocks))
+    if options.chrome and (wrong := _write(options.chrome, trace_events(timeline))):
+        return wrong
+    print(json_text(timeline.as_values(), indent=2) if options.as_json else timeline_text(timeline, clocks))
     return _WELL if timeline.unexplained_part <= MOST_UNEXPLAINED else _UNEXPLAINED
 
 
-def _saved(file: Path) -> list[Answer]:
-    found: object = json.loads(file.read_text())
-    if not isinstance(found, list):
-        raise ValueError(f"{file} was not written by `vllm-adapter trace --save`")  # noqa: TRY004  (the content is wrong)
-    return [cast("Answer", entry) for entry in cast("list[object]", found) if isinstance(entry, dict)]
+def _write(file: str, value: object) -> int:
+    """Write JSON; return 0, or the exit code after saying what is wrong with the file."""
+    try:
+        Path(file).write_text(json_text(value), encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return _say(f"{file} cannot be written: {error}", _WRONG)
+    return _WELL
+
+
+def _saved(file: str) -> list[Answer]:
+    """Return the answers that another machine's command has saved.
+
+    Raises:
+        AdapterError: `unreadable`.
+    """
+    found = parse_json(read_text(file), file)
+    if wrong := misfit(found, list[AnswerShape]):
+        raise AdapterError(f"{file} was not written by `vllm-adapter trace --save`: {wrong}", code="unreadable")
+    return cast("list[Answer]", found)
 
 
 def _is_meant(hand_over: HandOver, request: str | None) -> bool:
@@ -188,9 +206,10 @@ def _not_found(request: str | None, hand_overs: Sequence[HandOver], answers: Seq
 def _tell_silent(answers: Sequence[Answer]) -> None:
     for answer in answers:
         if "error" in answer:
-            print(f"vllm-adapter trace: {answer.get('socket', '')}: {answer['error']}", file=sys.stderr)
+            told = plain_text(f"{answer.get('socket', '')}: {answer['error']}")
+            print(f"vllm-adapter trace: {told}", file=sys.stderr)
 
 
 def _say(text: str, code: int) -> int:
-    print(f"vllm-adapter trace: {text}", file=sys.stderr)
+    print(f"vllm-adapter trace: {plain_text(text)}", file=sys.stderr)
     return code

@@ -47,8 +47,9 @@ def _bar(span: Span, whole_s: float) -> str:
     """Return where a span lies in the whole. Example: a quarter in the middle of 8 columns is `   ##`."""
     if whole_s <= 0:
         return ""
-    first = min(_BAR_COLUMNS - 1, max(0, int(_BAR_COLUMNS * span.begin_s / whole_s)))
-    last = min(_BAR_COLUMNS, max(first + 1, round(_BAR_COLUMNS * (span.begin_s + span.duration_s) / whole_s)))
+    begin, end = (min(1.0, max(0.0, at_s / whole_s)) for at_s in (span.begin_s, span.begin_s + span.duration_s))
+    first = min(_BAR_COLUMNS - 1, int(_BAR_COLUMNS * begin))
+    last = max(first + 1, round(_BAR_COLUMNS * end))
     return " " * first + "#" * (last - first)
 
 
