@@ -45,7 +45,7 @@ def test_the_index_is_added_to_what_the_environment_says(port: int, index: int) 
     assert listening_port(lambda: port, index) == port + index
 
 
-@given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=12))
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12))
 def test_any_value_of_the_variable_is_a_number_or_a_coded_refusal_that_shows_it(value: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PORT_VARIABLE, value)

@@ -92,6 +92,10 @@ _BY_CODE = (
         "compare the key files: [Security](security.md)",
     ),
     (r"^(invalid-secret|insecure-secret-file)$", "mend the secret's file or variable: [Security](security.md)"),
+    (
+        r"^unreadable$",
+        "give a file of the kind that the command's `--help` names; for an engine, the release that it runs",
+    ),
     (r"^bind-failed$", "choose another `VLLM_NIXL_SIDE_CHANNEL_PORT`, or end the process that has this one"),
     (r"^(refused|rate-limited|not-ready|unknown-rank|no-advertisement)$", "wait for the peer to be ready; " + _PROBE),
     (

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from vllm_adapter.errors import AdapterError
 
@@ -93,9 +93,9 @@ def json_text(value: object, *, indent: int | None = None) -> str:
         return json.dumps(_without_nan(value), indent=indent)
 
 
-def _without_nan(value: Any) -> Any:  # noqa: ANN401 - any JSON
+def _without_nan(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return {key: _without_nan(each) for key, each in cast("dict[object, object]", value).items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in cast("list[Any]", value)]
+        return [_without_nan(each) for each in cast("list[object]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
