@@ -40,8 +40,8 @@ def _state_early(stack: ExitStack) -> None:
     """States are read with the parts before the last one, and not with that."""
     parts = StreamShape.parts
 
-    def early(shape: StreamShape, tokens: int, first_token: int, stop_token: int, *, has_rest: bool) -> Any:
-        return parts(shape, tokens, first_token, stop_token, has_rest=not has_rest or not first_token)
+    def early(shape: StreamShape, tokens: int, first_token: int, stop_token: int, *, is_last: bool) -> Any:
+        return parts(shape, tokens, first_token, stop_token, is_last=not is_last or not first_token)
 
     stack.enter_context(patch.object(StreamShape, "parts", early))
 

@@ -202,9 +202,9 @@ def test_the_readers_example():
     made.watch("r", Stream(7, 7, 100, 16), 0.0)
     assert made.observed("r", 0, 0, 0.0) is None
     assert made.observed("r", 7, 10, 0.0) is None
-    assert made.observed("r", 7, 40, 0.0) == StreamPart(0, 2, has_rest=False)
-    assert made.observed("r", 7, 80, 0.0) == StreamPart(2, 5, has_rest=False)
-    assert made.observed("r", 7, 100, 0.0) == StreamPart(5, 7, has_rest=True)
+    assert made.observed("r", 7, 40, 0.0) == StreamPart(0, 2, is_last=False)
+    assert made.observed("r", 7, 80, 0.0) == StreamPart(2, 5, is_last=False)
+    assert made.observed("r", 7, 100, 0.0) == StreamPart(5, 7, is_last=True)
     for _ in range(3):
         assert made.take_fences() == []
         made.landed("r", is_good=True, now_s=1.0)

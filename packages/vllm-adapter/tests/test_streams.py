@@ -378,10 +378,10 @@ def test_a_post_that_is_refused_tears_the_stream() -> None:
 def test_the_worked_example_of_parts() -> None:
     shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
     assert shape.entry_tokens == 32
-    assert [tuple(each) for each in shape.parts(100, 32, 64, has_rest=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
-    assert [tuple(each) for each in shape.parts(100, 96, 100, has_rest=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
+    assert [tuple(each) for each in shape.parts(100, 32, 64, is_last=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
+    assert [tuple(each) for each in shape.parts(100, 96, 100, is_last=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
     window = StreamShape([StreamGroup(16, 20), StreamGroup(32), StreamGroup(0)])
-    assert [window.parts(100, at, min(at + 32, 100), has_rest=False)[0].length for at in range(0, 100, 32)] == [
+    assert [window.parts(100, at, min(at + 32, 100), is_last=False)[0].length for at in range(0, 100, 32)] == [
         0,
         0,
         1,
@@ -398,7 +398,7 @@ def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: in
     seen: list[int] = []
     for at in range(start, tokens, 32):
         stop = min(at + 32, tokens)
-        for part in shape.parts(tokens, at, stop, has_rest=stop == tokens):
+        for part in shape.parts(tokens, at, stop, is_last=stop == tokens):
             seen += range(part.place, part.place + part.length)
     small, large = -(-tokens // 16), -(-tokens // 32)
     first = max(start, tokens - window if window else 0) // 16
@@ -407,13 +407,13 @@ def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: in
 
 def test_blocks_of_a_part() -> None:
     shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
-    parts = shape.parts(100, 64, 100, has_rest=True)
+    parts = shape.parts(100, 64, 100, is_last=True)
     peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)})
     assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
     whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
     local = shape.local_blocks(parts, whole)
     assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
-    early = shape.local_blocks(shape.parts(100, 0, 64, has_rest=False), whole)
+    early = shape.local_blocks(shape.parts(100, 0, 64, is_last=False), whole)
     assert [(each.ids, each.first_token) for each in early] == [((2, 3), 32), ((21,), 32), ((), 0)]
 
 
@@ -441,7 +441,7 @@ def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
     entry = shape.entry_tokens
     for first in range(0, tokens, entry):
         stop = min(first + entry, tokens)
-        parts = shape.parts(tokens, first, stop, has_rest=stop == tokens)
+        parts = shape.parts(tokens, first, stop, is_last=stop == tokens)
         for group, blocks in enumerate(shape.peer_blocks(parts, table)):
             span = spans[group]
             numbers = range(first // span, -(-stop // span)) if span else range(int(stop == tokens))

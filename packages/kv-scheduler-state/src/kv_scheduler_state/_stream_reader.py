@@ -123,12 +123,12 @@ class StreamReaders:
         reading.progress_s = now_s
         if tokens == stream.prompt_tokens:
             row = self._step(stream_id, reading, "whole")
-            return self._order_rest(reading) if "order-rest" in row.effects else None
+            return self._order_last_part(reading) if "order-last-part" in row.effects else None
         stop = tokens // stream.entry_tokens
         row = self._step(stream_id, reading, "progress")
         if stop <= reading.next_entry or "order-part" not in row.effects:
             return None
-        part = StreamPart(reading.next_entry, stop, has_rest=False)
+        part = StreamPart(reading.next_entry, stop, is_last=False)
         reading.next_entry = stop
         reading.in_flight += 1
         return part
@@ -177,10 +177,10 @@ class StreamReaders:
         reports, self._reports = self._reports, []
         return reports
 
-    def _order_rest(self, reading: _Reading) -> StreamPart:
+    def _order_last_part(self, reading: _Reading) -> StreamPart:
         stream = reading.stream
         stop = -(-stream.prompt_tokens // stream.entry_tokens)
-        part = StreamPart(reading.next_entry, stop, has_rest=True)
+        part = StreamPart(reading.next_entry, stop, is_last=True)
         reading.next_entry = stop
         reading.in_flight += 1
         return part

@@ -144,7 +144,7 @@ STREAM_READER_TABLE: Final = Table(
     (
         _T(NEW, "watch", "watching", (), "The peer's progress word is polled."),
         _T("watching", "progress", "watching", ("order-part",), "Whole blocks up to the finished tokens are read."),
-        _T("watching", "whole", "finishing", ("order-rest",), "All is finished: last blocks, windows and states."),
+        _T("watching", "whole", "finishing", ("order-last-part",), "All is finished: last blocks, windows and states."),
         _T("watching", "changed", "breaking", (), "Another generation: nothing that was read counts."),
         _T("watching", "stall", "breaking", (), "No progress in time."),
         _T("watching", "part-lost", "breaking", (), "A part failed on the wire."),

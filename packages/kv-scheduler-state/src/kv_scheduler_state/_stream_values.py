@@ -155,8 +155,8 @@ EMPTY_STREAM_PLAN: Final = StreamPlan()
 
 
 class StreamPart(NamedTuple):
-    """Order: read the table's entries `first` to `stop - 1`, and the states and windows as well if `has_rest`."""
+    """Order: read the table's entries `first` to `stop - 1`, and the states and windows as well if `is_last`."""
 
     first: int
     stop: int
-    has_rest: bool
+    is_last: bool

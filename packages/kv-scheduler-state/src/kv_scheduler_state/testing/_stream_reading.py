@@ -148,7 +148,7 @@ class Reader:
         tag = self._generation(request_id) % (1 << 32)
         state = read.tokens
         wanted = list(range(part.first, part.stop))
-        takes_state = part.first == 0 if rules.reads_state_early else part.has_rest
+        takes_state = part.first == 0 if rules.reads_state_early else part.is_last
         places = [*wanted, *([state] if takes_state else [])]
         found = {place: table[place][1] for place in places if table.get(place, (-1, 0))[0] == tag}
         # The state is listed with the last chunk; who reads it early guesses its page.

@@ -54,7 +54,7 @@ class StreamPart(Protocol):
     @property
     def stop(self) -> int: ...
     @property
-    def has_rest(self) -> bool:
+    def is_last(self) -> bool:
         """Whether states are read with it: it is the last one."""
         ...
 

@@ -59,14 +59,14 @@ class StreamShape:
         self.entry_tokens = lcm(*(group.span_tokens for group in groups if group.span_tokens))
         """Tokens that become whole together; 1 for states alone."""
 
-    def parts(self, tokens: int, first_token: int, stop_token: int, *, has_rest: bool) -> list[PartBlocks]:
-        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; of states, with the rest."""
+    def parts(self, tokens: int, first_token: int, stop_token: int, *, is_last: bool) -> list[PartBlocks]:
+        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; of states, with the last part."""
         found: list[PartBlocks] = []
         place = 0
         for group in self._groups:
             span = group.span_tokens
             if not span:
-                found.append(PartBlocks(0, int(has_rest), place))
+                found.append(PartBlocks(0, int(is_last), place))
                 place += 1
                 continue
             earliest = max(0, tokens - group.window_tokens) if group.window_tokens else 0

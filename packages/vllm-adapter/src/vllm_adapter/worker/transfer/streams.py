@@ -94,13 +94,13 @@ class _Following:
         self.finished_tokens = 0
 
     def progress(self, tag: int, tokens: int) -> None:
-        self._coordinator.progressed(self, tag, tokens)
+        self._coordinator.on_progress(self, tag, tokens)
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
-        self._coordinator.listed(self, first, ids)
+        self._coordinator.on_table(self, first, ids)
 
     def broken(self, code: str, message: str) -> None:
-        self._coordinator.broke(self, code, message)
+        self._coordinator.on_broken(self, code, message)
 
 
 @final
@@ -239,7 +239,7 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- what watches tell
 
-    def progressed(self, following: _Following, tag: int, tokens: int) -> None:
+    def on_progress(self, following: _Following, tag: int, tokens: int) -> None:
         """Take a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
@@ -253,9 +253,9 @@ class StreamCoordinator:
     def _order(self, following: _Following, part: StreamPart) -> None:
         tokens, span = following.stream.read.order.tokens, self._shape.entry_tokens
         stop = min(part.stop * span, tokens)
-        if part.has_rest:
+        if part.is_last:
             following.stream.note_whole()
-        asked = _Part(self._shape.parts(tokens, part.first * span, stop, has_rest=part.has_rest), stop)
+        asked = _Part(self._shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
         following.parts.append(asked)
         if following.watch is None:
             return
@@ -266,7 +266,7 @@ class StreamCoordinator:
         if not asked.missing:
             self._post(following, asked)
 
-    def listed(self, following: _Following, first: int, ids: tuple[int, ...]) -> None:
+    def on_table(self, following: _Following, first: int, ids: tuple[int, ...]) -> None:
         """Take entries of a rank's table; read the part that has all of its own now."""
         part = next((each for each in following.parts if first in each.missing), None)
         if part is None:
@@ -277,7 +277,7 @@ class StreamCoordinator:
             self._post(following, part)
         self._settle()
 
-    def broke(self, following: _Following, code: str, message: str) -> None:
+    def on_broken(self, following: _Following, code: str, message: str) -> None:
         """Take the end of a rank's watch."""
         self._give_up(following.stream, code, message)
         self._drop(following.stream, code, message)
