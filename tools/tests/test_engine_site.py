@@ -14,7 +14,7 @@ _TIMED = "import os, time; began = time.perf_counter(); [os.sched_yield() for _ 
 def test_every_process_of_an_engine_sleeps_instead_of_yielding() -> None:
     spec = EngineSpec("none", Path("model"), "0", environment={"PYTHONPATH": "of the test"})
     engine = Engine.__new__(Engine)
-    engine.spec, engine.side_channel_port = spec, 1
+    engine.spec, engine.side_channel_port, engine._sockets = spec, 1, "sockets"
     environment = engine._environment()
     assert environment["PYTHONPATH"].endswith(":of the test")
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_TIMED!r}], check=True)"

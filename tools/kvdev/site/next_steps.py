@@ -157,6 +157,7 @@ _BY_CODE = (
 )
 
 _BY_TEXT = (
+    (r"is streamed already", "report it: the scheduler ordered one stream twice"),
     (r"could not be left out here", "report it, with the model's name and vLLM's version"),
     (r"has died|stuck in one turn|caught \{", _RESTART),
     (r"still on the wire|pages stay quarantined", "restart the peer that hangs, if it does not end by itself"),

@@ -52,7 +52,7 @@ class TransferThread:
     """Owns a `TransferAgent` on a thread of its own.
 
     Methods under "owner" may only be called on that thread, through `call_soon`, from timers or from callbacks;
-    elsewhere they raise `wrong-thread`.
+    elsewhere they raise `wrong-thread`, and `agent-closed` once the thread has no agent any more.
 
     Args:
         name: NIXL agent name.
@@ -310,45 +310,25 @@ class TransferThread:
         return self._loop.agent
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; `agent_metadata` changes.
-
-        Raises:
-            AgentError: As `TransferAgent.register`; `wrong-thread`, `agent-closed`.
-        """
+        """Register further memory; `agent_metadata` changes."""
         agent = self.agent
         agent.register(regions)
         self._loop.metadata = agent.agent_metadata()
 
     def add_peer(self, spec: PeerDescription) -> None:
-        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`.
-
-        Raises:
-            AgentError: As there; `wrong-thread`, `agent-closed`.
-        """
+        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`."""
         self.agent.add_peer(spec)
 
     def replace_peer(self, spec: PeerDescription) -> None:
-        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`.
-
-        Raises:
-            AgentError: As there; `wrong-thread`, `agent-closed`.
-        """
+        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`."""
         self.agent.replace_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer; see `TransferAgent.remove_peer`.
-
-        Raises:
-            AgentError: As there; `wrong-thread`, `agent-closed`.
-        """
+        """Forget a peer; see `TransferAgent.remove_peer`."""
         self.agent.remove_peer(peer)
 
     def has_peer(self, peer: str) -> bool:
-        """Return whether `peer` can be used.
-
-        Raises:
-            AgentError: `wrong-thread`, `agent-closed`.
-        """
+        """Return whether `peer` can be used."""
         return self.agent.has_peer(peer)
 
     def post_read(
@@ -410,17 +390,9 @@ class TransferThread:
         return self.agent.polls.watch(peer, slot, listener, tokens=tokens)
 
     def cancel(self, transfer_id: str) -> None:
-        """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended.
-
-        Raises:
-            AgentError: `wrong-thread`, `agent-closed`.
-        """
+        """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""
         self.agent.cancel(transfer_id)
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
-        """Send `payload` to a peer; False if it cannot be sent.
-
-        Raises:
-            AgentError: `wrong-thread`, `agent-closed`.
-        """
+        """Send `payload` to a peer; False if it cannot be sent."""
         return self.agent.send_notification(peer, payload)
