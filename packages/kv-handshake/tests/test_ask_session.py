@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kv_handshake import Codec, WireError
+from kv_handshake import Codec, Timing, WireError
 from kv_handshake._ask_desk import AskDesk
 from kv_handshake._ask_frames import encode_answer, encode_cancel, parse_answer
 from kv_handshake._ask_session import AskSession, OpenAsk
+from kv_handshake._asker import Asker, _Peer
+from kv_handshake._endpoint import endpoint_of
 from kv_handshake._limits import MAX_ASK_REPLY_BYTES
+from kv_handshake._log import GatedLog
 from kv_handshake._pacing import AskLimits
 from kv_handshake._parking import Parking
 from kv_handshake._writing import encode_refusal
@@ -136,3 +139,29 @@ def test_an_address_leaves_others_half():
     assert [most(b"a", 1), most(b"b", 1), most(b"c", 1)] == [32, 16, 8]
     parking.take_all()
     assert [most(b"a", 100), most(b"b", 100), most(b"c", 100)] == [32, 16, 8]
+
+
+class Endless:
+    """A connection whose peer repeats one answer."""
+
+    count = 0
+
+    def send(self, query):
+        pass
+
+    def receive(self):
+        self.count += 1
+        assert self.count < 10_000, "nobody else had a turn"
+        return [encode_answer(1, b"late")]
+
+
+def test_answers_of_one_peer_are_read_a_few_at_a_time():
+    asker = Asker(Timing(), GatedLog(), security=None, seed=1)
+    asker.close()
+    peer, endless = _Peer(endpoint_of("10.0.0.1", 5600)), Endless()
+    untyped: Any = endless
+    peer.session, peer.connection = greeted(), untyped
+    peer.session._late_replies = 20_000
+    asker._by_connection[untyped] = peer
+    assert asker._read(untyped)
+    assert endless.count == 64

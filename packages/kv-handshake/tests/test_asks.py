@@ -343,10 +343,11 @@ def test_silent_peers_take_no_more_connections_than_there_are_places(engine, sil
     try:
         for port in silent_ports:
             crowded.ask(port, name=port)
-        codes = {code for _, code, _ in (crowded.reply() for _ in range(8))}
+        crowded.ask(engine.listener.port, name="honest")
+        codes = {code for _, code, _ in (crowded.reply() for _ in range(9))}
         assert codes == {"too-many-peers"}
         assert crowded.count("ask_connections") == 4
-        time.sleep(0.6)  # from then on a silent peer gives its place up
+        time.sleep(0.6)  # from then on a silent peer gives its place up; nothing was held against the honest one
         crowded.ask(engine.listener.port, name="honest")
         engine.listener.answer(engine.next_ask()[0], b"answer")
         assert {crowded.reply(), crowded.reply()} >= {("honest", "", b"answer")}
@@ -367,11 +368,13 @@ def test_a_peer_without_asks_gives_its_place_up(engine):
         other.listener.close()
 
 
-def test_a_silent_peer_is_given_up_before_its_asks_are(silent_ports, asking):
+def test_a_silent_peer_is_given_up_before_its_asks_are(silent_ports):
+    patient = Asking(Timing(attempt_s=2.0))
     began_s = time.monotonic()
-    asking.ask(silent_ports[0], deadline_s=20.0)
-    assert asking.reply() == ("timed-out", b"")
-    assert 4 < time.monotonic() - began_s < 15
+    patient.ask(silent_ports[0], deadline_s=20.0)
+    assert patient.reply() == ("timed-out", b"")
+    assert 1.9 < time.monotonic() - began_s < 15
+    patient.client.close()
 
 
 def test_a_peer_that_answers_without_end_keeps_no_other_waiting(engine, asking, free_port):

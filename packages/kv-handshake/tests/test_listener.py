@@ -329,7 +329,7 @@ def test_a_message_of_endless_frames_stops_nobody(listener, raw):
     client.close()
 
 
-@pytest.mark.parametrize("frames", [70, 5_000, 90_000])
+@pytest.mark.parametrize("frames", [70, 5_000, 90_000, 135_000])
 def test_messages_of_many_frames_end_no_connection(listener, raw, frames):
     neighbour = raw(zmq.DEALER, listener.port)
     for _ in range(8):

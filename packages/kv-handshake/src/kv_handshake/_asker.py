@@ -3,6 +3,10 @@
 A connection that ends takes its asks to the next one, once. A peer that cannot be reached fails its asks at once, and is left
 alone for a while that doubles; asks for it end with ``recently-failed`` meanwhile, or with ``ask-unsupported`` where it takes
 none. A connection without open asks is closed after `_IDLE_S`. The thread sleeps until something comes, or a deadline is due.
+
+As many peers have a connection as `Timing.connections` allows, fewer where the process may open few files. Then a peer without
+open asks gives its place up, or one that has said nothing for `_PATIENCE_S`; if there is neither, the new peer's asks end with
+``too-many-peers``, which says nothing against it. A peer that has said nothing after `Timing.attempt_s` is given up.
 """
 
 from __future__ import annotations
@@ -38,12 +42,10 @@ _LOOK_S = 0.1
 """Time between two looks at how much has come in while asks are open."""
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
-_OPENING_S = 5.0
-"""A peer that has not answered its first query by then is given up, however long its asks may wait."""
 _PATIENCE_S = 0.5
 """A peer that has not answered its first query by then gives its place up if another one wants it."""
 _DESCRIPTORS_EACH = 4
-_DESCRIPTOR_SHARE = 8
+_DESCRIPTOR_SHARE = 2
 """Connections take at most one descriptor in this many that the process may open."""
 _READ_AT_ONCE = 64
 """Replies of one peer that are read before other peers have their turn."""
@@ -81,6 +83,7 @@ class Asker:
     def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
         self._log = log
         self._backoff = Backoff(timing.hold_first_s, timing.hold_most_s)
+        self._opening_s = timing.attempt_s
         self._most_connections = _most_connections(timing.connections)
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._lock = threading.Lock()
@@ -197,7 +200,8 @@ class Asker:
             self._fail(peer, "name-unresolved")
             return
         if len(self._by_connection) >= self._most_connections and not self._make_room():
-            self._fail(peer, "too-many-peers")
+            for ask in peer.session.take(list(peer.session.open.values())):
+                self._end(ask, "too-many-peers")
             return
         try:
             connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried)
@@ -211,7 +215,7 @@ class Asker:
         self._flush(peer)
 
     def _make_room(self) -> bool:
-        """End the connection that is without use for longest, or else the oldest silent one; return False if there is none."""
+        """End the connection without open asks that was used longest ago, or else the oldest silent one; False without either."""
         peers = self._by_connection.values()
         idle = min((each for each in peers if not each.session.open), key=lambda each: each.idle_since_s, default=None)
         if idle is not None:
@@ -313,8 +317,8 @@ class Asker:
                 session.cancel(ask.number)
                 self._end(ask, "timed-out")
             self._flush(peer)
-            is_slow = _is_opening(peer) and now_s - peer.connected_s >= _OPENING_S
-            if is_slow or (late and not session.open and _is_opening(peer)):
+            is_slow = _is_opening(peer) and now_s - peer.connected_s >= self._opening_s
+            if is_slow or (late and not session.open and peer.connection is not None and not peer.connection.is_open):
                 self._fail(peer, "timed-out")
             if not session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
                 self._hang_up(peer)
@@ -334,7 +338,7 @@ class Asker:
                 times.append(min(ask.deadline_s for ask in peer.session.open.values()))
                 times.append(self._next_look_s if peer.connection is not None else now_s + _LONGEST_POLL_S)
                 if _is_opening(peer):
-                    times.append(peer.connected_s + _OPENING_S)
+                    times.append(peer.connected_s + self._opening_s)
             else:
                 times.append(max(peer.idle_since_s + _IDLE_S, peer.until_s))
         with self._lock:

@@ -61,7 +61,6 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         # Refusals of an ask, which carry its number.
         "ask-busy": _facts("peer", True, "The listener has as many open asks as its budget allows."),
         "ask-expired": _facts("peer", True, "The engine had no answer to an ask within the listener's time."),
-        "too-many-peers": _facts("local", True, "As many peers are asked at once as this process has places for."),
         "ask-cancelled": _facts("local", True, "The asker has taken its ask back."),
         "ask-repeated": _facts("peer", False, "An ask of this number is open on this connection."),
         # Findings of a client in a reply.
@@ -74,6 +73,7 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "malformed-clock": _facts("peer", False, "The clock frame is not one finite MessagePack number."),
         "malformed-advertisement": _facts("peer", False, "An advertisement does not decode or contradicts itself."),
         "malformed-answer": _facts("peer", False, "The reply to an ask does not decode or is too long."),
+        "too-many-peers": _facts("local", True, "As many peers are asked at once as this process has places for."),
         "ask-unsupported": _facts(
             "peer", False, "The peer does not take asks: it is of an older release, or takes none now."
         ),

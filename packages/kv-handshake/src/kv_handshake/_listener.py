@@ -334,7 +334,8 @@ class Listener:
         sender = incoming.sender
         if sender.queries <= self._limits.burst / _SHARES and not incoming.surplus:
             return 0.0
-        return self._buckets.wait_s(sender.address, now_s, 1.0 + incoming.surplus)
+        cost = min(1.0 + incoming.surplus, self._limits.burst)  # one message is nobody's debt for minutes
+        return self._buckets.wait_s(sender.address, now_s, cost)
 
     def _hung_up(self, cause: str, address: str) -> None:
         """Count a connection that was shut down, or log trouble with key files or limits; on the thread of the limits."""

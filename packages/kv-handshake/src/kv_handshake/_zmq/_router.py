@@ -41,8 +41,8 @@ _CHOSEN = slice(0, 1)
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_SENDERS = 4096
 _MAX_FRAMES = 2
-_MAX_SURPLUS_FRAMES = 1 << 17
-"""So many empty frames take 256 KiB, which no connection may be ahead: reading them takes a tenth of a second."""
+_MAX_SURPLUS_FRAMES = 1 << 20
+"""So many empty frames are 2 MiB, more than comes in before the watch ends a connection that is so far ahead of its queries."""
 
 _WAKER = Sender("", -1)
 """In-process: a call of `wake`."""
@@ -154,7 +154,7 @@ class RouterSocket:
         """Return the next message, or None about once a second and when woken.
 
         Raises:
-            TooManyFrames: The message goes on after 131 072 surplus frames.
+            TooManyFrames: The message goes on after 1 048 576 surplus frames.
         """
         try:
             identity = self._socket.recv()
