@@ -170,10 +170,10 @@ class Reader:
         raise AssertionError(code)
 
 
-@pytest.mark.parametrize(("pads", "table_pads", "peers"), [(8, 2, 40), (64, 16, 100)])
-def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, table_pads, peers):
+@pytest.mark.parametrize(("pads", "look_pads", "peers"), [(8, 6, 40), (8, 2, 40), (64, 48, 100)])
+def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, look_pads, peers):
     monkeypatch.setattr("kv_nixl_agent._stream_reads.PAD_COUNT", pads)
-    monkeypatch.setattr("kv_nixl_agent._stream_polls.TABLE_PADS", table_pads)
+    monkeypatch.setattr("kv_nixl_agent._stream_reads.LOOK_PADS", look_pads)
     now_s = 100.0
     fabric = FakeFabric(latency_polls=0)
     options = AgentOptions(stream_slots=8, stream_capacity=16)
@@ -187,6 +187,8 @@ def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, table_pad
         words.open(0, 7, 7)
         words.put(0, 7, 0, [1, 2, 3, 4])
         words.show(0, 7, 32)
+        # The peer never fills this one.
+        reader.watch.read_table(9, 8, 9)
     while not all(reader.ids for reader in readers.values()):
         now_s += 0.05
         assert now_s < 110, f"{sum(bool(reader.tokens) for reader in readers.values())} of {peers} saw progress"

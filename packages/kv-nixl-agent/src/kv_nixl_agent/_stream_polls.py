@@ -5,7 +5,7 @@ One read of all progress words of a peer serves everybody who watches a slot of 
 (`StreamWatch.pause_s`). Nothing is read of a peer that nobody watches.
 
 Each peer that is watched has a pad for its looks, as long as there are enough. Then a peer that is due takes the pad of the one
-whose next look is furthest away; only looks on the wire keep theirs. Reads of tables have pads that no look takes.
+whose next look is furthest away; only looks on the wire keep theirs. Reads of tables have pads of their own.
 
 A table read gives the ids of entries once all of them carry the tag that was asked for; until then it is made again at the
 same pace. It never ends on a tag that the slot has no more: the progress word shows that first, and the watch is ended.
@@ -20,7 +20,6 @@ import numpy as np
 
 from ._errors import AgentError, transfer_code
 from ._stream_layout import LOW_HALF, TAG_SHIFT
-from ._stream_reads import TABLE_PADS
 from ._stream_watches import PeerPolls, StreamWatch
 
 if TYPE_CHECKING:
@@ -155,12 +154,12 @@ class StreamPoller:
         if polls.strip is None and self._release_a_look(reader):
             polls.strip = self._make_look(reader, polls)
         if polls.strip is None:
-            return False  # all pads are on the wire
+            return False  # the looks of all pads are on the wire
         self._statistics.count("stream_looks")
         return reader.post(polls.strip)
 
     def _make_look(self, reader: StripReader, polls: PeerPolls) -> Strip | None:
-        return reader.make(polls.peer, polls.location, 0, polls.layout.slots, spare=TABLE_PADS)
+        return reader.make(polls.peer, polls.location, 0, polls.layout.slots, "look")
 
     def _release_a_look(self, reader: StripReader) -> bool:
         """Give back the pad of the peer whose next look is furthest away; False if all looks are on the wire."""
@@ -211,7 +210,9 @@ class StreamPoller:
     def _post_table(self, reader: StripReader, polls: PeerPolls, table: TableRead, now_s: float) -> bool:
         if table.strip is None:
             entry, count = table.next_piece
-            table.strip = reader.make(polls.peer, polls.location, polls.layout.entry(table.watch.slot, entry), count)
+            table.strip = reader.make(
+                polls.peer, polls.location, polls.layout.entry(table.watch.slot, entry), count, "table"
+            )
         if table.strip is None:
             table.due_s = now_s + self._fast_s  # all pads are in use
             return False
@@ -223,13 +224,15 @@ class StreamPoller:
             return
         entries = reader.words(strip)
         tags, ids = entries >> np.uint64(TAG_SHIFT), entries & np.uint64(LOW_HALF)
+        found: list[int] = ids.tolist()
+        # Its pad is for others from now on, also where the table is read again: a peer may never fill it.
+        table.strip = None
+        reader.let_go(strip)
         if not bool(((tags == table.tag) & (ids != LOW_HALF)).all()):
             self._statistics.count("stream_tables_early")
             table.due_s = now_s + self._pace_s(polls, now_s)
             return
-        table.ids += ids.tolist()
-        table.strip = None
-        reader.let_go(strip)
+        table.ids += found
         if table.next_piece[1]:
             return
         polls.tables.remove(table)

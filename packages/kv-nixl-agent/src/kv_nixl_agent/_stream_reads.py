@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import numpy as np
 
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-__all__ = ["PAD_COUNT", "PAD_WORDS", "TABLE_PADS", "LandingPads", "Strip", "StripReader"]
+__all__ = ["LOOK_PADS", "PAD_COUNT", "PAD_WORDS", "LandingPads", "Strip", "StripReader"]
 
 PAD_WORDS: Final = 1024
 PAD_COUNT: Final = 256
-TABLE_PADS: Final = 64
-"""Pads that looks at progress words leave to reads of tables, however many peers are watched."""
+LOOK_PADS: Final = 128
+"""The first pads are for looks at progress words, the others for reads of tables: neither ever waits for the other."""
+
+Use = Literal["look", "table"]
 _FIRST: Final = np.zeros(1, dtype=np.int32)
 _NOTHING: Final = np.uint64((1 << 64) - 1)
 
@@ -48,7 +50,10 @@ class LandingPads:
 
     def __init__(self) -> None:
         self._memory = aligned_words(PAD_COUNT * PAD_WORDS)
-        self._free = deque(range(PAD_COUNT))
+        self._free: dict[Use, deque[int]] = {
+            "look": deque(range(LOOK_PADS)),
+            "table": deque(range(LOOK_PADS, PAD_COUNT)),
+        }
 
     @property
     def address(self) -> int:
@@ -63,22 +68,23 @@ class LandingPads:
     @property
     def free_count(self) -> int:
         """Pads that no read uses."""
-        return len(self._free)
+        return sum(map(len, self._free.values()))
 
-    def take(self, *, spare: int = 0) -> int | None:
-        """Return a free pad, filled with words that no stream has; None if no more than `spare` are free."""
-        if len(self._free) <= spare:
+    def take(self, use: Use) -> int | None:
+        """Return a free pad for this use, filled with words that no stream has; None if all are in use."""
+        if not self._free[use]:
             return None
-        pad = self._free.popleft()
+        pad = self._free[use].popleft()
         self.words(pad, PAD_WORDS)[:] = _NOTHING
         return pad
 
     def give_back(self, pad: int, *, is_suspect: bool = False) -> None:
         """Free a pad. A suspect one, whose read ended in an error, is used again after all the others."""
+        free = self._free["look" if pad < LOOK_PADS else "table"]
         if is_suspect:
-            self._free.append(pad)
+            free.append(pad)
         else:
-            self._free.appendleft(pad)
+            free.appendleft(pad)
 
     def words(self, pad: int, count: int) -> Words:
         """Return the first words of a pad; not a copy."""
@@ -132,13 +138,13 @@ class StripReader:
                 peer=peer.key,
             ) from error
 
-    def make(self, peer: Peer, location: StreamLocation, first: int, count: int, *, spare: int = 0) -> Strip | None:
-        """Make the read of `count` words from word `first` on, at most 1024; None while no more than `spare` pads are free.
+    def make(self, peer: Peer, location: StreamLocation, first: int, count: int, use: Use) -> Strip | None:
+        """Make the read of `count` words from word `first` on, at most 1024; None while all pads for this use are taken.
 
         Raises:
             AgentError: Raised while lists were prepared or the handle was made.
         """
-        pad = self.pads.take(spare=spare)
+        pad = self.pads.take(use)
         if pad is None:
             return None
         lists: list[Handle] = []

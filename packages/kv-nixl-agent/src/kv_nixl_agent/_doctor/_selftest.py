@@ -82,6 +82,8 @@ def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -
             )
         except subprocess.TimeoutExpired:
             return SelfTest(is_ok=False, message=f"the self-test did not end within {_TIMEOUT_S:.0f} s")
+        except OSError as error:
+            return SelfTest(is_ok=False, message=f"the self-test cannot be started: {error}")
         finally:
             os.close(theirs)
         answer = measured.read()
@@ -92,8 +94,10 @@ def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -
             rows = [Bandwidth(*row) for row in cast("list[tuple[int, float, float, float]]", parse_json(answer))]
         except (TypeError, ValueError) as error:  # a child that was ended while it wrote
             return SelfTest(is_ok=False, message=f"the self-test was cut short: {error}", paths=paths)
-        is_whole = len(rows) == len(page_sizes)
-        return SelfTest(is_whole, f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
+        if len(rows) != len(page_sizes):
+            message = f"the self-test was cut short: {len(rows)} of {len(page_sizes)} page sizes"
+            return SelfTest(is_ok=False, message=message, bandwidth=rows, paths=paths)
+        return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
     return SelfTest(is_ok=False, message=reason_in(log) or f"exit code {done.returncode}", paths=paths)
 
 
