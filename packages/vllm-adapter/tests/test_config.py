@@ -17,7 +17,7 @@ from scheduler_engine import BLOCK, TEXT, Engine
 
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerStateError
 from vllm_adapter.cli import main
-from vllm_adapter.config import OBSOLETE_KEYS, Settings, describe_keys, load_keys, load_settings
+from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
@@ -319,3 +319,10 @@ def test_a_list_holds_no_blank_name(key: str, text: str) -> None:
 def test_bytes_of_a_file_name_that_are_no_utf_8_are_taken_as_python_reads_them() -> None:
     name = b"/run/secrets/\xff".decode(errors="surrogateescape")
     assert load_keys({"ticket_secret_files": [name]})[0].ticket_secret_files == (name,)
+
+
+def test_a_mirror_needs_fences() -> None:
+    check_mirror(Settings())
+    with pytest.raises(ConfigurationError, match="fence_slots") as caught:
+        check_mirror(Settings(fence_slots=0))
+    assert caught.value.code == "incomplete-keys"

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kv_scheduler_state import BlockList, GroupConfig
-from kv_scheduler_state._stream_places import StreamPlaces
+from kv_scheduler_state import BlockList
 from kv_scheduler_state._stream_reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
@@ -330,6 +327,23 @@ def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() ->
     assert bench.codes() == [""]
 
 
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_stream_of_which_a_rank_cannot_be_followed_ends_once(monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    watch, left = StreamReaders.watch, [good]
+
+    def fail(readers: StreamReaders, *values: Any) -> None:
+        if not left[0]:
+            raise CodedFailure("duplicate-request")
+        left[0] -= 1
+        watch(readers, *values)
+
+    monkeypatch.setattr(StreamReaders, "watch", fail)
+    bench = Bench(TWO_RANKS)
+    assert bench.torn == [("r1", "duplicate-request")]
+    bench.streams.stop("r1")
+    assert (bench.codes(), bench.engine.reads_in_flight, bench.streams.describe(1)["streams"]) == ([], 0, 0)
+
+
 def test_a_second_order_of_a_request_is_left() -> None:
     bench = Bench()
     bench.begin()
@@ -370,79 +384,3 @@ def test_a_post_that_is_refused_tears_the_stream() -> None:
     bench.progress(40)
     bench.watch().tell()
     assert bench.torn == [("r1", "post-refused")]
-
-
-# Parts ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_worked_example_of_parts() -> None:
-    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
-    assert shape.entry_tokens == 32
-    assert [tuple(each) for each in shape.parts(100, 32, 64, is_last=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
-    assert [tuple(each) for each in shape.parts(100, 96, 100, is_last=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
-    window = StreamShape([StreamGroup(16, 20), StreamGroup(32), StreamGroup(0)])
-    assert [window.parts(100, at, min(at + 32, 100), is_last=False)[0].length for at in range(0, 100, 32)] == [
-        0,
-        0,
-        1,
-        1,
-    ]
-
-
-@pytest.mark.parametrize("tokens", [1, 31, 32, 100, 257])
-@pytest.mark.parametrize("start", [0, 32])
-@pytest.mark.parametrize("window", [0, 20, 64])
-def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: int) -> None:
-    shape = StreamShape([StreamGroup(16, window), StreamGroup(32), StreamGroup(0)])
-    start = start if start < tokens else 0
-    seen: list[int] = []
-    for at in range(start, tokens, 32):
-        stop = min(at + 32, tokens)
-        for part in shape.parts(tokens, at, stop, is_last=stop == tokens):
-            seen += range(part.place, part.place + part.length)
-    small, large = -(-tokens // 16), -(-tokens // 32)
-    first = max(start, tokens - window if window else 0) // 16
-    assert sorted(seen) == [*range(first, small), *range(small + start // 32, small + large), small + large]
-
-
-def test_blocks_of_a_part() -> None:
-    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
-    parts = shape.parts(100, 64, 100, is_last=True)
-    peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)})
-    assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
-    whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
-    local = shape.local_blocks(parts, whole)
-    assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
-    early = shape.local_blocks(shape.parts(100, 0, 64, is_last=False), whole)
-    assert [(each.ids, each.first_token) for each in early] == [((2, 3), 32), ((21,), 32), ((), 0)]
-
-
-@given(st.data())
-def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
-    """The producer puts ids into places that it counts itself; the reader's parts find at each place the block it needs.
-
-    The truth is plain: block number `n` of group `g` has the id 1000 * g + n, and stands for `span` tokens from `n * span` on.
-    """
-    spans = data.draw(st.lists(st.sampled_from((0, 8, 16, 32, 48)), min_size=1, max_size=4))
-    tokens = data.draw(st.integers(1, 400))
-    groups = tuple(GroupConfig(block_tokens=span) if span else GroupConfig("state") for span in spans)
-    places, shape = StreamPlaces(groups, tokens), StreamShape([StreamGroup(span) for span in spans])
-    cuts = sorted({*data.draw(st.lists(st.integers(1, tokens), max_size=5)), tokens})
-    table: dict[int, int] = {}
-    done = [0] * len(spans)
-    for cut in cuts:
-        new: list[list[int]] = []
-        for group, span in enumerate(spans):
-            count = -(-cut // span) if span else 1
-            new.append([1000 * group + number for number in range(done[group], count)])
-            done[group] = count
-        for run in places.fill(new, is_last=cut == tokens):
-            table.update({run.first + number: block for number, block in enumerate(run.ids)})
-    entry = shape.entry_tokens
-    for first in range(0, tokens, entry):
-        stop = min(first + entry, tokens)
-        parts = shape.parts(tokens, first, stop, is_last=stop == tokens)
-        for group, blocks in enumerate(shape.peer_blocks(parts, table)):
-            span = spans[group]
-            numbers = range(first // span, -(-stop // span)) if span else range(int(stop == tokens))
-            assert blocks.ids == tuple(1000 * group + number for number in numbers)

@@ -221,3 +221,10 @@ def test_defaults_are_good() -> None:
     fields = {name: getattr(Settings(), name) for name in Settings.__struct_fields__}
     keys = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     assert check_transfer_config(extra(**keys)).problems == ()
+
+
+def test_a_mirror_without_fences_is_noted() -> None:
+    (note,) = check_transfer_config(
+        {**GOOD, "kv_buffer_device": "cpu", "kv_connector_extra_config": {"fence_slots": 0}}
+    ).notes
+    assert "without fence_slots" in note

@@ -158,6 +158,8 @@ class _Check:
                 check_whole(settings)
             except ConfigurationError as error:
                 self._add(error.code, "kv_connector_extra_config", str(error))
+        if config.get("kv_buffer_device") == "cpu" and not settings.fence_slots:
+            self._notes.append("an engine whose device is not a CPU refuses kv_buffer_device 'cpu' without fence_slots")
         role = config.get("kv_role")
         if settings.bidirectional_kv_xfer and role in ROLES and role != "kv_both":
             message = f"bidirectional_kv_xfer needs kv_role 'kv_both', not '{role}'"

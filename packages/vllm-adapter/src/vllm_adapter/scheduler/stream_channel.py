@@ -203,12 +203,13 @@ class StreamChannel:
         listener = self._listener
         if listener is None:
             return
-        try:
-            payload = self._codec.answer_payload(question, answer, self._secrets())
-        except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
-            self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
-            payload = self._codec.answer_payload(question, {"kind": "no", "reason": "withdrawn"}, self._secrets())
-        listener.answer(ask_id, payload)
+        for each in (answer, {"kind": "no", "reason": "withdrawn"}):
+            try:
+                listener.answer(ask_id, self._codec.answer_payload(question, each, self._secrets()))
+            except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
+                self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
+            else:
+                return
 
     def _ask(self, question: StreamQuestion) -> None:
         key = question.request_id, question.number
@@ -282,6 +283,8 @@ class StreamChannel:
                 answer = self._codec.read_answer(payload, question, self._secrets())
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = _code_of(error)
+        if answer["kind"] == "offer" and question["wants_final"]:
+            answer = {"kind": "no", "reason": "withdrawn"}  # it would be offered, and broken, again and again
         if code and code not in _AGAIN:
             answer = {"kind": "no", "reason": "not-streamed"}
             self._say_plain(peer, code)

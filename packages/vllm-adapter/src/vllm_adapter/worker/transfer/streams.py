@@ -147,7 +147,7 @@ class StreamCoordinator:
         """Follow a stream of an engine that is ready. A second one of a request is not followed: the first one's end stands.
 
         Raises:
-            AdapterError: `no-plan`: nothing of this engine can be read. Whatever is raised, the stream has not begun.
+            AdapterError: `no-plan`: nothing of this engine can be read. The stream has not begun then.
         """
         plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
         if request_id in self._streams:
@@ -165,13 +165,22 @@ class StreamCoordinator:
             return
         entry_tokens = self._shape.entry_tokens
         facts = StreamFacts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
-        for rank in plan.producer_ranks:
-            following = _Following(self, stream, rank)
-            stream.open_ranks[following.name] = self._ranks[following.name] = following
-            self._readers.watch(following.name, facts, self._parts.now_s())
+        try:
+            self._follow_ranks(stream, facts)
+        except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
+            stream.is_torn = True
+            self._give_up(stream, code_of(error), str(error))
+            if not stream.open_ranks:
+                self._report(stream)
         for following in list(stream.open_ranks.values()):
             self._watch(following, fence[0])
         self._settle()
+
+    def _follow_ranks(self, stream: _Stream, facts: StreamFacts) -> None:
+        for rank in stream.plan.producer_ranks:
+            following = _Following(self, stream, rank)
+            self._readers.watch(following.name, facts, self._parts.now_s())
+            stream.open_ranks[following.name] = self._ranks[following.name] = following
 
     def _watch(self, following: _Following, slot: int) -> None:
         try:
