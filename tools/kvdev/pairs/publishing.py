@@ -86,10 +86,11 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     unit, spread = row["unit"], row.get("spread")
-    ours, beside = f"{row['ours']:.4g} {unit}", f"{row['baseline']:.4g} {_named(row['beside'])}"
+    ours, beside = f"{_rounded(row['ours'])} {unit}", f"{_rounded(row['baseline'])} {_named(row['beside'])}"
     if spread:
-        ours = f"{row['ours']:.4g} {unit} ({spread[0]:.4g} to {spread[1]:.4g})"
-        beside = f"{row['baseline']:.4g} ({spread[2]:.4g} to {spread[3]:.4g}), {_named(row['beside'])}"
+        own, other = (" to ".join(map(_rounded, each)) for each in (spread[:2], spread[2:]))
+        ours = f"{ours} ({own})"
+        beside = f"{_rounded(row['baseline'])} ({other}), {_named(row['beside'])}"
     is_judged = row["target"] != "context"
     target, met = (row["target"], "yes" if row["met"] else "**no**") if is_judged else ("", "")
     cells = [
@@ -102,6 +103,11 @@ def _line(row: Mapping[str, Any]) -> str:
         met,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _rounded(figure: float) -> str:
+    """Return four digits, or all before the point. Example: 89.258 is `89.26`, 12345.6 is `12346`."""
+    return f"{figure:.4g}" if abs(figure) < 10_000 else f"{figure:.0f}"
 
 
 def _named(kind: str) -> str:
