@@ -336,7 +336,7 @@ def test_messages_of_many_frames_end_no_connection(listener, raw, frames):
         raw(zmq.DEALER, listener.port).send_multipart([b""] * frames)
         neighbour.send_multipart([b"", QUERY])
         assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
-    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 8)
+    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
     neighbour.send_multipart([b"", QUERY])
     assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
     assert (listener.statistics()["restarts"], listener.statistics()["answered"]) == (0, 9)

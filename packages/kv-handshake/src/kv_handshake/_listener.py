@@ -334,7 +334,7 @@ class Listener:
         sender = incoming.sender
         if sender.queries <= self._limits.burst / _SHARES and not incoming.surplus:
             return 0.0
-        cost = min(1.0 + incoming.surplus, self._limits.burst)  # one message is nobody's debt for minutes
+        cost = min(1.0 + incoming.surplus, self._limits.burst)  # a debt of seconds, not of minutes
         return self._buckets.wait_s(sender.address, now_s, cost)
 
     def _hung_up(self, cause: str, address: str) -> None:
