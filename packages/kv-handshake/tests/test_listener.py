@@ -329,17 +329,17 @@ def test_a_message_of_endless_frames_stops_nobody(listener, raw):
     client.close()
 
 
-@pytest.mark.parametrize("frames", [70, 5_000, 90_000, 135_000])
-def test_messages_of_many_frames_end_no_connection(listener, raw, frames):
+@pytest.mark.parametrize(("frames", "messages"), [(70, 8), (5_000, 8), (135_000, 2)])
+def test_messages_of_many_frames_end_no_connection(listener, raw, frames, messages):
     neighbour = raw(zmq.DEALER, listener.port)
-    for _ in range(8):
+    for _ in range(messages):
         raw(zmq.DEALER, listener.port).send_multipart([b""] * frames)
         neighbour.send_multipart([b"", QUERY])
         assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
     until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
     neighbour.send_multipart([b"", QUERY])
     assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
-    assert (listener.statistics()["restarts"], listener.statistics()["answered"]) == (0, 9)
+    assert (listener.statistics()["restarts"], listener.statistics()["answered"]) == (0, messages + 1)
 
 
 def test_peers_write_no_log_lines_of_their_own(caplog):
