@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ from kvdev.site.messages import check_messages
 from kvdev.steps import DevError, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    _Check = tuple[str, Callable[[], object]]
 
 __all__ = ["run_checks"]
 
@@ -26,13 +29,13 @@ _NEIGHBOURS = {"fleet_sim": "sim", "security": "sim", "gpu/device": "sim", "gpu/
 def run_checks(*, fix: bool) -> int:
     """Run every check, report all that failed, return 0 when none did."""
     started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        # Sources are written in order before others read them; after that two checks run at a time.
+        errors = [*map(_error_of, _formats(fix=fix)), *pool.map(_error_of, _checks(fix=fix))]
     failed: list[str] = []
-    for name, check in _checks(fix=fix):
-        try:
-            check()
-        except DevError as error:
-            failed.append(name)
-            print(f"\n{name}: {error}\n", flush=True)
+    for name, error in filter(None, errors):
+        failed.append(name)
+        print(f"\n{name}: {error}\n", flush=True)
     note(
         f"check: {len(failed)} failed ({time.monotonic() - started:.0f} s)"
         + (f": {', '.join(failed)}" if failed else "")
@@ -40,15 +43,28 @@ def run_checks(*, fix: bool) -> int:
     return 1 if failed else 0
 
 
-def _checks(*, fix: bool) -> list[tuple[str, Callable[[], object]]]:
+def _error_of(named: _Check) -> tuple[str, DevError] | None:
+    name, check = named
+    try:
+        check()
+    except DevError as error:
+        return name, error
+    return None
+
+
+def _formats(*, fix: bool) -> list[_Check]:
+    return [
+        _tool("ruff format", "ruff", "format", *([] if fix else ["--check", "--diff", "--quiet"]), ROOT),
+        _tool("ruff check", "ruff", "check", *(["--fix"] if fix else []), ROOT),
+    ]
+
+
+def _checks(*, fix: bool) -> list[_Check]:
     sources = [ROOT / "packages" / name / "src" for name in PACKAGES]
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     tool = _tool
     return [
-        tool("ruff format", "ruff", "format", *([] if fix else ["--check", "--diff", "--quiet"]), ROOT),
-        tool("ruff check", "ruff", "check", *(["--fix"] if fix else []), ROOT),
-        tool("mypy", "mypy", *sources),
-        ("mypy of tests", _check_types_of_tests),
+        ("mypy", lambda: _check_types(sources)),
         tool("pyright", "pyright", *sources),
         tool("pyright of tests", "pyright", "--project", ROOT / "tools" / "pyright-tests.json"),
         tool("import contracts", "lint-imports", "--no-logo", "--config", ROOT / "importlinter.toml"),
@@ -66,13 +82,20 @@ def _checks(*, fix: bool) -> list[tuple[str, Callable[[], object]]]:
     ]  # fmt: skip
 
 
-def _tool(name: str, program: str, *words: str | Path) -> tuple[str, Callable[[], object]]:
+def _tool(name: str, program: str, *words: str | Path) -> _Check:
     return name, lambda: run_step(name, [_BIN / program, *words], timeout_s=600)
 
 
-def _check_types_of_tests() -> None:
-    """Run mypy in each folder of tests by itself: several have a `conftest.py`, which is one module to mypy."""
+def _check_types(sources: Sequence[Path]) -> None:
+    """Run mypy on the sources, then in each folder of tests by itself: several have a `conftest.py`, which is one module to mypy.
+
+    One after the other, since they share a cache.
+    """
     failures: list[str] = []
+    try:
+        run_step("mypy", [_BIN / "mypy", *sources], timeout_s=600)
+    except DevError as error:
+        failures.append(str(error))
     for folder in _folders_of_tests():
         name = f"mypy of {folder.relative_to(ROOT)}"
         command: list[str | Path] = [
