@@ -223,9 +223,9 @@ def test_nobody_is_sure_from_a_doubt_to_the_answer_of_all_ranks() -> None:
     assert (served.is_sure, served.question) == (True, 0)
     served.doubt()
     assert (served.is_sure, served.question) == (False, 1)
-    assert served.heard({RANK: RankRegistration(7, b"a", 1)}) is None
+    assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
     assert not served.is_sure
-    assert served.heard({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
+    assert served.update({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
     assert (served.is_sure, served.generation, served.question) == (True, 7, 0)
 
 
@@ -233,7 +233,7 @@ def test_an_answer_to_an_older_question_does_not_count() -> None:
     served = ServedRegistration(7)
     served.doubt()
     served.doubt()
-    assert served.heard({RANK: RankRegistration(7, b"a", 1)}) is None
+    assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
     assert (served.is_sure, served.question) == (False, 2)
 
 
@@ -241,7 +241,7 @@ def test_a_change_that_nobody_announced_is_taken_from_all_ranks_at_once() -> Non
     served = ServedRegistration(7)
     served.expect([RANK, OTHER_RANK])
     new = {RANK: RankRegistration(8, b"a"), OTHER_RANK: RankRegistration(8, b"b")}
-    assert served.heard(new) == {RANK: b"a", OTHER_RANK: b"b"}
+    assert served.update(new) == {RANK: b"a", OTHER_RANK: b"b"}
     assert (served.is_sure, served.generation) == (True, 8)
 
 
@@ -249,7 +249,7 @@ def test_a_change_that_nobody_announced_is_taken_from_all_ranks_at_once() -> Non
 def test_while_ranks_differ_or_sleep_nothing_is_served(said: RankRegistration) -> None:
     served = ServedRegistration(7)
     served.expect([RANK, OTHER_RANK])
-    served.heard({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
-    assert served.heard({RANK: said}) == {}
+    served.update({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
+    assert served.update({RANK: said}) == {}
     assert not served.is_sure
     assert served.question > 0

@@ -129,8 +129,8 @@ class Pair:
 
     def turn(self) -> None:
         for channel in (self.here, self.there, self.here):
-            channel.hear(0.0)
-            channel.say()
+            channel.receive(0.0)
+            channel.send()
 
     def until(self, condition: Callable[[], object]) -> None:
         end_s = time.monotonic() + 8
@@ -264,8 +264,8 @@ def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
     asker = pair.asker()
     pair.there.close()
     pair.producer.answers.append(Answer(asker, OFFER))
-    pair.there.hear(0.0)
-    pair.there.say()
+    pair.there.receive(0.0)
+    pair.there.send()
     pair.here.close()
     pair.here.close()
     assert pair.answered() == ("d-1", 1, BUSY)
@@ -277,8 +277,8 @@ def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
     for number in range(1, 101):
         pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port, number=number))
     began_s = time.perf_counter()
-    pair.here.hear(0.0)
-    pair.here.say()
+    pair.here.receive(0.0)
+    pair.here.send()
     assert time.perf_counter() - began_s < 1.0
     pair.asker(100)
 
@@ -378,8 +378,8 @@ def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
             listener.send(connection, encode_cancel(number))
         listener.now_s += 0.01
         if number == 1_000:
-            channel.hear(0.0)  # the last step before it rests
+            channel.receive(0.0)  # the last step before it rests
         waiting = len(channel._questions) + len(channel._gone_askers)
         assert waiting <= 2 * AskLimits().in_all, number
-    channel.hear(0.0)
-    assert not channel.has_news
+    channel.receive(0.0)
+    assert not channel.has_received

@@ -239,5 +239,5 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     side._awaited.sent(["p"])
     assert not rest_s(is_empty=True)
     untyped: Any = side._streaming
-    untyped._channel = SimpleNamespace(is_asking=True, has_news=False, say=lambda: None)
+    untyped._channel = SimpleNamespace(is_asking=True, has_received=False, send=lambda: None)
     assert rest_s(is_empty=True) == 0.005, "a peer is asked"

@@ -31,7 +31,7 @@ class ServedRegistration:
     def __init__(self, generation: int) -> None:
         self._generation = generation
         self._ranks: frozenset[Rank] = frozenset()
-        self._said: dict[Rank, RankRegistration] = {}
+        self._registrations: dict[Rank, RankRegistration] = {}
         self._question = 0
         self._is_sure = True
 
@@ -71,26 +71,26 @@ class ServedRegistration:
         self._is_sure = False
         self._question += 1
 
-    def heard(self, said: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
+    def update(self, registrations: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
         """Take in reports of ranks; return the envelopes to serve from now on, {} until all are ready, None for no change."""
-        self._said.update(said)
-        ranks = self._ranks or self._said.keys()
+        self._registrations.update(registrations)
+        ranks = self._ranks or self._registrations.keys()
         envelopes = self._answers(ranks)
-        generations = {self._said[rank].generation for rank in envelopes}
+        generations = {self._registrations[rank].generation for rank in envelopes}
         if len(envelopes) == len(ranks) and len(generations) == 1:
             self._generation = generations.pop()
             self._is_sure = True
             return envelopes
         if self._is_sure:
             self.doubt()
-        is_old = any(one.envelope is None or one.generation != self._generation for one in said.values())
+        is_old = any(one.envelope is None or one.generation != self._generation for one in registrations.values())
         return {} if is_old else None
 
     def _answers(self, ranks: Iterable[Rank]) -> dict[Rank, bytes]:
         """Return the envelopes of the ranks that have answered the latest question."""
         envelopes: dict[Rank, bytes] = {}
         for rank in ranks:
-            one = self._said.get(rank)
+            one = self._registrations.get(rank)
             if one is not None and one.envelope is not None and one.answer >= self._question:
                 envelopes[rank] = one.envelope
         return envelopes

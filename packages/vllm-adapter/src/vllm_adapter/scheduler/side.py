@@ -168,7 +168,7 @@ class SchedulerSide:
         tokens: int | None = 0
         if request_id in self._followed:
             # An offer that has come since the last step saves this one.
-            self._streaming.hear(self._now_s())
+            self._streaming.receive(self._now_s())
             with self._refusals("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         return tokens, bool(tokens)
@@ -271,10 +271,10 @@ class SchedulerSide:
                 with self._refusals("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._chunks.tell(scheduled)
-        self._streaming.hear(now_s)
+        self._streaming.receive(now_s)
         plan = self._state.take_step_plan(now_s=now_s)
         # An answer may reach its asker before the workers have stored the words that it names: older words tell of nothing.
-        self._streaming.say()
+        self._streaming.send()
         self._awaited.ordered(plan)
         if plan.reads:
             self._trail.ordered(plan.reads, now_s)
@@ -338,7 +338,7 @@ class SchedulerSide:
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
-        envelopes = self._served.heard(registrations)
+        envelopes = self._served.update(registrations)
         if self._served.is_sure:
             self._state.set_generation(self._served.generation)
         if envelopes is not None:

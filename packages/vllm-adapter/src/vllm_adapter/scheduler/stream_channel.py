@@ -1,10 +1,10 @@
 """Questions and answers of streamed hand-overs, between the request machines and the side channel.
 
 The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news waits in an
-inbox, decoded and judged already; `hear` hands it to the machines, and `say` takes out once a step what they have to say. Nothing
-here waits: `say` writes to queues of the side channel, and `hear` reads from its own.
+inbox, decoded and judged already; `receive` hands it to the machines, and `send` takes out once a step what they have to say. Nothing
+here waits: `say` writes to queues of the side channel, and `receive` reads from its own.
 
-An engine at rest hears nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
+An engine at rest receives nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
 more than the questions that the listener allows to be open, and as many that have gone since.
 
 A question must not wait for a step: an engine that computes looks at its queue when the step has ended, which for a prompt of one
@@ -67,7 +67,7 @@ class _Answered(NamedTuple):
 
 @final
 class StreamChannel:
-    """Moves questions and answers. `hear`, `say` and `close` on the scheduler's thread only.
+    """Moves questions and answers. `receive`, `say` and `close` on the scheduler's thread only.
 
     Args:
         state: The request machines.
@@ -97,7 +97,7 @@ class StreamChannel:
         self._client: AskClient | None = None
         self._listener: AskListener | None = None
         self._lock = threading.Lock()
-        # The inbox: questions of peers, those that have gone again after they were heard, and answers to this engine's.
+        # The inbox: questions of peers, those that are taken back after the machines had them, and answers to this engine's.
         self._questions: dict[int, Mapping[str, object]] = {}
         self._gone_askers: list[int] = []
         self._answers: list[_Answered] = []
@@ -112,11 +112,11 @@ class StreamChannel:
     def serve(self, listener: AskListener) -> None:
         """Take the questions of peers from a listener that has not started yet."""
         self._listener = listener
-        listener.take_asks(self._heard, self._gone, wait_s=self._wait_s)
+        listener.take_asks(self._on_question, self._on_taken_back, wait_s=self._wait_s)
 
     @property
-    def has_news(self) -> bool:
-        """Whether `hear` has anything to hand on."""
+    def has_received(self) -> bool:
+        """Whether `receive` has anything to hand on."""
         return bool(self._questions or self._gone_askers or self._answers)
 
     @property
@@ -124,21 +124,21 @@ class StreamChannel:
         """Whether a question of this engine's waits for its answer."""
         return bool(self._cancels)
 
-    def hear(self, now_s: float) -> None:
+    def receive(self, now_s: float) -> None:
         """Hand to the machines what has come.
 
-        Each message fails alone: what the machines refuse is logged, and its sender hears a refusal.
+        Each message fails alone: what the machines refuse is logged, and its sender gets a refusal.
         """
-        self._hear_questions()
+        self._take_questions()
         with self._lock:
             answers, self._answers = self._answers, []
         for answer in answers:
             self._take_answer(answer, now_s)
 
-    def say(self) -> None:
+    def send(self) -> None:
         """Hand to the side channel what the machines ask, answer and take back; once a step."""
         self.publish()
-        self._hear_questions()  # those that came too early for what has been published
+        self._take_questions()  # those that came too early for what has been published
         for each in self._state.take_stream_answers():
             self._answer(each.asker, each.answer)
         questions = self._state.take_stream_questions()  # takes back what has waited too long
@@ -168,7 +168,7 @@ class StreamChannel:
 
     # ------------------------------------------------------------------------------- the scheduler's thread
 
-    def _hear_questions(self) -> None:
+    def _take_questions(self) -> None:
         with self._lock:
             questions, self._questions = self._questions, {}
             gone, self._gone_askers = self._gone_askers, []
@@ -196,9 +196,9 @@ class StreamChannel:
     def _answer(self, asker: str, answer: Mapping[str, object]) -> None:
         question = self._asked.pop(asker, None)
         if question is not None:
-            self._send(int(asker), question, answer)
+            self._send_answer(int(asker), question, answer)
 
-    def _send(self, ask_id: int, question: Mapping[str, object], answer: Mapping[str, object]) -> None:
+    def _send_answer(self, ask_id: int, question: Mapping[str, object], answer: Mapping[str, object]) -> None:
         """Answer a question; any thread."""
         listener = self._listener
         if listener is None:
@@ -229,7 +229,7 @@ class StreamChannel:
                 host=question.host,
                 port=question.port,
                 payload=self._codec.question_payload(told, self._secrets()),
-                on_reply=partial(self._replied, key, peer, told),
+                on_reply=partial(self._on_answer, key, peer, told),
                 deadline_s=self._wait_s + _MARGIN_S,
             )
         except Exception as error:  # noqa: BLE001 - a question that cannot be asked makes its hand-over a plain one
@@ -253,7 +253,7 @@ class StreamChannel:
 
     # ------------------------------------------------------------------- threads of the listener and of the client
 
-    def _heard(self, ask_id: int, payload: bytes) -> None:
+    def _on_question(self, ask_id: int, payload: bytes) -> None:
         try:
             question = self._codec.read_question(payload, self._secrets())
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
@@ -267,14 +267,14 @@ class StreamChannel:
                 self._questions[ask_id] = question
             return
         is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
-        self._send(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
+        self._send_answer(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
 
-    def _gone(self, ask_id: int) -> None:
+    def _on_taken_back(self, ask_id: int) -> None:
         with self._lock:
             if self._questions.pop(ask_id, None) is None:
                 self._gone_askers.append(ask_id)
 
-    def _replied(
+    def _on_answer(
         self, key: tuple[str, int], peer: tuple[str, int], question: Mapping[str, object], code: str, payload: bytes
     ) -> None:
         answer: Mapping[str, object] = {"kind": "no", "reason": "busy"}
@@ -287,14 +287,14 @@ class StreamChannel:
             answer = {"kind": "no", "reason": "withdrawn"}  # it would be offered, and broken, again and again
         if code and code not in _AGAIN:
             answer = {"kind": "no", "reason": "not-streamed"}
-            self._say_plain(peer, code)
+            self._note_plain_peer(peer, code)
         self._keep_answer(_Answered(*key, answer))
 
     def _keep_answer(self, answer: _Answered) -> None:
         with self._lock:
             self._answers.append(answer)
 
-    def _say_plain(self, peer: tuple[str, int], code: str) -> None:
+    def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
         """Say once of a peer why nothing is streamed from it."""
         if peer in self._plain_peers:
             return

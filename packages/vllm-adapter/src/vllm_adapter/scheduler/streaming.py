@@ -47,7 +47,7 @@ class Streaming:
         self._state = state
         self._channel = channel
         self._refusals = refusals
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
         """Look at a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
@@ -62,8 +62,8 @@ class Streaming:
             return
         with self._refusals("hand-over in one piece", arrival.request_id):
             self._state.stream_whole(arrival.request_id)
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
 
     def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
@@ -82,17 +82,17 @@ class Streaming:
         """Whether a peer is to tell when a prompt can be read."""
         return self._channel is not None and self._channel.is_asking
 
-    def hear(self, now_s: float) -> None:
+    def receive(self, now_s: float) -> None:
         """Hand to the machines what peers have asked and answered since the last look."""
-        if self._channel is not None and self._channel.has_news:
+        if self._channel is not None and self._channel.has_received:
             with self._refusals("news of peers", "(several)"):
-                self._channel.hear(now_s)
+                self._channel.receive(now_s)
 
-    def say(self) -> None:
+    def send(self) -> None:
         """Send what the machines ask and answer; once a step, after its plan was taken."""
         if self._channel is not None:
             with self._refusals("questions and answers", "(several)"):
-                self._channel.say()
+                self._channel.send()
 
     def publish(self) -> None:
         """Let peers have the answers that stand since a request has ended, whether or not there is another step."""
