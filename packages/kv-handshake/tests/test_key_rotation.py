@@ -240,18 +240,25 @@ def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(k
     listener.close()
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
-def test_an_opening_that_a_listener_ends_is_tried_again_with_keys(keys, is_reset):
-    """As a listener does that takes a new pair: connections that have just been accepted end with its old socket."""
-    listener, client = served(keys), client_of(keys)
+@pytest.mark.parametrize(("is_keyed", "is_reset"), [(True, True), (True, False), (False, False)])
+def test_an_opening_that_a_listener_ends_is_tried_again(keys, is_keyed, is_reset):
+    """As by a listener that takes a new pair, or has too many: it ends connections that it has just accepted."""
+    if is_keyed:
+        listener, client = served(keys), client_of(keys)
+    else:
+        listener, client = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])), Client(LocalOffer(policy="off"))
+        listener.start()
     ended = []
     with socket.create_server(("127.0.0.1", 0)) as front:
 
         def relay():
             first, _ = front.accept()
             ended.append(first)
+            select.select([first], [], [], 20)  # else the client may not know yet that it was accepted
             if is_reset:
                 first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif not is_keyed:
+                first.recv(65536)  # else what it sent is unread, and the end is a reset
             first.close()
             second, _ = front.accept()
             with second, socket.create_connection(("127.0.0.1", listener.port)) as back:
@@ -261,6 +268,7 @@ def test_an_opening_that_a_listener_ends_is_tried_again_with_keys(keys, is_reset
                             return
                         (back if each is second else second).sendall(data)
 
+        front.settimeout(20)
         relaying = threading.Thread(target=relay)
         relaying.start()
         outcome = client.fetch(host="127.0.0.1", port=front.getsockname()[1], ranks=[(0, 0)], dialect=14)

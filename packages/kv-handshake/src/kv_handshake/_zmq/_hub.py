@@ -61,10 +61,13 @@ class Hub:
         """Return how to go on after an opening that its listener refused, None if there is no more to try.
 
         Each key is tried, and then each once more: a listener may change its own pair between two of them, and ends openings when
-        it does. Example: keys "new" and "old", and a listener that changes from "old" to "new" after it has refused "new". It
-        refuses "old", too, and is asked with "new" again.
+        it does, or when it has too many. Without keys it is tried once more, unless it was reset: that is told as it is.
+
+        Example: keys "new" and "old", and a listener that changes from "old" to "new" after it has refused "new". It refuses
+        "old", too, and is asked with "new" again.
         """
-        if self._security is None or (connection.fault() != "authentication-refused" and not connection.was_reset):
+        is_keyed_reset = connection.was_reset and self._security is not None
+        if connection.fault() != "authentication-refused" and not is_keyed_reset:
             return None
         tried = connection.tried
         if not connection.was_reset and self._untried_key(tried.keys):
