@@ -78,7 +78,7 @@ def _peer(engine: PeerEngine, now_s: float) -> dict[str, object]:
     }
 
 
-def describe_lease(entry: Mapping[str, object], heartbeat_s: float | None, now_s: float) -> dict[str, object]:
+def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: float) -> dict[str, object]:
     """Return a lease as the table shows it, less what would let a reader of this end it."""
     readers = cast("Sequence[object]", entry.get("readers") or ())
     return {
@@ -87,5 +87,5 @@ def describe_lease(entry: Mapping[str, object], heartbeat_s: float | None, now_s
         "left_s": entry.get("left_s"),
         "readers_done": len(readers),
         "readers_needed": entry.get("readers_needed"),
-        "last_heartbeat_s": None if heartbeat_s is None else now_s - heartbeat_s,
+        "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
     }

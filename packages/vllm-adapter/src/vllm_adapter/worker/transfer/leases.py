@@ -51,7 +51,7 @@ class LeaseKeeper:
         self._heartbeat_s = heartbeat_s
         self._sent = sent
         self._streams: StreamedLeases | None = None
-        self._heartbeat_s: dict[str, float] = {}
+        self._renewed_s: dict[str, float] = {}
         self._has_told_surplus = False
 
     def use_streams(self, streams: StreamedLeases) -> None:
@@ -120,10 +120,10 @@ class LeaseKeeper:
             if not self._leases.renew(request_id, nonce=nonce, now_s=now_s):
                 continue
             self._parts.recorder.count("num_lease_renewals")
-            heartbeat_s = self._heartbeat_s.get(request_id)
-            self._heartbeat_s[request_id] = now_s
-            if heartbeat_s is not None:
-                oldest_s = heartbeat_s if oldest_s is None else min(oldest_s, heartbeat_s)
+            renewed_s = self._renewed_s.get(request_id)
+            self._renewed_s[request_id] = now_s
+            if renewed_s is not None:
+                oldest_s = renewed_s if oldest_s is None else min(oldest_s, renewed_s)
         if oldest_s is not None:
             self._observe_lag(now_s - oldest_s)
 
@@ -165,7 +165,7 @@ class LeaseKeeper:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
             if end.fence is not None and has_fences:
                 self._void(end, end.fence)
-            self._report(end, self._heartbeat_s.pop(end.request_id, None))
+            self._report(end, self._renewed_s.pop(end.request_id, None))
 
     def _void(self, end: LeaseEnd, fence: tuple[int, int]) -> None:
         """Move the word of a lease that has ended; that of a stream takes its progress word along."""
@@ -175,11 +175,11 @@ class LeaseKeeper:
         else:
             self._parts.agent.write_fence(*fence)
 
-    def _report(self, end: LeaseEnd, heartbeat_s: float | None) -> None:
+    def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:
             return  # the scheduler kept no blocks for it
         if end.reason == "expired":
-            silence_s = None if heartbeat_s is None else self._parts.now_s() - heartbeat_s
+            silence_s = None if renewed_s is None else self._parts.now_s() - renewed_s
             if silence_s is not None:
                 self._observe_lag(silence_s)
             last = "no heartbeat ever came" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
@@ -210,4 +210,4 @@ class LeaseKeeper:
         """Return the oldest `most` leases as an operator is shown them."""
         now_s = self._parts.now_s()
         entries = self._leases.snapshot(now_s=now_s, most=most)
-        return [describe_lease(entry, self._heartbeat_s.get(str(entry["request_id"])), now_s) for entry in entries]
+        return [describe_lease(entry, self._renewed_s.get(str(entry["request_id"])), now_s) for entry in entries]
