@@ -186,7 +186,11 @@ ELSEWHERE = (
 def mutants():
     """Every row without itself and without each effect."""
     # These shorten a wait, or a read that would end as well; nothing breaks without them.
-    pace = {"producer: offered x preempt, without void", "consumer: streaming x finish, without cancel-stream"}
+    pace = {
+        "producer: offered x preempt, without void",
+        "consumer: streaming x finish, without cancel-stream",
+        "consumer: asking x retry, without ask",
+    }
     for kind, table in (
         ("producer", STREAM_PRODUCER_TABLE),
         ("consumer", STREAM_CONSUMER_TABLE),

@@ -74,8 +74,9 @@ class Reports:
         for request_id in known:
             unread.discard(request_id)
             request = self._requests.get(request_id)
-            if request is not None and request.consumer is not None and request.consumer.state == "queued":
-                self._consumers.give_up(request_id, request.consumer, at_s)
+            consumer = None if request is None else request.consumer
+            if consumer is not None and consumer.state in {"queued", "offered"}:
+                self._consumers.give_up(request_id, consumer, at_s)
         return [request_id for request_id in request_ids if request_id not in known]
 
     def reads_ended(

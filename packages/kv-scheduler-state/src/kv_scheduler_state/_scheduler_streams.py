@@ -152,7 +152,8 @@ class SchedulerStreams(SchedulerBase):
 
     def _refused(self, stream: ConsumedStream, reason: str, now_s: float) -> None:
         # An id that is not known *yet* is asked for again; one that is not known any more has ended.
-        if reason == "busy" or (reason == "unknown-id" and stream.record.state == "asking"):
+        is_early = stream.record.state == "asking" and not stream.breaks
+        if reason == "busy" or (reason == "unknown-id" and is_early):
             stream.retry_s = now_s + self._config.stream_retry_s
             return
         stream.number = 0

@@ -11,7 +11,7 @@ from kv_scheduler_state._stream_values import StreamOrder, StreamQuestion, strea
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_scheduler_state._config import SchedulerConfig
+    from kv_scheduler_state._config import GroupConfig, SchedulerConfig
     from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
     from kv_scheduler_state._machine import Table, Transition
     from kv_scheduler_state._outbox import Outbox
@@ -107,6 +107,8 @@ class StreamConsumers:
         if stream is None:
             return
         if effect == "ask":
+            if row.event == "expire":  # only the final ticket is of use from now on
+                stream.breaks = max(stream.breaks, self._config.stream_max_breaks)
             stream.breaks += row.event == "torn"
             stream.torn.clear()
             self._ask(stream)
@@ -219,19 +221,24 @@ class StreamConsumers:
         return stream.breaks >= self._config.stream_max_breaks
 
     def take_questions(self) -> list[StreamQuestion]:
-        """Return new questions, each once."""
+        """Return new questions, each once, but for those that nobody waits for any more."""
         questions, self._questions = self._questions, []
-        return questions
+        return [each for each in questions if self._is_open(each.request_id, each.number)]
 
     def take_cancels(self) -> list[tuple[str, int]]:
         """Return (request, number) of questions that nobody waits for any more, each once."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
+    def _is_open(self, request_id: str, number: int) -> bool:
+        stream = self._streams.get(request_id)
+        return stream is not None and stream.number == number
+
     def _ask(self, stream: ConsumedStream) -> None:
         self._number += 1
         stream.number = self._number
         stream.retry_s = None
+        stream.is_too_large = False
         hand_over_id, host, port = stream.early
         self._questions.append(
             StreamQuestion(
@@ -249,11 +256,18 @@ class StreamConsumers:
     def _blocks(self, prompt_tokens: int, computed_tokens: int) -> int:
         """Return the blocks that the engine is about to take for a request, at most.
 
-        Example: a prompt of 100 tokens, of which 32 are a prefix hit, in one group with blocks of 16: 7 - 2 = 5.
+        Example: a prompt of 100 tokens, of which 32 are a prefix hit, in groups with blocks of 16. One that keeps every block
+        takes 7 - 2 = 5; one with a window of 32 takes those from token 68 on, so 7 - 4 = 3.
         """
         return sum(
             1 + group.scratch_blocks
             if group.kind == "state"
-            else -(-prompt_tokens // group.span_tokens) - computed_tokens // group.span_tokens
+            else -(-prompt_tokens // group.span_tokens) - _first_taken(group, prompt_tokens, computed_tokens)
             for group in self._config.groups
         )
+
+
+def _first_taken(group: GroupConfig, prompt_tokens: int, computed_tokens: int) -> int:
+    """Return the number of the first block that is neither a prefix hit nor wholly before the window."""
+    first_token = max(0, prompt_tokens - group.window_tokens) if group.kind == "window" else 0
+    return max(first_token, computed_tokens) // group.span_tokens
