@@ -93,6 +93,7 @@ class Engine:
         self.held: dict[str, list[int]] = {}
         self.received: dict[str, bool] = {}
         self._reports: dict[str, int] = {}
+        self._failed: set[str] = set()  # on some rank; the others may still be reading, and the engine remembers it
 
     def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
         layers = tuple(f"layers.{n}" for n in range(LAYERS))
@@ -165,7 +166,7 @@ class Engine:
             late()
         sent: list[str] = []
         received: list[str] = []
-        failed: set[str] = set()
+        failed = self._failed
         registrations: dict[tuple[int, int], RankRegistration] = {}
         reasons: dict[str, dict[tuple[int, int], ReadFailure]] = {}
         if forward is not None:
@@ -205,6 +206,7 @@ class Engine:
         for request_id in received:
             assert request_id not in self.received, "a read was reported twice"
             self.received[request_id] = request_id not in failed
+            failed.discard(request_id)
         for request_id in sent:
             self._free += self.held.pop(request_id)
 

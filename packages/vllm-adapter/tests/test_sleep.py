@@ -37,7 +37,7 @@ def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is()
     bad = _finished("peer-lost", "gone")
     assert (failed_instead(good).end.code, failed_instead(good).conversion) == ("asleep", ())
     assert failed_instead(bad) is bad
-    assert [finished.end.code for finished in fail_reads([order()], 1.0)] == ["asleep"]
+    assert [finished.end.code for finished in fail_reads([order()], 1.0, "asleep", "gone")] == ["asleep"]
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration
@@ -154,6 +154,22 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     assert worker.take_report().failed == {"r1"}
     parts.thread, parts.is_alive = "dead", False
     worker.unregister()
+    assert worker.envelope is None
+
+
+@pytest.mark.parametrize("is_seen_before", [True, False])
+def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
+    worker, parts = _worker()
+    parts.thread = "dead"  # `call_soon` raises from now on
+    parts.is_alive = False
+    orders = _orders(StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),)))
+    if not is_seen_before:  # it dies between the look and the order
+        worker._begun = orders
+    worker.apply(orders)
+    results = worker.take_report()
+    assert (results.sent, results.received, results.failed) == ({"p1"}, {"r1"}, {"r1"})
+    assert "restart this engine" in results.reasons["r1"].text
+    assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
     assert worker.envelope is None
 
 

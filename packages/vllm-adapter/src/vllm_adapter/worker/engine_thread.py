@@ -21,7 +21,7 @@ from vllm_adapter.worker.completion import ReadCompletion
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.rank_streams import RankStreams
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
-from vllm_adapter.worker.sleep import fail_reads, failed_instead
+from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, fail_reads, failed_instead
 from vllm_adapter.worker.status import worker_status
 from vllm_adapter.worker.thread_watch import ThreadWatch
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.chunk_marks import DeviceMarks
     from vllm_adapter.worker.conversion import PageConverter
     from vllm_adapter.worker.host_mirror import MirrorMemory
-    from vllm_adapter.worker.rank_streams import StreamReports
+    from vllm_adapter.worker.rank_streams import ReadsOfStep, StreamReports
     from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["WorkerSide"]
@@ -80,6 +80,7 @@ class WorkerSide:
         self._failures: list[str] = []
         self._registration: Registration | None = None
         self._ending: Registration | None = None
+        self._dead: Registration | None = None
         self._caches: Sequence[LayerCache] = ()
         self._can_convert = False
         self._select_device: Callable[[], None] | None = None
@@ -198,6 +199,7 @@ class WorkerSide:
         self._marks.close()
         if registration is not None:
             registration.close()
+        self._dead = None
         if self._mirror is not None:
             self._mirror.close()
 
@@ -216,6 +218,7 @@ class WorkerSide:
     def before_forward(self, orders: StepOrders) -> None:
         """Store the words that must move before the step writes into any block; once a step, before `apply`."""
         self._begun = orders
+        self._end_if_dead()
         self._streams.before_forward(orders.plan, self._marks.then, self._mirror)
 
     def apply(self, orders: StepOrders) -> None:
@@ -242,16 +245,38 @@ class WorkerSide:
             self._mirror.forget(plan.releases)
         registration = self._registration
         if registration is None:
-            self._sent += [grant.request_id for grant in plan.grants]
-            self._finished += fail_reads(reads.reads, time.monotonic())
-            self._streams.fail(reads.watches, time.monotonic())
+            self._refuse(plan, reads)
             return
         if self._mirror is not None and (reads.reads or reads.watches):
             self._mirror.begin_reads()
-        # At once, on this thread: the words must be there before the step's end can make the tickets known.
-        for slot, generation in words:
-            registration.agent.write_fence(slot, generation)
-        registration.order(plan, void_grants, reads)
+        try:
+            # At once, on this thread: the words must be there before the step's end can make the tickets known.
+            for slot, generation in words:
+                registration.agent.write_fence(slot, generation)
+            registration.order(plan, void_grants, reads)
+        except Exception:
+            if not self._end_if_dead():
+                raise
+            self._refuse(plan, reads)
+
+    def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
+        """Answer a step's orders while nothing is registered: no word stands, so no block is read."""
+        code, message = (ASLEEP, ASLEEP_MESSAGE) if self._dead is None else (DEAD, DEAD_MESSAGE)
+        now_s = time.monotonic()
+        self._sent += [grant.request_id for grant in plan.grants]
+        self._finished += fail_reads(reads.reads, now_s, code, message)
+        self._streams.fail(reads.watches, now_s, code, message)
+
+    def _end_if_dead(self) -> bool:
+        """End what a transfer thread that has died leaves behind, once; True if it has died just now."""
+        registration = self._registration
+        if registration is None or registration.agent.is_alive:
+            return False
+        self._dead, self._registration = registration, None
+        self._is_registration_due = True  # peers are told that there is nothing to read
+        self._streams.use(None)
+        registration.end(DEAD, DEAD_MESSAGE)
+        return True
 
     def save(self, orders: StepOrders) -> None:
         """Copy what the step computed to the mirror, if there is one, after the forward pass; show chunks of streams.
@@ -276,7 +301,7 @@ class WorkerSide:
     def _void_failed_copy(self, registration: Registration, request_id: str, reason: str) -> None:
         self._recorder.count("num_failed_mirror_copies")
         slot = self._announced.slot(request_id)
-        if not self._streams.void(request_id) and slot is not None:
+        if not self._streams.void(request_id) and slot is not None and not self._end_if_dead():
             registration.agent.write_fence(slot, _VOID_GENERATION)
         self._recorder.error(
             "mirror-copy",
@@ -293,7 +318,8 @@ class WorkerSide:
         if rest_s:
             self._has_ended.wait(rest_s)
         self._has_ended.clear()
-        self._watch.check(self._registration.agent if self._registration is not None else None)
+        registration = self._registration or self._dead
+        self._watch.check(registration.agent if registration is not None else None)
         streams = self._take_streams()
         if not (self._sent or self._finished or self._failures or self._is_registration_due or streams):
             return _NOTHING
@@ -386,7 +412,7 @@ class WorkerSide:
 
     def status(self) -> Mapping[str, object]:
         """Return what this rank holds, as plain values; any thread."""
-        return worker_status(self._facts, self._registration, is_asleep=self._is_asleep)
+        return worker_status(self._facts, self._registration or self._dead, is_asleep=self._is_asleep)
 
     def hand_overs(self) -> Mapping[str, object]:
         """Return the moments of this rank's latest hand-overs, as plain values; any thread."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.worker.sleep import fail_reads
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 if TYPE_CHECKING:
@@ -185,10 +185,10 @@ class RankStreams:
         """Take the end of a stream whose memory is quiet; any thread."""
         self._finished.append(finished)
 
-    def fail(self, watches: Iterable[StreamOrder], now_s: float) -> None:
+    def fail(self, watches: Iterable[StreamOrder], now_s: float, code: str, message: str) -> None:
         """End streams that are ordered while nothing is registered."""
-        for order in watches:
-            self.ended(FinishedRead(ReadEnd(order.read, ASLEEP, ASLEEP_MESSAGE, ReadTimes(now_s), now_s)))
+        for finished in fail_reads((order.read for order in watches), now_s, code, message):
+            self.ended(finished)
 
     def fail_finished(self, failed: Callable[[FinishedRead], FinishedRead]) -> None:
         """Turn good ends that are not reported yet into bad ones: their pages are about to be lost."""

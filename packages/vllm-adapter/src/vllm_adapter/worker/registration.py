@@ -114,7 +114,7 @@ class Registration:
         self.handshakes.close()
         self.agent.close()
 
-    def end(self) -> None:
+    def end(self, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> None:
         """End all reads and leases, then give the memory back; when this returns, nothing of ours touches it any more.
 
         All ends have been reported by then. Takes up to two seconds if a peer keeps a cancelled read on the wire, longer only if
@@ -129,7 +129,7 @@ class Registration:
             if ended.is_set():
                 return
             try:
-                self.reads.end_all(ASLEEP, ASLEEP_MESSAGE)
+                self.reads.end_all(code, message)
             finally:
                 self.leases.end_all(has_fences=has_fences)
                 ended.set()

@@ -1,4 +1,4 @@
-"""Ends of reads while a worker's cache memory is gone (vLLM's sleep mode, from 0.33 on).
+"""Ends of reads while nothing is registered: in vLLM's sleep mode (from 0.33 on), and where the transfer thread has died.
 
 Theory of operation. Before the host unmaps the memory, the registration is closed: every read ends with the code `asleep`, also
 one whose data has just arrived, because its pages are about to be lost; every lease ends with its fence void; then the agent is
@@ -10,6 +10,9 @@ name and generation. Requests outlive that. A request that was announced to this
 and KV in the lost memory. It is *lost* until the host starts it again: then its new word is written into the new array, and what
 is computed from there on may be handed over. A lost request that is granted a lease all the same ends at once, and without a
 fence word no reader will accept its pages as valid (`ports.AnnouncedFences`).
+
+A transfer thread that has died has closed its agent: its words are void and its reads have ended. The engine goes on without
+hand-overs: what is left of its reads and leases ends in the next step, and whatever is ordered after that is answered at once.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import ReadOrder
 
-__all__ = ["ASLEEP", "ASLEEP_MESSAGE", "fail_reads", "failed_instead"]
+__all__ = ["ASLEEP", "ASLEEP_MESSAGE", "DEAD", "DEAD_MESSAGE", "fail_reads", "failed_instead"]
 
 ASLEEP = "asleep"
 ASLEEP_MESSAGE = "this engine's cache memory was given back (sleep mode)"
+
+DEAD = "thread-dead"
+DEAD_MESSAGE = "the transfer thread of this rank has died; restart this engine"
 
 
 def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> FinishedRead:
@@ -38,6 +44,6 @@ def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = AS
     return FinishedRead(replace(finished.end, code=code, message=message))
 
 
-def fail_reads(reads: Iterable[ReadOrder], now_s: float) -> list[FinishedRead]:
+def fail_reads(reads: Iterable[ReadOrder], now_s: float, code: str, message: str) -> list[FinishedRead]:
     """Return the ends of reads that are ordered while nothing is registered."""
-    return [FinishedRead(ReadEnd(order, ASLEEP, ASLEEP_MESSAGE, ReadTimes(now_s), now_s)) for order in reads]
+    return [FinishedRead(ReadEnd(order, code, message, ReadTimes(now_s), now_s)) for order in reads]
