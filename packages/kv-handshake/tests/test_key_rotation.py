@@ -246,7 +246,10 @@ def test_an_opening_that_a_listener_ends_is_tried_again(keys, is_keyed, is_reset
     if is_keyed:
         listener, client = served(keys), client_of(keys)
     else:
-        listener, client = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])), Client(LocalOffer(policy="off"))
+        listener, client = (
+            Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])),
+            Client(LocalOffer(policy="off")),
+        )
         listener.start()
     ended = []
     with socket.create_server(("127.0.0.1", 0)) as front:
