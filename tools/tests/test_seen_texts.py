@@ -89,5 +89,5 @@ def test_a_run_fails_if_a_user_would_see_a_text_that_is_not_on_the_page(
 def test_the_page_of_messages_knows_its_own_examples() -> None:
     known = Templates(messages_page()).know
     assert known("the transfer thread of engine P has died; restart this engine")
-    assert known("kv-handshake: no reply for rank (0, 1) from 10.0.0.1 port 5600 after 5.0 s, attempt 3")
+    assert known("kv-handshake: no reply for rank (0, 1) from 10.0.0.1 port 5600 (after 5.0 s, attempt 3)")
     assert not known("the transfer thread of engine P has gone home")

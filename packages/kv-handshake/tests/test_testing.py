@@ -75,7 +75,9 @@ def test_a_task_retries_until_its_deadline():
     assert not made.session.is_over
     made.check_time(104.0)
     assert made.session.error.code == "timed-out"
-    assert "rank (0, 0) from host port 5600 after 4.00 s, attempt 1" in str(made.session.error)
+    assert str(made.session.error) == (
+        "no reply for rank (0, 0) from host port 5600 (after 4.00 s, attempt 1); ranks still missing: (0, 0), (0, 1)"
+    )
     assert made.plan_retry(104.0, 0.0)
     assert made.next_attempt_s == 104.5
     made.begin_attempt(104.5)
@@ -89,6 +91,28 @@ def test_a_task_retries_until_its_deadline():
         9.5,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("connection-refused", "cannot connect to host port 5600 (after 0.50 s, attempt 1); "),
+        (
+            "connection-lost",
+            "the connection to host port 5600 ended before all replies had come (after 0.50 s, attempt 1); ",
+        ),
+        (
+            "authentication-refused",
+            "the connection to host port 5600 could not be opened: no side channel listens there",
+        ),
+    ],
+)
+def test_the_error_of_a_connection_is_a_sentence(fault, said):
+    made = task()
+    made.begin_attempt(100.0)
+    error = made.connection_error(fault, 100.5)
+    assert (error.code, error.context["host"], error.context["port"]) == (fault, "host", 5600)
+    assert str(error).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _TICKET = "nothing is lost, the prompt is computed here; look at the router and 
 _RESTART = "restart this engine, and report its log"
 _AGAIN = "nothing: it is tried again, or `kv_load_failure_policy` decides"
 _USAGE = "`--help` shows the usage; the words after the colon say what is wrong"
+_RESTARTED = "nothing: the peer was restarted, and its old tickets end as failures"
 _PLAIN = (
     "no text is wrong: prompts are handed over whole or computed by the decode engine; "
     "give all engines one release and `streaming`"
@@ -66,6 +67,7 @@ _FIRST = (
         r"^key file \{file\} cannot be|holds no (secret key|\*\.key)",
         "look at the path and the rights of that file or folder: [Security](security.md)",
     ),
+    (r"no connection to .* because of", "raise the limits of threads and open files (`ulimit -u`, `ulimit -n`)"),
 )
 _BY_CODE = (
     (r"^insecure-key-file$", "`chmod` the file as the text says: [Security](security.md)"),
@@ -82,13 +84,29 @@ _BY_CODE = (
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
     (r"^ticket-", _TICKET),
     (r"^(hash-mismatch|factors-differ|protocol-range|capability-missing|first-rank-refused|field-missing)$", _CHECK),
+    (r"^generation-mismatch$", _RESTARTED),
     (
-        r"^(engine-mismatch|generation-mismatch)$",
-        "nothing: the peer was restarted, and its old tickets end as failures",
+        r"^engine-mismatch$",
+        (
+            "once: nothing, the peer was restarted; on every request: `VLLM_NIXL_SIDE_CHANNEL_HOST` is unset, "
+            "or one address leads to several engines"
+        ),
     ),
-    (r"^(connection-refused|connection-lost|timed-out|name-unresolved|recently-failed|transport-failed)$", _PROBE),
     (
-        r"^(authentication-refused|keys-on-one-side|invalid-key-file|insecure-key-file)$",
+        r"^name-unresolved$",
+        "give each engine's `VLLM_NIXL_SIDE_CHANNEL_HOST` an address, or a name that both machines resolve",
+    ),
+    (r"^(connection-refused|connection-lost|timed-out|recently-failed|transport-failed)$", _PROBE),
+    (r"^too-many-peers$", "look why so many peers are silent at once; a later request finds a place again"),
+    (
+        r"^authentication-refused$",
+        (
+            "in this order: is the port that of a side channel, not of HTTP; have both sides keys, or neither; are they the "
+            "right ones ([Security](security.md)); does the peer's log say that it closes connections because there are too many"
+        ),
+    ),
+    (
+        r"^(keys-on-one-side|invalid-key-file|insecure-key-file)$",
         "compare the key files: [Security](security.md)",
     ),
     (r"^(invalid-secret|insecure-secret-file)$", "mend the secret's file or variable: [Security](security.md)"),
@@ -183,7 +201,6 @@ _BY_TEXT = (
         r"names \{surplus\} requests",
         "a decode engine waits with more requests than a heartbeat names: add decode engines, or prolong `kv_lease_duration`",
     ),
-    (r"no connection because of", "raise the limits of threads and open files (`ulimit -u`, `ulimit -n`)"),
     (r"more like this were not logged", "nothing: so many lines of the same cause were left out"),
     (r"shutdown-timeout", "give vLLM the `--shutdown-timeout` that the text names: [Drain](operate/drain.md)"),
     (r"hands over without seals", "seal that engine's tickets, or keep its network closed: [Security](security.md)"),

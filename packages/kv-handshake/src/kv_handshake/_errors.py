@@ -103,7 +103,8 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "authentication-refused": _facts(
             "environment",
             False,
-            "The opening of the connection failed: wrong keys, encryption on one side only, or no ZeroMQ at this port.",
+            "The connection could not be opened: no side channel at this port, keys on one side only, wrong keys, or too many "
+            "connections at the peer.",
         ),
         "name-unresolved": _facts("environment", True, "The host name has no address."),
         "recently-failed": _facts("environment", True, "The peer failed a moment ago and is not asked again yet."),

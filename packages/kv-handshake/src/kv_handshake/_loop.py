@@ -39,12 +39,6 @@ _RESERVE = 8
 _PATIENCE_S = 0.5
 """An attempt that has no connection after this gives its place up if a host without any place wants it."""
 
-_PROBLEMS = {
-    "connection-refused": "no connection",
-    "connection-lost": "the connection ended before a reply",
-    "authentication-refused": "wrong keys, encryption on one side only, or no ZeroMQ: no connection",
-}
-
 
 @final
 class Loop:
@@ -130,8 +124,10 @@ class Loop:
                 self._is_closing = True
                 leftover = list(self._inbox)
             for task in (*leftover, *self._waiting, *self._lookups, *self._running.values()):
-                problem = "the client was closed while waiting for metadata"
-                task.session.fail(task.transport_error("closed", problem, time.monotonic()))
+                now_s = time.monotonic()
+                task.session.fail(
+                    task.transport_error("closed", f"the client was closed before {task.peer} had answered", now_s)
+                )
                 task.on_end(task)
             self._hub.close()
 
@@ -162,8 +158,10 @@ class Loop:
             self._counts["restarts"] += 1
         self._log.warning("restart", f"the client goes on after {error!r}")
         for connection, task in list(self._running.items()):
-            problem = f"no reply because of {error!r}"
-            task.session.fail(task.transport_error("transport-failed", problem, time.monotonic()))
+            now_s = time.monotonic()
+            task.session.fail(
+                task.transport_error("transport-failed", f"no reply from {task.peer} because of {error!r}", now_s)
+            )
             self._hang_up(connection, task)
         time.sleep(_RECOVERY_S)
 
@@ -198,9 +196,11 @@ class Loop:
 
     def _give_up(self, task: Task[Any], error: Exception) -> None:
         """End an attempt that cannot begin: its task is in no list, and every task gets its end."""
-        problem = f"no connection because of {error!r}"
-        self._log.warning("open", problem)
-        task.session.fail(task.transport_error("transport-failed", problem, time.monotonic()))
+        self._log.warning("open", f"no connection to {task.peer} because of {error!r}")
+        now_s = time.monotonic()
+        task.session.fail(
+            task.transport_error("transport-failed", f"no connection to {task.peer} because of {error!r}", now_s)
+        )
         self._end_attempt(task)
 
     def _has_place(self, host: str, now_s: float) -> bool:
@@ -221,7 +221,11 @@ class Loop:
                 is_silent = not connection.is_open and now_s - task.attempt_began_s > _PATIENCE_S
                 if count > 1 and is_silent and task.request.endpoint.host == host:
                     task.session.fail(
-                        task.transport_error("timed-out", "no answer, and others wait for its place", now_s)
+                        task.transport_error(
+                            "too-many-peers",
+                            f"no answer from {task.peer} so far, and another peer needs its place here",
+                            now_s,
+                        )
                     )
                     self._hang_up(connection, task)
                     return True
@@ -230,8 +234,12 @@ class Loop:
     def _begin(self, task: Task[Any], addresses: list[str]) -> None:
         """Connect to the first of the addresses."""
         if not addresses and not task.session.is_over:
-            problem = f"no address for the name {task.request.endpoint.host!r} (those of one link do not count):"
-            task.session.fail(task.transport_error("name-unresolved", problem, time.monotonic()))
+            now_s, host = time.monotonic(), task.request.endpoint.host
+            task.session.fail(
+                task.transport_error(
+                    "name-unresolved", f"the name {host!r} has no address, or only such as are valid on one link", now_s
+                )
+            )
         task.set_addresses(addresses)
         self._connect(task)
 
@@ -301,7 +309,7 @@ class Loop:
             self._hub.discard(connection)
             self._open(task, connection.address, tried)
             return
-        task.session.fail(task.transport_error(fault, _PROBLEMS[fault], time.monotonic()))
+        task.session.fail(task.connection_error(fault, time.monotonic()))
         self._hang_up(connection, task)
 
     def _hang_up(self, connection: Connection, task: Task[Any]) -> None:
@@ -324,7 +332,11 @@ class Loop:
             self._end_flooded()
         for task in [task for task in self._waiting if now_s >= task.deadline_s]:
             self._waiting.remove(task)
-            task.session.fail(task.transport_error("timed-out", "no place for a connection", now_s))
+            task.session.fail(
+                task.transport_error(
+                    "too-many-peers", f"no place in this process for a connection to {task.peer}", now_s
+                )
+            )
             task.on_end(task)
 
     def _end_flooded(self) -> None:

@@ -217,17 +217,37 @@ class Task(Generic[S]):
             return
         missing = self.session.missing_ranks
         asked = f"rank {missing[0]}" if missing else "any rank"
-        self.session.fail(self.transport_error("timed-out", f"no reply for {asked}", now_s))
+        self.session.fail(self.transport_error("timed-out", f"no reply for {asked} from {self.peer}", now_s))
+
+    @property
+    def peer(self) -> str:
+        """Host and port of the listener, for a text."""
+        return f"{self.request.endpoint.host} port {self.request.endpoint.port}"
+
+    def connection_error(self, fault: str, now_s: float) -> TransportError:
+        """Return the error of a connection that could not be made or has ended, by the code that `Connection.fault` gave."""
+        if fault == "connection-refused":
+            return self.transport_error("connection-refused", f"cannot connect to {self.peer}", now_s)
+        if fault == "authentication-refused":
+            return self.transport_error(
+                "authentication-refused",
+                f"the connection to {self.peer} could not be opened: no side channel listens there (a web server, perhaps), "
+                "keys on one side only, wrong keys, or too many connections at the peer",
+                now_s,
+            )
+        return self.transport_error(
+            "connection-lost", f"the connection to {self.peer} ended before all replies had come", now_s
+        )
 
     def transport_error(self, code: str, problem: str, now_s: float) -> TransportError:
-        """Return an error that names the peer, the missing ranks and the elapsed time."""
+        """Return an error with a problem, which names the peer, and with the missing ranks and the elapsed time."""
         endpoint, elapsed_s = self.request.endpoint, now_s - self.began_s
         missing = self.session.missing_ranks
         shown = ", ".join(map(str, missing[:_SHOWN_RANKS]))
         more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
         return TransportError(
             code,
-            f"{problem} from {endpoint.host} port {endpoint.port} after {elapsed_s:.2f} s, attempt {self.attempts}"
+            f"{problem} (after {elapsed_s:.2f} s, attempt {self.attempts})"
             + (f"; ranks still missing: {shown}{more}" if missing else ""),
             host=endpoint.host,
             port=endpoint.port,

@@ -135,7 +135,7 @@ class FakeNetwork:
         session, endpoint = task.session, task.request.endpoint
         core = self._cores.get((endpoint.host, endpoint.port))
         if core is None:
-            session.fail(task.transport_error("connection-refused", "no connection", self.now_s))
+            session.fail(task.connection_error("connection-refused", self.now_s))
         while core is not None and not session.is_over:
             session.receive_message(
                 core.respond(session.next_query(now_s=self.now_s), clock_s=self.now_s), now_s=self.now_s
