@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +94,32 @@ def test_a_wrong_port(serve: Serve, check: Check) -> None:
     assert found.reasons() == [("reach", "connection-refused")]
     assert "not its HTTP port" in found.message("connection-refused")
     assert "prefill 127.0.0.1" in found.message("connection-refused")
+
+
+def test_the_http_port_of_an_engine(serve: Serve, check: Check) -> None:
+    """A web server ends the opening of the connection, as a listener with keys does; without keys here, it is the likelier."""
+
+    def answer(web: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = web.accept()
+                with accepted:
+                    accepted.recv(64)
+                    accepted.sendall(
+                        b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\nInvalid HTTP request received."
+                    )
+
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        answering = threading.Thread(target=answer, args=[web])
+        answering.start()
+        found = check(f"127.0.0.1:{web.getsockname()[1]}", serve(envelopes("D")))
+        web.shutdown(socket.SHUT_RDWR)
+        answering.join()
+    assert found.reasons() == [("reach", "authentication-refused")]
+    advice = found.message("authentication-refused")
+    assert (
+        0 < advice.index("not its HTTP port") < advice.index("side_channel_server_key") < advice.index("are too many")
+    )
 
 
 def test_a_port_that_a_firewall_blocks(serve: Serve, check: Check) -> None:
@@ -280,8 +308,15 @@ def test_a_wrong_key(serve: Serve, check: Check, keys: Path) -> None:
         wrong = check(*addresses, "--prefill-config", prefill, "--decode-config", decode)
         assert wrong.reasons() == [("keys", "authentication-refused")]
         assert "prefill 127.0.0.1" in wrong.message("authentication-refused")
+        advice = wrong.message("authentication-refused")
+        assert (
+            0
+            < advice.index("side_channel_server_key")
+            < advice.index("not its HTTP port")
+            < advice.index("are too many")
+        )
     bare = check(*addresses, "--prefill-config", config(), "--decode-config", config())
-    assert set(bare.reasons()) == {("keys", "authentication-refused")}
+    assert set(bare.reasons()) == {("reach", "authentication-refused")}
 
 
 def test_keys_on_one_side_alone(serve: Serve, check: Check, keys: Path) -> None:

@@ -28,13 +28,17 @@ _ADVICE: Mapping[str, str] = {
     "port), plus its data-parallel index?",
     "timed-out": "a firewall or network policy drops the connection, or something else than a side channel listens there",
     "name-unresolved": "use an address, or a name that both machines resolve",
-    "authentication-refused": "compare side_channel_key, side_channel_server_key and side_channel_clients of both engines; "
-    "give --prefill-config and --decode-config if the side channel has keys",
     "not-ready": "the engine has not registered its cache yet: wait until /health answers",
     "invalid-key-file": "check the files that the configuration names",
     "insecure-key-file": "chmod 600 the secret file",
 }
-_KEY_CODES = frozenset({"authentication-refused", "invalid-key-file", "insecure-key-file"})
+_KEY_CODES = frozenset({"invalid-key-file", "insecure-key-file"})
+_PORT_ADVICE = "see that this is its VLLM_NIXL_SIDE_CHANNEL_PORT plus its data-parallel index, and not its HTTP port"
+_KEYS_ADVICE = (
+    "compare side_channel_key, side_channel_server_key and side_channel_clients of both engines, and give --prefill-config and "
+    "--decode-config if they have keys"
+)
+_CROWD_ADVICE = "look in its log for connections that it closes because there are too many"
 
 
 @final
@@ -115,7 +119,7 @@ def look(place: Place, way: Way, findings: Findings) -> Seen | None:
     try:
         first = _probe(place, way, [(0, 0)])
     except Exception as error:  # noqa: BLE001  (whatever keeps the engine from answering is the finding)
-        _refuse(findings, place, error)
+        _refuse(findings, place, error, has_keys=way.key_files is not None)
         return None
     metadata = next(iter(first.peers.values()))
     tp, pp = _sizes(metadata)
@@ -141,10 +145,19 @@ def _probe(place: Place, way: Way, ranks: Sequence[Rank]) -> ProbedEngine:
     )
 
 
-def _refuse(findings: Findings, place: Place, error: Exception) -> None:
+def _refuse(findings: Findings, place: Place, error: Exception, *, has_keys: bool) -> None:
     code = code_of(error)
-    topic: Topic = "keys" if code in _KEY_CODES else "reach"
-    findings.refuse(topic, code, f"{place}: {error}", _ADVICE.get(code, ""))
+    if code == "authentication-refused":
+        topic: Topic = "keys" if has_keys else "reach"
+        findings.refuse(topic, "authentication-refused", f"{place}: {error}", _opening_advice(has_keys=has_keys))
+        return
+    findings.refuse("keys" if code in _KEY_CODES else "reach", code, f"{place}: {error}", _ADVICE.get(code, ""))
+
+
+def _opening_advice(*, has_keys: bool) -> str:
+    """Return what to look at when a connection cannot be opened; a web server, wrong keys and a crowd look the same from here."""
+    first, second = (_KEYS_ADVICE, _PORT_ADVICE) if has_keys else (_PORT_ADVICE, _KEYS_ADVICE)
+    return f"first, {first}; second, {second}; third, {_CROWD_ADVICE}"
 
 
 def _others(
