@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs" / "upstream")]
 
-from kvdev.marks import with_tables  # noqa: E402  (the path above leads to it)
+from consumer_death import wilson  # noqa: E402  (the paths above lead to it and to the next)
+
+from kvdev.marks import with_tables  # noqa: E402
 
 PAGE = ROOT / "docs" / "chaos.md"
 FIGURES = ROOT / "docs" / "chaos" / "figures.json"
@@ -78,10 +79,8 @@ def _kills(figures: dict[str, Any]) -> str:
 
 def _per_100(deaths: int, kills: int) -> str:
     """Return deaths per 100 kills with the 95 % interval of Wilson. Example: 0 of 10 is `0 (0 to 28)`."""
-    share, z = deaths / kills, 1.96
-    middle = (share + z * z / (2 * kills)) / (1 + z * z / kills)
-    half = z * math.sqrt(share * (1 - share) / kills + z * z / (4 * kills * kills)) / (1 + z * z / kills)
-    return f"{100 * share:.0f} ({100 * max(0.0, middle - half):.0f} to {100 * (middle + half):.0f})"
+    least, most = wilson(deaths, kills)
+    return f"{100 * deaths / max(1, kills):.0f} ({least:.0f} to {most:.0f})"
 
 
 def _faults(figures: dict[str, Any]) -> str:

@@ -347,6 +347,17 @@ def test_many_threads_learn_the_end_of_a_forked_process(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
+def test_a_table_of_kills_stands_without_kills_and_ends_at_100() -> None:
+    figures = json.loads(FIGURES.read_text())
+    report = figures["kills-prefill-default"]
+    report["deaths_of_survivors"] = []
+    for kills, shown in ((0, "| 0 (0 to 100) |"), (10, "| 0 (0 to 28) |")):
+        report["kills"] = kills
+        assert shown in tables(figures)["kills"].splitlines()[2]
+    report["deaths_of_survivors"] = [{}] * 10
+    assert "| 100 (72 to 100) |" in tables(figures)["kills"].splitlines()[2]
+
+
 def test_the_page_has_the_tables_of_the_recorded_figures() -> None:
     made = tables(json.loads(FIGURES.read_text()))
     assert with_tables(PAGE.read_text(), made) == PAGE.read_text()
