@@ -14,7 +14,7 @@ from gopher import Gopher
 from wire_values import FACTORS, METADATA, envelope
 
 from kv_handshake import Advertisement, Client, Codec, Listener, LocalOffer, compatibility_id
-from kv_nixl_agent._metadata import seal_metadata
+from kv_nixl_agent._metadata import add_checksum
 
 DIALECTS = (2, 4, 5, 9, 13, 15)
 RANKS = [(0, 0), (0, 1)]
@@ -51,7 +51,7 @@ def test_go_asks_our_listener(gopher: Gopher, listener: Listener, dialect: int, 
         assert metadata["engine_id"] == METADATA["engine_id"]
         assert metadata["kv_caches_base_addr"] == [4096 + tp, 1 << 40]
         assert reply["is_agent_sound"] is True
-        assert bytes.fromhex(metadata["agent_metadata"]) == seal_metadata(b"nixlSerDes|blob|")
+        assert bytes.fromhex(metadata["agent_metadata"]) == add_checksum(b"nixlSerDes|blob|")
         assert metadata["kvh_fence"] == [8192, 0, 64]
         assert (before <= reply["clock"] <= time.monotonic()) is (dialect >= 5)
 

@@ -1,4 +1,4 @@
-"""The ticket's seal and the seal on agent metadata, written and verified in Go and in Python."""
+"""The ticket's seal and the checksum of agent metadata, written and verified in Go and in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from gopher import Gopher
 
 from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._metadata import open_metadata, seal_metadata
+from kv_nixl_agent._metadata import add_checksum, open_metadata
 from kv_scheduler_state import SchedulerConfig, SchedulerState, prompt_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,28 +112,28 @@ def test_prompts_have_one_digest(gopher: Gopher, tokens: list[int], rest: dict[s
 BLOB = b"nixlSerDes|Agent" + bytes(range(200)) + b"|"
 
 
-def is_sound(sealed: bytes) -> bool:
+def is_sound(received: bytes) -> bool:
     """Return whether our own reader takes agent metadata."""
     try:
-        open_metadata(sealed)
+        open_metadata(received)
     except AgentError:
         return False
     return True
 
 
-def test_agent_metadata_is_sealed_alike_and_every_flip_is_seen_alike(gopher: Gopher) -> None:
-    sealed = seal_metadata(BLOB)
-    assert bytes.fromhex(gopher.ok("seal-agent", hex=BLOB.hex())) == sealed
-    assert gopher.ok("check-agent", hex=sealed.hex()) is True
-    assert gopher.ok("check-agent", hex=BLOB.hex()) is True, "vLLM writes no seal"
-    for bit in range(8 * len(sealed)):
-        flipped = bytearray(sealed)
+def test_agent_metadata_gets_one_checksum_and_every_flip_is_seen_alike(gopher: Gopher) -> None:
+    whole = add_checksum(BLOB)
+    assert bytes.fromhex(gopher.ok("checksum-agent", hex=BLOB.hex())) == whole
+    assert gopher.ok("check-agent", hex=whole.hex()) is True
+    assert gopher.ok("check-agent", hex=BLOB.hex()) is True, "vLLM writes no checksum"
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         assert gopher.ok("check-agent", hex=flipped.hex()) is is_sound(bytes(flipped)) is False, bit
     for cut in range(1, 8):
         ends_alike = next(
-            sealed
-            for sealed in (seal_metadata(b"nixlSerDes|" + bytes([n >> 8, n & 255]) + b"|") for n in range(65_536))
-            if sealed[-cut - 1] == ord("|")
+            whole
+            for whole in (add_checksum(b"nixlSerDes|" + bytes([n >> 8, n & 255]) + b"|") for n in range(65_536))
+            if whole[-cut - 1] == ord("|")
         )
         assert gopher.ok("check-agent", hex=ends_alike[:-cut].hex()) is is_sound(ends_alike[:-cut]) is False, cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kv_handshake import Codec
 from kv_handshake.testing import load_vectors
-from kv_nixl_agent._metadata import seal_metadata
+from kv_nixl_agent._metadata import add_checksum
 
 __all__ = ["FACTORS", "METADATA", "envelope"]
 
@@ -12,7 +12,7 @@ _EXTENDED = next(each for each in load_vectors() if each.name == "envelope-exten
 FACTORS: dict[str, object] = {**_EXTENDED["factors"], "vllm_version": "0.33.0", "block_size": 16}
 METADATA: dict[str, object] = {
     "engine_id": "p0",
-    "agent_metadata": seal_metadata(b"nixlSerDes|blob|"),
+    "agent_metadata": add_checksum(b"nixlSerDes|blob|"),
     "kv_caches_base_addr": [4096, 1 << 40],
     "device_id": 0,
     "num_blocks": 1000,

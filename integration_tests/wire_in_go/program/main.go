@@ -24,7 +24,7 @@ var answers = map[string]func(request) (any, error){
 	"seal":              doSeal,
 	"verify":            doVerify,
 	"digest":            doDigest,
-	"seal-agent":        doSealAgent,
+	"checksum-agent":    doChecksumAgent,
 	"check-agent":       doCheckAgent,
 	"geometry":          doGeometry,
 	"ask":               doAsk,

@@ -214,7 +214,9 @@ func doVerify(r request) (any, error) { return true, verifyTicket(r.Ticket, r.Se
 
 func doDigest(r request) (any, error) { return promptDigest(r.Prompt), nil }
 
-func doSealAgent(r request) (any, error) { return hex.EncodeToString(sealAgent(r.frame())), nil }
+func doChecksumAgent(r request) (any, error) {
+	return hex.EncodeToString(addChecksum(r.frame())), nil
+}
 
 func doCheckAgent(r request) (any, error) { return isAgentSound(r.frame()), nil }
 

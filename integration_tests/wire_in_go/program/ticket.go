@@ -213,30 +213,30 @@ func verifyTicket(text []byte, secrets []string) error {
 
 var agentMark = []byte{0xab, 'K', 'V', 'S', 'E', 'A', 'L', 0x01}
 
-// sealAgent appends the 16 bytes that show if agent metadata was altered.
-func sealAgent(blob []byte) []byte {
+// addChecksum appends the 16 bytes that show if agent metadata was damaged.
+func addChecksum(blob []byte) []byte {
 	sum := crc32.ChecksumIEEE(blob)
-	sealed := append(bytes.Clone(blob), agentMark...)
-	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(sealed, sum), ^sum)
+	whole := append(bytes.Clone(blob), agentMark...)
+	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(whole, sum), ^sum)
 }
 
-// isAgentSound tells if agent metadata is unsealed (vLLM's) or its seal fits. Half a mark is a damaged
-// one, and a whole mark elsewhere that of a seal that was cut or moved.
-func isAgentSound(sealed []byte) bool {
-	end := len(sealed) - 16
+// isAgentSound tells if agent metadata has no checksum trailer (vLLM's) or one that fits. Half a mark is a
+// damaged one, and a whole mark elsewhere that of a trailer that was cut or moved.
+func isAgentSound(received []byte) bool {
+	end := len(received) - 16
 	if end <= 0 {
-		return !bytes.Contains(sealed, agentMark)
+		return !bytes.Contains(received, agentMark)
 	}
 	fitting := 0
 	for number, each := range agentMark {
-		if sealed[end+number] == each {
+		if received[end+number] == each {
 			fitting++
 		}
 	}
 	if fitting < 4 {
-		return !bytes.Contains(sealed, agentMark)
+		return !bytes.Contains(received, agentMark)
 	}
-	return bytes.Equal(sealAgent(sealed[:end]), sealed)
+	return bytes.Equal(addChecksum(received[:end]), received)
 }
 
 // promptDigest binds a ticket to what was computed: token ids, adapter, media, cache salt and prompt embeddings.

@@ -1,4 +1,4 @@
-"""Rows, ordering and sealed metadata, by property."""
+"""Rows, ordering and the checksum of metadata, by property."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent._errors import ERROR_CODES
-from kv_nixl_agent._metadata import open_metadata, peek_agent_name, seal_metadata
+from kv_nixl_agent._metadata import add_checksum, open_metadata, peek_agent_name
 from kv_nixl_agent._parts import order_for_merging, spread_runs
 from kv_nixl_agent._rows import RowTable, check_rows, expand_rows
 from kv_nixl_agent._values import MemoryRegion
@@ -88,32 +88,32 @@ def test_any_bytes_are_metadata_or_damaged(blob):
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300), st.data())
-def test_a_seal_opens_and_no_flip_or_cut_of_it_does(body, data):
+def test_metadata_with_a_checksum_opens_and_no_flip_or_cut_of_it_does(body, data):
     blob = b"nixlSerDes|" + body + b"|"
-    sealed = seal_metadata(blob)
-    assert open_metadata(sealed, is_seal_required=True) == blob
-    damaged = bytearray(sealed)
-    damaged[data.draw(st.integers(0, len(sealed) - 1))] ^= data.draw(st.integers(1, 255))
-    for wrong in (bytes(damaged), sealed[: data.draw(st.integers(0, len(sealed) - 1))]):
+    whole = add_checksum(blob)
+    assert open_metadata(whole, is_checksum_required=True) == blob
+    damaged = bytearray(whole)
+    damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    for wrong in (bytes(damaged), whole[: data.draw(st.integers(0, len(whole) - 1))]):
         with pytest.raises(AgentError):
-            open_metadata(wrong, is_seal_required=True)
+            open_metadata(wrong, is_checksum_required=True)
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_a_cut_seal_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
+def test_a_cut_trailer_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
     blobs = (b"nixlSerDes|" + number.to_bytes(4, "little") + b"|" for number in range(100_000))
-    sealed = next(sealed for sealed in map(seal_metadata, blobs) if sealed[-cut - 1 : len(sealed) - cut] == b"|")
+    whole = next(whole for whole in map(add_checksum, blobs) if whole[-cut - 1 : len(whole) - cut] == b"|")
     with pytest.raises(AgentError) as refused:
-        open_metadata(sealed[:-cut])
+        open_metadata(whole[:-cut])
     assert refused.value.code == "metadata-damaged"
 
 
-def test_metadata_without_a_seal_is_taken_unless_it_is_required():
+def test_metadata_without_a_checksum_is_taken_unless_it_is_required():
     blob = b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"
     assert open_metadata(blob) == blob
     assert peek_agent_name(blob) == "abc"
     with pytest.raises(AgentError, match="no checksum trailer"):
-        open_metadata(blob, is_seal_required=True)
+        open_metadata(blob, is_checksum_required=True)
 
 
 @pytest.mark.parametrize(

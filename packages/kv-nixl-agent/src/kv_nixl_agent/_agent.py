@@ -15,7 +15,7 @@ from ._bindings import open_nixl
 from ._errors import AgentError
 from ._handles import Handles
 from ._memory import MemoryTable
-from ._metadata import seal_metadata
+from ._metadata import add_checksum
 from ._options import AgentOptions
 from ._parts import split_into_parts
 from ._peers import PeerTable
@@ -139,7 +139,7 @@ class TransferAgent:
     def agent_metadata(self) -> bytes:
         """Return the description of this agent for peers, with a checksum trailer that NIXL itself ignores."""
         self._refuse_closed()
-        return seal_metadata(self._port.agent_metadata())
+        return add_checksum(self._port.agent_metadata())
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register further memory; peers need fresh metadata afterwards.

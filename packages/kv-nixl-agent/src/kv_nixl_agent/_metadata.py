@@ -1,4 +1,4 @@
-"""Sealing of agent metadata with a checksum trailer.
+"""Checksum trailer of agent metadata.
 
 NIXL accepts many damaged blobs without a word, and a blob that it rejects half-way spoils the peer's name for the
 life of the agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers
@@ -17,53 +17,53 @@ import zlib
 
 from ._errors import AgentError
 
-__all__ = ["open_metadata", "peek_agent_name", "seal_metadata"]
+__all__ = ["add_checksum", "open_metadata", "peek_agent_name"]
 
 _MAGIC = b"\xabKVSEAL\x01"
 _TRAILER = struct.Struct("<8sII")
 _HEAD = b"nixlSerDes|Agent"
 
 
-def seal_metadata(blob: bytes) -> bytes:
+def add_checksum(blob: bytes) -> bytes:
     """Return `blob` with its checksum trailer."""
     checksum = zlib.crc32(blob)
     return blob + _TRAILER.pack(_MAGIC, checksum, checksum ^ 0xFFFFFFFF)
 
 
-def open_metadata(sealed: bytes, *, is_seal_required: bool = False) -> bytes:
-    """Return NIXL's own blob from sealed or plain agent metadata.
+def open_metadata(received: bytes, *, is_checksum_required: bool = False) -> bytes:
+    """Return NIXL's own blob from agent metadata with or without the trailer.
 
     Raises:
         AgentError: `metadata-damaged` if the trailer does not match, is missing although required, or the blob cannot
             be whole.
     """
-    if len(sealed) > _TRAILER.size:
-        magic, checksum, inverted = _TRAILER.unpack(sealed[-_TRAILER.size :])
-        if sum(a == b for a, b in zip(magic, _MAGIC, strict=True)) >= len(_MAGIC) // 2 or _MAGIC in sealed:
-            blob = sealed[: -_TRAILER.size]
+    if len(received) > _TRAILER.size:
+        magic, checksum, inverted = _TRAILER.unpack(received[-_TRAILER.size :])
+        if sum(a == b for a, b in zip(magic, _MAGIC, strict=True)) >= len(_MAGIC) // 2 or _MAGIC in received:
+            blob = received[: -_TRAILER.size]
             actual = zlib.crc32(blob)
             if magic == _MAGIC and actual == checksum and actual == inverted ^ 0xFFFFFFFF:
                 return blob
             raise AgentError(
                 "metadata-damaged",
-                f"agent metadata of {len(sealed)} bytes has checksum {actual:08x}, its trailer says {checksum:08x}; "
+                f"agent metadata of {len(received)} bytes has checksum {actual:08x}, its trailer says {checksum:08x}; "
                 "fetch it again",
-                received_bytes=len(sealed),
+                received_bytes=len(received),
             )
-    if is_seal_required:
+    if is_checksum_required:
         raise AgentError(
             "metadata-damaged",
-            f"agent metadata of {len(sealed)} bytes carries no checksum trailer; fetch it again, or allow peers "
+            f"agent metadata of {len(received)} bytes carries no checksum trailer; fetch it again, or allow peers "
             "without one",
-            received_bytes=len(sealed),
+            received_bytes=len(received),
         )
-    if not sealed.startswith(b"nixlSerDes|") or not sealed.endswith(b"|"):
+    if not received.startswith(b"nixlSerDes|") or not received.endswith(b"|"):
         raise AgentError(
             "metadata-damaged",
-            f"agent metadata of {len(sealed)} bytes does not begin and end like NIXL's; fetch it again",
-            received_bytes=len(sealed),
+            f"agent metadata of {len(received)} bytes does not begin and end like NIXL's; fetch it again",
+            received_bytes=len(received),
         )
-    return sealed
+    return received
 
 
 def peek_agent_name(blob: bytes) -> str | None:

@@ -106,7 +106,7 @@ class AgentOptions:
             shared memory and CMA, False (the default) for TCP and unknown transports: there, quarantine outlives the
             removal.
         wire_up: Whether to connect with a tiny read when a peer is added.
-        is_seal_required: Whether to refuse agent metadata without this package's checksum trailer.
+        is_checksum_required: Whether to refuse agent metadata without this package's checksum trailer.
         max_prepared_peers: Peers whose prepared lists are kept ready; beyond it the least recently used are released
             and prepared again on demand.
         progress_thread: Whether NIXL runs its own progress thread, which sleeps between events of its transports. Needed
@@ -131,7 +131,7 @@ class AgentOptions:
     max_quarantined_per_peer: int = 256
     is_quiet_on_removal: bool = False
     wire_up: bool = True
-    is_seal_required: bool = False
+    is_checksum_required: bool = False
     max_prepared_peers: int = 1024
     progress_thread: bool = True
     sync_mode: SyncMode = "rw"

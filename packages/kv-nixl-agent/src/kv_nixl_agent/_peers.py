@@ -46,7 +46,7 @@ class PeerTable:
     Args:
         port: The NIXL agent.
         memory: Registered memory, in which local rows must lie.
-        options: `max_prepared_peers` and `is_seal_required`.
+        options: `max_prepared_peers` and `is_checksum_required`.
         last_look: Called with the peers of a name before their agent is unloaded in favour of another process: the last
             chance to learn from NIXL that their handles have ended.
     """
@@ -113,7 +113,7 @@ class PeerTable:
         """
         if spec.key in self._by_key:
             raise AgentError("peer-known", f"peer {spec.key!r} is known; replace or remove it", peer=spec.key)
-        blob = open_metadata(spec.agent_metadata, is_seal_required=self._options.is_seal_required)
+        blob = open_metadata(spec.agent_metadata, is_checksum_required=self._options.is_checksum_required)
         peer = Peer(spec)
         for kind, group in peer.local.groups.items():
             self._memory.check_local(kind, group)

@@ -106,7 +106,7 @@ class PeerProcess:
 
     @property
     def agent_metadata(self) -> bytes:
-        """Metadata of the child's agent, sealed."""
+        """Metadata of the child's agent, with its checksum trailer."""
         return self._description[0]
 
     @property

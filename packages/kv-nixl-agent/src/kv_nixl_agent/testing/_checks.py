@@ -118,7 +118,7 @@ def check_bad_input(stage: Stage) -> None:
 
 
 def check_metadata_flips(stage: Stage) -> None:
-    """Every change of one byte of sealed metadata is refused, and the true metadata still works."""
+    """Every change of one byte of metadata with its checksum is refused, and the true metadata still works."""
     metadata = stage.producer.agent_metadata
     for position in range(len(metadata)):
         for flip in (0x01, 0x80, 0xFF):

@@ -31,7 +31,7 @@ class ProducerControl(Protocol):
 
     @property
     def agent_metadata(self) -> bytes:
-        """Sealed metadata."""
+        """Metadata with its checksum trailer."""
         ...
 
     @property
