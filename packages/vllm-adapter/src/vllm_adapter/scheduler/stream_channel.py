@@ -1,8 +1,8 @@
 """Questions and answers of streamed hand-overs, between the request machines and the side channel.
 
 The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news waits in an
-inbox, decoded and judged already; `receive` hands it to the machines, and `send` takes out once a step what they have to say. Nothing
-here waits: `say` writes to queues of the side channel, and `receive` reads from its own.
+inbox, decoded and judged already; `receive` hands it to the machines, and `send` takes out once a step what they have to say.
+Nothing here waits: `say` writes to queues of the side channel, and `receive` reads from its own.
 
 An engine at rest receives nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
 more than the questions that the listener allows to be open, and as many that have gone since.
