@@ -54,6 +54,8 @@ CAUSES = {
     "f'stream-{reason}'",
 }
 """Causes that are no constants: names that are codes, or constants of the caller."""
+ACTIONS = {"action", "f'completion of a read ({step})'"}
+"""Actions of `Recorder.trouble` that are no constants: each text is remembered, so none may hold a request or a peer."""
 
 
 def calls(node: ast.AST, place: str = "") -> Iterator[tuple[str, ast.Call]]:
@@ -104,6 +106,18 @@ def test_a_log_call_is_limited_or_can_be_repeated_by_nobody() -> None:
 
 def test_a_cause_is_a_constant_or_a_code() -> None:
     assert {cause for _, tree in of_packages() for cause in causes_of(tree)} <= CAUSES
+
+
+def test_an_action_that_fails_has_a_constant_name() -> None:
+    found = {
+        ast.unparse(call.args[0])
+        for _, tree in of_packages()
+        for _, call in calls(tree)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in {"trouble", "guarded"}
+        and not isinstance(call.args[0], ast.Constant)
+    }
+    assert found == ACTIONS
 
 
 def test_loggers_are_called_so_that_the_other_tests_find_them() -> None:

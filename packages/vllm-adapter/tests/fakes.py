@@ -256,9 +256,9 @@ class FakeRecorder:
         self.lines.append(line)
         self.warnings.append(line)
 
-    def trouble(self, action: str, error: Exception) -> None:
+    def trouble(self, action: str, error: Exception, detail: str = "") -> None:
         self.counts["num_callback_errors"] += 1
-        self.errors.append((action, error))
+        self.errors.append((f"{detail}: {action}" if detail else action, error))
 
     @contextmanager
     def guarded(self, action: str) -> Iterator[None]:

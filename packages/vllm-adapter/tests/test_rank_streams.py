@@ -108,7 +108,7 @@ def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
     rank.step(StepPlan(streams=StreamPlan(chunks=(bad, CHUNK))))
     assert rank.words.stored == [("put", 1, 7, 0, (4, 5))]
     ((action, error),) = rank.recorder.errors
-    assert ("bad" in action, str(error)) == (True, "another owner")
+    assert (action, str(error)) == ("request bad: storing the words of a stream", "another owner")
 
 
 def test_without_memory_words_are_void_already(rank: Rank) -> None:

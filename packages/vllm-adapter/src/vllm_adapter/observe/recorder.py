@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.hand_overs import HandOverLog
+from vllm_adapter.observe.plain_text import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -166,12 +167,32 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self.trouble(action, error)
 
-    def trouble(self, action: str, error: Exception) -> None:
-        """Count an unexpected exception; log it with its traceback unless one like it was logged before."""
+    def trouble(self, action: str, error: Exception, detail: str = "") -> None:
+        """Count an unexpected exception; log it with its traceback unless one like it was logged before.
+
+        Once 100 kinds have been logged, lines of further kinds have no traceback and are limited, see `CauseLog`.
+
+        Args:
+            action: What failed, of a few constant texts: every text is remembered.
+            error: The exception.
+            detail: The request or peer that it was about; it stands in the line, and is not remembered.
+        """
         self.count("num_callback_errors")
         kind = (action, type(error).__name__)
+        line = f"{detail}: {action}" if detail else action
         with self._lock:
-            is_known = kind in self._seen_errors or len(self._seen_errors) >= _MOST_TRACEBACKS
-            self._seen_errors.add(kind)
-        if not is_known:
-            self._logger.error("%s failed unexpectedly; the other orders go on", action, exc_info=error)
+            if kind in self._seen_errors:
+                return
+            has_room = len(self._seen_errors) < _MOST_TRACEBACKS
+            if has_room:
+                self._seen_errors.add(kind)
+        if has_room:
+            self._logger.error("%s failed unexpectedly; the other orders go on", line, exc_info=error)
+        else:
+            self._log.error(
+                "worker-exception",
+                "%s failed unexpectedly (%s: %s); the other orders go on",
+                line,
+                type(error).__name__,
+                plain_text(str(error)),
+            )

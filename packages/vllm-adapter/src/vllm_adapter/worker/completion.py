@@ -62,7 +62,7 @@ class ReadCompletion:
         try:
             action()
         except Exception as error:  # noqa: BLE001  (the request fails, the engine goes on)
-            self._recorder.trouble(f"completion of a read ({step})", error)
+            self._recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
             self._recorder.count(counter)
             return replace(end, code=code, message=f"{type(error).__name__}: {error}")
         self._recorder.observe(f"{step}_duration", time.perf_counter() - began_s)

@@ -118,7 +118,7 @@ class RankStreams:
             self._open.pop(void.request_id, None)
         self._open.update((opening.request_id, opening) for opening in orders.opens)
         for request_id, error in self._worker.before_forward(orders):
-            self._recorder.trouble(f"storing the words of request {request_id}", error)
+            self._recorder.trouble("storing the words of a stream", error, f"request {request_id}")
         self._sent += self._worker.take_sent()
         for chunk in orders.chunks:
             if chunk.held_tokens and mirror is None:
