@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
+from fakes import CodedFailure, Metadata, Outcome, Plan, Stall, order, peer
 from lease_bench import FENCE
 from lease_bench import Bench as LeaseBench
 from read_bench import KEY, Bench
@@ -72,6 +72,38 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     assert described["streams"] == 2
     assert (entry["request_id"], entry["tokens"], entry["ranks_left"]) == ("r1", 32, 1)
     assert (entry["stage"], entry["tokens_finished"]) == ("watching", 0)
+
+
+def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> None:
+    class Watch:
+        def read_table(self, tag: int, first: int, stop: int) -> None:
+            asked.append((tag, first, tuple(range(500 + first, 500 + stop))))
+
+        def end(self) -> None:
+            pass
+
+    def watch_stream(_key: str, _slot: int, listener: Any, *, tokens: int) -> Watch:
+        assert tokens == 32
+        listeners.append(listener)
+        return Watch()
+
+    asked, listeners = list[tuple[int, int, tuple[int, ...]]](), list[Any]()
+    agent: Any = bench.agent
+    agent.watch_stream = watch_stream
+    bench.reads.follow(stream())
+    bench.reads.read(order("r2"))
+    bench.handshakes.answer(Outcome())
+    listeners[0].progress(9, 16)
+    for entries in asked:
+        listeners[0].table(*entries)
+    assert set(bench.agent.posts) == {"r1/0.0#1", "r2/0.0"}
+    bench.agent.stalled = [Stall(name, 95.0) for name in bench.agent.posts]
+    bench.reads.look_after()
+    bench.reads.look_after()
+    assert bench.counts["num_stalled_reads"] == 2
+    (line,) = bench.recorder.warnings
+    assert "no part of 2 reads has ended for 5.0 s" in line
+    assert "requests r1, r2" in line
 
 
 def test_without_streaming_nothing_is_followed() -> None:

@@ -216,6 +216,10 @@ def test_pages_in_quarantine_are_waited_for() -> None:
     (transfer_id,) = bench.agent.posts
     bench.end_all(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
     assert bench.torn == []
+    assert bench.recorder.counts["num_quarantined_reads"] == 1
+    assert bench.recorder.warnings == [
+        "request r1: its pages stay quarantined until the transfers from engine P are known to be over (deadline-exceeded)"
+    ]
     assert bench.streams.memory_quiet(transfer_id)
     assert bench.torn == [("r1", "deadline-exceeded")]
     assert not bench.streams.memory_quiet(transfer_id)

@@ -23,7 +23,7 @@ from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
 from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
-from vllm_adapter.worker.transfer.stalls import StallWatch
+from vllm_adapter.worker.transfer.stalls import StallWatch, note_quarantine
 from vllm_adapter.worker.transfer.stream_admission import StreamAdmission
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 from vllm_adapter.worker.transfer.tickets import refusal
@@ -108,7 +108,8 @@ class ReadCoordinator:
         with self._parts.recorder.guarded("looking after peers"):
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
-            self._stalls.check(self._transfers)
+            streamed = self._streams.reads() if self._streams is not None else {}
+            self._stalls.check({**self._transfers, **streamed})
         if self._streams is not None:
             with self._parts.recorder.guarded("looking after streams"):
                 self._streams.look_after()
@@ -259,7 +260,7 @@ class ReadCoordinator:
         if result.is_memory_quiet:
             self._close_transfer(read, result.transfer_id)
         else:
-            self._quarantine(read, result)
+            note_quarantine(self._parts, read, result)
 
     def _note_result(self, read: Read, result: TransferResult) -> None:
         engine, recorder = read.engine, self._parts.recorder
@@ -276,17 +277,6 @@ class ReadCoordinator:
             recorder.count("num_fence_rejections")
         elif is_at_fault and engine is not None and engine.phase == "ready":
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
-
-    def _quarantine(self, read: Read, result: TransferResult) -> None:
-        is_first = not read.unquiet
-        read.unquiet.add(result.transfer_id)
-        self._parts.recorder.count("num_quarantined_reads")
-        if is_first:
-            self._parts.recorder.warn(
-                "quarantine",
-                f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
-                f"{read.order.peer.engine_id} are known to be over ({result.code})",
-            )
 
     def memory_quiet(self, transfer_id: str) -> None:
         """Take in that nothing can write into the pages of an ended transfer any more."""

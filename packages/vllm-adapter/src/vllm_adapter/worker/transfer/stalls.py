@@ -1,4 +1,4 @@
-"""Warnings about reads that make no progress."""
+"""Warnings about reads that make no progress, and about pages that a read which has ended may still write into."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm_adapter.ports import StallEntry
+    from vllm_adapter.ports import StallEntry, TransferResult
     from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
-__all__ = ["StallWatch"]
+__all__ = ["StallWatch", "note_quarantine"]
 
 _NAMED = 4
 """Requests that a log line about several names."""
@@ -30,7 +30,7 @@ class StallWatch:
         """Report what has stalled since the last call.
 
         Args:
-            reads: The reads on the wire, by transfer id.
+            reads: The reads on the wire, plain and streamed, by transfer id.
         """
         stalls = {entry.transfer_id: entry for entry in self._parts.agent.stalls() if entry.transfer_id in reads}
         known_requests = {reads[known].order.request_id for known in self._known if known in reads}
@@ -53,4 +53,17 @@ class StallWatch:
             f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
             f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
             f"{self._read_timeout_s:g} s",
+        )
+
+
+def note_quarantine(parts: TransferParts, read: Read, result: TransferResult) -> None:
+    """Count a transfer that has ended and may still write into its read's pages; the first one of a read is logged."""
+    is_first = not read.unquiet
+    read.unquiet.add(result.transfer_id)
+    parts.recorder.count("num_quarantined_reads")
+    if is_first:
+        parts.recorder.warn(
+            "quarantine",
+            f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
+            f"{read.order.peer.engine_id} are known to be over ({result.code})",
         )

@@ -17,6 +17,7 @@ from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.ports import StreamFacts
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
+from vllm_adapter.worker.transfer.stalls import note_quarantine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,6 +219,10 @@ class StreamCoordinator:
         """Transfers of streams that are not over."""
         return len(self._transfers)
 
+    def reads(self) -> dict[str, Read]:
+        """Return the read that each transfer of a stream belongs to, by transfer id."""
+        return {transfer_id: following.stream.read for transfer_id, (following, _) in self._transfers.items()}
+
     def describe(self, most: int) -> dict[str, object]:
         """Return how many streams there are, and the oldest `most` of them, as an operator is shown them."""
         return {
@@ -347,7 +352,7 @@ class StreamCoordinator:
         elif is_peer_at_fault(result):
             self._drop(stream, result.code, result.message)
         if not result.is_memory_quiet:
-            self._parts.recorder.count("num_quarantined_reads")
+            note_quarantine(self._parts, stream.read, result)
 
     def _drop(self, stream: _Stream, code: str, message: str) -> None:
         if stream.engine.phase == "ready":
@@ -355,8 +360,10 @@ class StreamCoordinator:
 
     def memory_quiet(self, transfer_id: str) -> bool:
         """Take in that nothing can write into the pages of an ended part any more; False for somebody else's."""
-        if transfer_id not in self._transfers:
+        found = self._transfers.get(transfer_id)
+        if found is None:
             return False
+        found[0].stream.read.unquiet.discard(transfer_id)
         self._landed(transfer_id, is_good=False)
         return True
 
