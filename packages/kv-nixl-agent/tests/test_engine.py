@@ -258,6 +258,38 @@ def test_every_scratch_word_in_use_only_delays():
     assert pair.run()["r"].outcome == "done"
 
 
+@pytest.mark.parametrize(
+    ("code", "expected", "fault"),
+    [
+        ("nixl-disconnected", "peer-disconnected", "peer"),
+        ("nixl-backend", "transfer-failed", "environment"),
+        ("nixl-invalid-param", "transfer-rejected", "local"),
+    ],
+)
+def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expected: str, fault: str):
+    pair = make_pair(latency_polls=0)
+    pair.connect()
+    fences = pair.consumer._memory.fences
+    taken: list[Any] = [fences.take_scratch(0) for _ in range(512)]
+    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
+    pair.run(3)
+    for word in taken:
+        fences.give_back(word)
+    pair.fabric.fail_next("make", code)
+    result = pair.run()["r"]
+    assert (result.outcome, result.code, result.fault) == ("failed", expected, fault)
+
+
+@pytest.mark.parametrize(("orders", "code"), [(3, "queue-full"), (1, "bad-indices")])
+def test_a_refusal_of_the_agent_itself_is_no_fault_of_the_peer(orders: int, code: str):
+    pair = make_pair(options=AgentOptions(max_queued=2))
+    pair.connect()
+    for number in range(orders):
+        pair.consumer.submit(order(f"t{number}", [0], [99999 if code == "bad-indices" else 0]))
+    result = pair.run()[f"t{orders - 1}"]
+    assert (result.outcome, result.code, result.fault) == ("failed", code, "local")
+
+
 def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
     pair = make_pair(latency_polls=4)
     pair.connect()

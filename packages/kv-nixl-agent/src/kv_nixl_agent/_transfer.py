@@ -256,8 +256,7 @@ class Transfer:
         """End it because the word cannot be read: the data is there, but nothing vouches for it."""
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", error.code)
-        code = transfer_code(error) if self.state == "fence-posted" else "transfer-rejected"
-        self.end("failed", code, f"the fence of peer {self.peer.key!r} could not be read: {error}")
+        self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
 
     def _confirm(self) -> None:
         """Check pages, notify, and report success."""

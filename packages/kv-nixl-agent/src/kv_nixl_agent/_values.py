@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, final
 
+from ._errors import ERROR_CODES
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ._errors import Fault
     from ._port import MemoryKind
 
 __all__ = [
@@ -193,6 +196,11 @@ class TransferResult:
     check_s: float = 0.0
     is_notified: bool = False
     bytes_by_path: tuple[tuple[str, MemoryKind, MemoryKind, int], ...] = ()
+
+    @property
+    def fault(self) -> Literal["", Fault]:
+        """Where the cause of the failure lies, as `ERROR_CODES` has it for the code; empty when done."""
+        return ERROR_CODES[self.code].fault if self.code else ""
 
 
 @final
