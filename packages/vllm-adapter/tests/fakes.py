@@ -49,6 +49,7 @@ class Result:
     outcome: Any = "done"
     code: str = ""
     message: str = ""
+    fault: Any = "peer"
     is_memory_quiet: bool = True
     bytes_moved: int = 100
     descriptor_count: int = 1

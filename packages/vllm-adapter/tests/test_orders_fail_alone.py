@@ -222,10 +222,19 @@ def met(bench: Bench) -> None:
     bench.finish()
 
 
-def answer_probe(agent: FakeAgent, bench: Bench, outcome: str, code: str = "") -> None:
+def answer_probe(agent: FakeAgent, bench: Bench, outcome: str, code: str = "", fault: str = "peer") -> None:
     (probe,) = agent.probes
     agent.probes.clear()
-    bench.finish(probe, outcome=outcome, code=code)
+    bench.finish(probe, outcome=outcome, code=code, fault=fault)
+
+
+def test_a_probe_that_the_own_agent_refuses_says_nothing_of_its_engine(bench: Bench) -> None:
+    met(bench)
+    for _ in range(5):
+        idle(bench)
+        answer_probe(bench.agent, bench, "failed", "queue-full", "local")
+    assert bench.reads.snapshot()["engines"] == 1
+    assert bench.counts["num_dropped_engines"] == 0
 
 
 def test_an_idle_engine_that_answers_probes_is_kept(bench: Bench) -> None:

@@ -75,6 +75,26 @@ def test_what_a_new_meeting_cannot_mend_is_not_read_again(bench: Bench, outcome:
     assert bench.counts["num_retried_reads"] == 0
 
 
+def test_what_the_own_agent_refuses_is_neither_read_again_nor_held_against_the_peer(bench: Bench) -> None:
+    start(bench)
+    bench.finish(outcome="failed", code="queue-full", fault="local")
+    assert bench.codes() == {"r1": "queue-full"}
+    assert (bench.counts["num_retried_reads"], bench.counts["num_dropped_engines"]) == (0, 0)
+    bench.reads.read(order("r2"))
+    assert "r2/0.0" in bench.agent.posts, "the engine is still known"
+    assert len(bench.handshakes.asked) == 1
+
+
+def test_a_peer_that_the_own_agent_has_let_go_is_met_anew_and_read_once_more(bench: Bench) -> None:
+    start(bench)
+    bench.agent.remove_peer(KEY)
+    bench.finish(outcome="failed", code="peer-removed", fault="local")
+    bench.handshakes.answer(Outcome(), 1)
+    bench.finish("r1/0.0+")
+    assert bench.codes() == {"r1": ""}
+    assert (bench.counts["num_retried_reads"], bench.counts["num_dropped_engines"]) == (1, 0)
+
+
 def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
     start(bench)
     bench.now_s += 31

@@ -225,6 +225,15 @@ def test_pages_in_quarantine_are_waited_for() -> None:
     assert not bench.streams.memory_quiet(transfer_id)
 
 
+@pytest.mark.parametrize(("fault", "dropped"), [("local", 0), ("peer", 1), ("environment", 1)])
+def test_what_the_own_agent_refuses_is_not_held_against_the_peer(fault: str, dropped: int) -> None:
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().tell()
+    bench.end_all(outcome="failed", code="x", fault=fault)
+    assert (bench.torn, len(bench.dropped)) == ([("r1", "x")], dropped)
+
+
 def test_all_ranks_are_done_or_none() -> None:
     bench = Bench(TWO_RANKS)
     for rank in TWO_RANKS:

@@ -63,6 +63,11 @@ class TransferResult(Protocol):
     @property
     def message(self) -> str: ...
     @property
+    def fault(self) -> Literal["", "local", "peer", "environment"]:
+        """Where the cause of a failure lies; `local` for what this rank's own agent refuses."""
+        ...
+
+    @property
     def is_memory_quiet(self) -> bool:
         """False while the peer or the wire might still write into the local pages (quarantine)."""
         ...

@@ -67,8 +67,8 @@ class Probes:
         if result.outcome == "done":
             engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
             return
-        if result.outcome == "cancelled" or engine.phase != "ready":
-            return
+        if result.outcome == "cancelled" or result.fault == "local" or engine.phase != "ready":
+            return  # it says nothing about the engine, which is probed again
         engine.silent_probes += 1
         is_gone = result.code == "peer-disconnected"
         if is_gone or engine.silent_probes >= _SILENT_PROBES:

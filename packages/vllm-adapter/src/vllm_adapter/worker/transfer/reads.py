@@ -21,7 +21,7 @@ from vllm_adapter.worker.conversion import conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
 from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
-from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
+from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault, may_be_mended
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
 from vllm_adapter.worker.transfer.stalls import StallWatch, note_quarantine
 from vllm_adapter.worker.transfer.stream_admission import StreamAdmission
@@ -271,11 +271,10 @@ class ReadCoordinator:
                 engine.last_answer_s = now_s
             recorder.transfer(result)
             return
-        is_at_fault = is_peer_at_fault(result)
-        self._note_failure(read, result.code, result.message, may_retry=is_at_fault)
+        self._note_failure(read, result.code, result.message, may_retry=may_be_mended(result))
         if result.outcome == "fence-rejected":
             recorder.count("num_fence_rejections")
-        elif is_at_fault and engine is not None and engine.phase == "ready":
+        elif is_peer_at_fault(result) and engine is not None and engine.phase == "ready":
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
 
     def memory_quiet(self, transfer_id: str) -> None:

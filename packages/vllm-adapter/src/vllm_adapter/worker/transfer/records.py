@@ -13,14 +13,23 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
 
-__all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place"]
-
-_OWN_OUTCOMES = frozenset({"done", "fence-rejected", "timed-out", "cancelled"})
+__all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place", "may_be_mended"]
 
 
 def is_peer_at_fault(result: TransferResult) -> bool:
-    """Return whether a transfer failed in a way that speaks against its peer: then the peer is met anew before its next read."""
-    return result.outcome not in _OWN_OUTCOMES
+    """Return whether a transfer failed in a way that speaks against its peer: then the peer is met anew before its next read.
+
+    What this rank's own agent refuses (`queue-full`, `bad-indices`) says nothing about the peer.
+    """
+    return result.outcome == "failed" and result.fault != "local"
+
+
+def may_be_mended(result: TransferResult) -> bool:
+    """Return whether a transfer that failed may go well once its peer has been met anew.
+
+    It may also where the agent has let the peer go (`peer-removed`), as when another engine proved that the name is its own.
+    """
+    return is_peer_at_fault(result) or result.code == "peer-removed"
 
 
 @final
