@@ -62,3 +62,5 @@ def test_each_handshake_is_measured_once_with_all_its_ranks(bench: Bench, monkey
     bench.handshakes.answer(Outcome(is_ok=False, peers={}, code="recently-failed", elapsed_s=0.0))
     durations = [value for key, value in bench.recorder.observed if key == "handshake_duration"]
     assert durations == [0.75, 0.01], "one that was not asked has no duration"
+    assert bench.counts["num_failed_handshakes"] == 1, "the one that was refused, not the one that was never made"
+    assert bench.counts["num_unasked_engines"] == 1

@@ -263,7 +263,9 @@ def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> No
     bench.now_s += 2
     bench.reads.look_after()
     assert bench.codes() == {"r1": "handshake-overdue"}
-    bench.handshakes.answer(Outcome())  # too late: nobody waits for it any more
+    bench.handshakes.answer(Outcome(is_ok=False, code="timed-out"))  # too late: nobody waits for it any more
+    bench.reads.look_after()
+    assert bench.counts["num_failed_handshakes"] == 1
     assert bench.agent.peers == {}
 
 

@@ -39,7 +39,11 @@ HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         "Seconds to verify the fence after a read.",
         (0.0001, *_SECONDS),
     ),
-    "handshake_duration": ("vllm:kv_transfer_handshake_seconds", "Seconds per handshake with an engine.", _SECONDS),
+    "handshake_duration": (
+        "vllm:kv_transfer_handshake_seconds",
+        "Seconds per handshake with an engine.",
+        (*_SECONDS, 10.0, 20.0, 60.0),
+    ),
     "heartbeat_lag": (
         "vllm:kv_transfer_heartbeat_lag_seconds",
         "Prefill side, per heartbeat and expired lease: seconds of silence beyond the heartbeat interval.",
@@ -79,7 +83,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "vllm:nixl_num_notifications_after_expiry",
         "Completions that came after their lease had ended.",
     ),
-    "num_failed_handshakes": ("vllm:kv_transfer_num_failed_handshakes", "Handshakes that failed or were refused."),
+    "num_failed_handshakes": (
+        "vllm:kv_transfer_num_failed_handshakes",
+        "Handshakes that failed, were refused or did not end in time.",
+    ),
     "num_failed_conversions": (
         "vllm:kv_transfer_num_failed_conversions",
         "Reads whose pages could not be put in order.",

@@ -26,7 +26,9 @@ __all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS"
 SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
 """Series of every read that was done (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
 
-FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes")
+FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes", "num_unasked_engines")
+"""Events that vLLM's own connector counts as failed transfers. The last: reads whose engine had failed a moment ago, so that no
+handshake was made; vLLM's connector makes one each time, and counts it."""
 _OTHER_KEYS = (
     "num_kv_expired_reqs",
     "num_notifications_after_expiry",

@@ -198,10 +198,11 @@ class PeerDirectory:
             return
         told_s = self._parts.now_s()
         # A refused attempt asked nothing, and many zeros would hide how long a handshake takes.
-        if outcome.code != "recently-failed":
+        was_asked = outcome.code != "recently-failed"
+        if was_asked:
             self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
         if not outcome.is_ok:
-            self._parts.recorder.count("num_failed_handshakes")
+            self._parts.recorder.count("num_failed_handshakes" if was_asked else "num_unasked_engines")
             if outcome.code == "first-rank-refused" and lies:
                 message = f"engine {engine.engine_id} is not asked for further ranks: {lies[0]}"
                 self._fail(engine, code_of(lies[0]), message)
@@ -321,6 +322,7 @@ class PeerDirectory:
             if engine.phase == "ready":
                 self._look_after_idle(engine, now_s)
             elif engine.phase == "wiring" and now_s - engine.last_used_s > self._limits.handshake_s:
+                self._parts.recorder.count("num_failed_handshakes")  # its own end, later, is not looked at any more
                 self._fail(engine, "handshake-overdue", self._overdue(engine))
             else:
                 self._fail_overdue(engine, now_s)
