@@ -153,7 +153,7 @@ _BY_CODE = (
         ),
         _AGAIN,
     ),
-    (r"^(quarantine-full|deadline-exceeded)$", "look whether the peer's process is stopped; restart it"),
+    (r"^(quarantine-full|deadline-exceeded|peer-draining)$", "look whether the peer's process is stopped; restart it"),
     (r"^(queue-full)$", "wait, or add decode engines"),
     (
         (

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
-__all__ = ["PeerDirectory", "PeerEvents"]
+__all__ = ["PEER_DRAINING", "PeerDirectory", "PeerEvents"]
+
+PEER_DRAINING = "peer-draining"
+"""Code of a read that waited in vain for an engine to be met anew; no handshake has failed."""
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
@@ -328,15 +331,26 @@ class PeerDirectory:
                 self._fail_overdue(engine, now_s)
 
     def _overdue(self, engine: PeerEngine) -> str:
-        return f"the handshake with engine {engine.engine_id} did not end within {self._limits.handshake_s:g} s"
+        return (
+            f"engine {engine.engine_id} was not met within {self._limits.handshake_s:g} s: its handshake has not ended"
+        )
+
+    def _draining(self, engine: PeerEngine) -> str:
+        return (
+            f"engine {engine.engine_id} was not met anew within {self._limits.handshake_s:g} s: {engine.reads_in_flight} "
+            "earlier reads from it are still on the wire or in quarantine; look whether it is stopped"
+        )
 
     def _fail_overdue(self, engine: PeerEngine, now_s: float) -> None:
-        """Fail the reads that have waited too long for an engine, e.g. one whose former reads hang in quarantine."""
+        """Fail the reads that have waited too long: for an engine that drains, or is met only now because it has drained."""
         for read in list(engine.waiting):
             if now_s - self._waiting_since_s.get(read, now_s) > self._limits.handshake_s:
                 engine.waiting.remove(read)
                 del self._waiting_since_s[read]
-                self._events.failed(read, "handshake-overdue", self._overdue(engine))
+                if engine.phase == "draining":
+                    self._events.failed(read, PEER_DRAINING, self._draining(engine))
+                else:
+                    self._events.failed(read, "handshake-overdue", self._overdue(engine))
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
         if engine.reads_in_flight:

@@ -20,7 +20,7 @@ from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.conversion import conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
 from vllm_adapter.worker.transfer.messages import ProducerMessages
-from vllm_adapter.worker.transfer.peers import PeerDirectory, PeerEvents
+from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory, PeerEvents
 from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault, may_be_mended
 from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
 from vllm_adapter.worker.transfer.stalls import StallWatch, note_quarantine
@@ -325,7 +325,7 @@ class ReadCoordinator:
             self._admission.not_met(read, code, message)
             return
         read.fail(code, message)
-        read.was_met = False
+        read.was_met = code == PEER_DRAINING
         self._end(read)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
