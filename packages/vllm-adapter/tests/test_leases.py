@@ -266,3 +266,11 @@ def test_a_heartbeat_of_too_many_requests_renews_the_first_and_reports_the_other
         assert bench.counts["num_refused_notifications"] == refused
     assert [line for line in bench.log if "heartbeat" in str(line)] == bench.log[-1:], "one line for both"
     assert "1 requests more than are read" in str(bench.log[-1])
+
+
+def test_an_order_of_the_own_scheduler_that_is_refused_is_no_notification_of_a_peer() -> None:
+    bench = Bench()
+    bench.grant()
+    bench.grant()
+    assert "request r: the order to grant its lease was refused" in bench.recorder.warnings[0]
+    assert (bench.counts["num_callback_errors"], bench.counts["num_refused_notifications"]) == (1, 0)

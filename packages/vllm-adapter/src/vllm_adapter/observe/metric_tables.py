@@ -108,7 +108,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "num_callback_errors": (
         "vllm:kv_transfer_num_callback_errors",
-        "Unexpected exceptions on the transfer thread; each failed its own order only.",
+        "Unexpected exceptions of a worker, on any thread, and lease orders that it refused; each failed its own order only.",
     ),
     "num_torn_streams": (
         "vllm:kv_transfer_num_torn_streams",

@@ -78,7 +78,7 @@ class LeaseKeeper:
         for grant in plan.grants:
             log.begin(grant.request_id, "producer", "granted", now_s)
         for refusal in self._leases.apply(plan, void=void, now_s=now_s):
-            self._parts.recorder.count("num_refused_notifications")
+            self._parts.recorder.count("num_callback_errors")
             self._parts.recorder.warn(
                 "refused-order",
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
