@@ -35,7 +35,7 @@ class Bench:
         agent, handshakes, codec, recorder, plans = untyped
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
-        limits = ReadLimits(60, 30, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
+        limits = ReadLimits(60, 30, 20, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
         self.streamed: list[FinishedRead] = []
         streaming = Streaming(StreamReaders, StreamShape([StreamGroup(16)]), self.streamed.append) if streams else None
         self.reads = ReadCoordinator(parts, planner, limits, self.finished.append, streaming)

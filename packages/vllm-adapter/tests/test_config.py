@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scheduler_engine import BLOCK, TEXT, Engine
 
-from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerStateError
+from kv_scheduler_state import GrantOrder, GroupConfig, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
@@ -326,3 +326,17 @@ def test_a_mirror_needs_fences() -> None:
     with pytest.raises(ConfigurationError, match="fence_slots") as caught:
         check_mirror(Settings(fence_slots=0))
     assert caught.value.code == "incomplete-keys"
+
+
+def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
+    settings, _ = load_settings({"kv_lease_duration": 60})
+    parts = WorkerParts(facts(), settings)
+    table = parts.make_lease_table()
+    table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), void=(), now_s=0.0)
+    ends: list[int] = []
+    for second in range(1, 200):
+        if second == 50:
+            assert table.renew("r", nonce="", now_s=second)
+        ends += [second for _ in table.take_ended(now_s=second)]
+    assert ends == [50 + settings.renewed_s] == [90]
+    assert read_limits(parts).renewed_s == settings.renewed_s

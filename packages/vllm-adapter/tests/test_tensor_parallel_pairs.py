@@ -142,7 +142,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     thread, client, recorder = untyped
     parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D")
     planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
-    limits = ReadLimits(60, 30, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
+    limits = ReadLimits(60, 30, 20, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
     reads = ReadCoordinator(parts, planner, limits, finished.append)
     wanted = order(
         family, peer=peer(tp=len(producers)), peer_blocks=(blocks(*PEER_IDS),), local_blocks=(blocks(*LOCAL_IDS),),

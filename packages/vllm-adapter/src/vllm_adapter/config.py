@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OBSOLETE_KEYS",
+    "RENEWED_PART",
     "Settings",
     "check_mirror",
     "check_whole",
@@ -35,6 +36,9 @@ OBSOLETE_KEYS: Mapping[str, str] = {
     "push_registration_timeout": "this connector pulls",
 }
 """Keys of older connectors that are accepted with a note, and why they are not needed."""
+
+RENEWED_PART: Final = 2 / 3
+"""A heartbeat renews a lease to this part of its length from then. Source: vLLM's lease renewal."""
 
 _CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_clients")
 
@@ -274,6 +278,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def heartbeat_s(self) -> float:
         """Seconds between two heartbeats to one engine. Source: vLLM's own connector sends six per lease."""
         return self.kv_lease_duration / 6
+
+    @property
+    def renewed_s(self) -> float:
+        """Seconds that a lease lasts from a heartbeat on, at least."""
+        return self.kv_lease_duration * RENEWED_PART
 
     @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:

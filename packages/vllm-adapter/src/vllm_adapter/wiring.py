@@ -30,6 +30,7 @@ from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.config import RENEWED_PART
 from vllm_adapter.cores import core_count, use_allowed_cores
 from vllm_adapter.fleet_secrets import configured_secrets
 from vllm_adapter.observe.recorder import Recorder
@@ -179,7 +180,7 @@ class WorkerParts:
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
-        return LeaseTable(requires_nonces=self.settings.requires_nonces)
+        return LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=self.settings.requires_nonces)
 
     def make_stream_worker(self, words: ports.StreamWords) -> ports.StreamWorker:
         """Return what stores the words of prompts that are streamed from this rank."""

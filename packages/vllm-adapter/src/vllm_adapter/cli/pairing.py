@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.cache.documents import with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.config import RENEWED_PART
 from vllm_adapter.errors import code_of
 from vllm_adapter.wiring import PairPlan
 
@@ -23,8 +24,6 @@ __all__ = ["check_clocks", "check_factors", "check_plan", "check_terms"]
 
 _SHOWN_CHARACTERS = 80
 _PROMPT_TOKENS = 1024
-_RENEWED_PART = 2 / 3
-"""A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
 
 
 # ------------------------------------------------------------------------------------------------------------ factors
@@ -211,7 +210,7 @@ def _check_lease(prefill: Terms, decode: Terms, findings: Findings) -> None:
     Worked example. Prefill leases 6 s, so a heartbeat renews to 4 s from then. A decode engine that leases 30 s sends one every
     5 s: each lease ends 1 s before its second heartbeat.
     """
-    renewed_s = prefill.lease_s * _RENEWED_PART
+    renewed_s = prefill.lease_s * RENEWED_PART
     told = (
         f"prefill keeps a prompt for {prefill.lease_s:g} s, a heartbeat renews that to {renewed_s:g} s, and decode sends one "
         f"every {decode.heartbeat_s:g} s"

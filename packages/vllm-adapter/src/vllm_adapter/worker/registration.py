@@ -260,6 +260,7 @@ def read_limits(parts: WorkerParts) -> ReadLimits:
     return ReadLimits(
         read_timeout_s=settings.read_timeout_s,
         lease_s=settings.kv_lease_duration,
+        renewed_s=settings.renewed_s,
         retries=settings.read_retries,
         peers=PeerLimits(
             handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),

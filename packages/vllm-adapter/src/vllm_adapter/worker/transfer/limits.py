@@ -32,9 +32,10 @@ class PeerLimits:
 @final
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """How long a read may take, how long a lease is believed, how often a read is made again, and the limits of peers."""
+    """Durations that bound a read, a lease and its renewal, how often a read is made again, and the limits of peers."""
 
     read_timeout_s: float
     lease_s: float
+    renewed_s: float
     peers: PeerLimits
     retries: int = 1

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadCoordinator", "Streaming"]
 
-_RENEWED_PART = 2 / 3
-"""A heartbeat renews a lease to this part of its length from now. Source: vLLM's lease renewal."""
-
 
 class Streaming(NamedTuple):
     """How streams are read: the machine, given its deadline in seconds without progress, the groups, and where ends go."""
@@ -177,7 +174,7 @@ class ReadCoordinator:
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; an engine that is not known yet is met first."""
         engine, renewed = self._messages.renew(order)
-        renewed_until_s = self._parts.now_s() + _RENEWED_PART * self._limits.lease_s
+        renewed_until_s = self._parts.now_s() + self._limits.renewed_s
         for read in self._transfers.values():
             if read.engine is engine and read.order.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
