@@ -50,7 +50,7 @@ CAUSES = {
     "self._event",
     "end.code",
     "' '.join(sorted(codes))",
-    "_code_of(error)",
+    "code_of(error)",
     "f'stream-{reason}'",
 }
 """Causes that are no constants: names that are codes, or constants of the caller."""

@@ -47,4 +47,4 @@ class UnsupportedHost(AdapterError):  # noqa: N818  (a state of the host, named 
 def code_of(error: Exception) -> str:
     """Return the code of a coded error, or the name of any other."""
     code: object = getattr(error, "code", None)
-    return code if isinstance(code, str) else type(error).__name__
+    return code if isinstance(code, str) and code else type(error).__name__

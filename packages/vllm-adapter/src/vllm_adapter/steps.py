@@ -7,14 +7,27 @@ carries them inside the objects of `host/metadata.py`. Within one step orders on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm_adapter.ports import ReadOrder, StepPlan
 
-__all__ = ["Rank", "RankRegistration", "ReadEnd", "ReadFailure", "ReadTimes", "StepOrders", "StepReport", "TraceLink"]
+__all__ = [
+    "STREAM_STOPPED",
+    "Rank",
+    "RankRegistration",
+    "ReadEnd",
+    "ReadFailure",
+    "ReadTimes",
+    "StepOrders",
+    "StepReport",
+    "TraceLink",
+]
+
+STREAM_STOPPED: Final = "stream-stopped"
+"""Code of a stream that was given up on this engine's own order; once its request has ended it is no failure."""
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""

@@ -8,7 +8,9 @@ far as lines of its codes are not held back.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.steps import STREAM_STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from vllm_adapter.steps import Rank, ReadFailure
 
 __all__ = ["AwaitedReports"]
-
-_STOPPED: Final = "stream-stopped"
 
 
 @final
@@ -88,7 +88,7 @@ class AwaitedReports:
         for request_id in request_ids:
             failures = self._reasons.pop(request_id, {})
             codes = {failure.code for failure in failures.values()}
-            if failures and (request_id in live or codes != {_STOPPED}):
+            if failures and (request_id in live or codes != {STREAM_STOPPED}):
                 self._log.error(
                     " ".join(sorted(codes)),
                     "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",

@@ -2,7 +2,7 @@
 
 The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news waits in an
 inbox, decoded and judged already; `receive` hands it to the machines, and `send` takes out once a step what they have to say.
-Nothing here waits: `say` writes to queues of the side channel, and `receive` reads from its own.
+Nothing here waits: `send` writes to queues of the side channel, and `receive` reads from its own.
 
 An engine at rest receives nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
 more than the questions that the listener allows to be open, and as many that have gone since.
@@ -22,6 +22,8 @@ from collections import OrderedDict
 from functools import partial
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+from vllm_adapter.errors import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +259,7 @@ class StreamChannel:
         try:
             question = self._codec.read_question(payload, self._secrets())
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
-            self._log.warning(_code_of(error), "a question for a hand-over was refused: %s", error)
+            self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
             if self._listener is not None:
                 self._listener.answer(ask_id, b"")  # no answer can be bound to it; the asker finds this one malformed
             return
@@ -282,7 +284,7 @@ class StreamChannel:
             try:
                 answer = self._codec.read_answer(payload, question, self._secrets())
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
-                code = _code_of(error)
+                code = code_of(error)
         if answer["kind"] == "offer" and question["wants_final"]:
             answer = {"kind": "no", "reason": "withdrawn"}  # it would be offered, and broken, again and again
         if code and code not in _AGAIN:
@@ -307,8 +309,3 @@ class StreamChannel:
 def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:
     """Whether it answers the question: whoever wants the final ticket waits for it, whatever is offered meanwhile."""
     return answer["kind"] != "offer" or not question["wants_final"]
-
-
-def _code_of(error: Exception) -> str:
-    code = getattr(error, "code", "")
-    return code if isinstance(code, str) and code else type(error).__name__

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.sleep import fail_reads
 from vllm_adapter.worker.transfer.records import FinishedRead
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.host_mirror import HostMirror
 
 __all__ = ["RankStreams", "ReadsOfStep", "StreamReports"]
-
-_STOPPED: Final = "stream-stopped"
 
 
 class ReadsOfStep(NamedTuple):
@@ -66,7 +64,7 @@ class StreamReports(NamedTuple):
 
 def _given_up(end: ReadEnd) -> ReadEnd:
     """Return the end of a stream that was given up; all of it may have arrived before anybody knew."""
-    return replace(end, code=_STOPPED, message="the stream was given up") if end.is_ok else end
+    return replace(end, code=STREAM_STOPPED, message="the stream was given up") if end.is_ok else end
 
 
 @final

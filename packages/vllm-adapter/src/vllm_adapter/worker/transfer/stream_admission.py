@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.steps import STREAM_STOPPED, ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.records import FinishedRead, Read
 from vllm_adapter.worker.transfer.tickets import refusal
 
@@ -83,7 +83,7 @@ class StreamAdmission:
         for read in [each for each in self._waiting if each.order.request_id == request_id]:
             # It goes on waiting as a read that has ended, to tell its producer that nobody reads.
             del self._waiting[read]
-            self._end(read, "stream-stopped", "the stream was given up before it began")
+            self._end(read, STREAM_STOPPED, "the stream was given up before it began")
         self._streams.stop(request_id)
 
     def end_all(self, code: str, message: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.ports import StreamFacts
-from vllm_adapter.steps import ReadEnd
+from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
 from vllm_adapter.worker.transfer.stalls import note_quarantine
 
@@ -196,7 +196,7 @@ class StreamCoordinator:
         if stream is None:
             return
         stream.is_stopped = True
-        self._give_up(stream, "stream-stopped", "the stream was given up")
+        self._give_up(stream, STREAM_STOPPED, "the stream was given up")
         self._cancel_transfers(stream)
         self._settle()
 
