@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import prometheus_client
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from kv_nixl_agent import AgentError
 from vllm_adapter import KVTransferConnector, NixlConnector
 from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.host import vllm as vllm_seam
 from vllm_adapter.host.metrics import TransferStats
 from vllm_adapter.host.transfer_config import HOST_KEYS, ROLES
 
@@ -30,7 +32,44 @@ REFUSED: dict[str, Change] = {
     "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
     "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+    "mirror-pipeline-speculative": lambda it, patch: _drafts_on_a_mirrored_stage(it, patch),
 }
+
+
+def _drafts_on_a_mirrored_stage(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(vllm_seam.current_platform), "device_type", "cuda")
+    config.kv_transfer_config.kv_buffer_device = "cpu"
+    config.kv_transfer_config.kv_role = "kv_producer"
+    config.kv_transfer_config.kv_connector_extra_config["bidirectional_kv_xfer"] = False
+    config.parallel_config.pipeline_parallel_size = 2
+    config.speculative_config = SimpleNamespace()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "tpu", "npu"])
+@pytest.mark.parametrize("buffer", ["device", "cpu"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_prompts_are_read_early_only_where_the_end_of_a_chunk_is_known(
+    make_engine, monkeypatch: pytest.MonkeyPatch, device: str, buffer: str, stages: int, has_drafts: bool, runner: str
+) -> None:
+    engine = make_engine("P")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    monkeypatch.setattr(type(vllm_seam.current_platform), "device_type", device)
+    monkeypatch.setattr(
+        type(vllm_seam.current_platform), "get_nixl_supported_devices", lambda *_: {"npu": ("npu", "cpu")}
+    )
+    config = engine.config
+    config.kv_transfer_config.kv_buffer_device = device if buffer == "device" and device != "tpu" else "cpu"
+    config.parallel_config.pipeline_parallel_size = stages
+    config.speculative_config = SimpleNamespace() if has_drafts else None
+    cache = SimpleNamespace(needs_kv_cache_zeroing=False)
+    is_told = device in {"cpu", "cuda"} or config.kv_transfer_config.kv_buffer_device == "cpu"
+    skips_stages = stages > 1 and has_drafts and runner == "0"
+    assert bool(vllm_seam._whole_reason(config, cache)) is (skips_stages or not is_told)
+    cache.needs_kv_cache_zeroing = True
+    assert bool(vllm_seam._whole_reason(config, cache)) is (skips_stages or not is_told or runner == "1")
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER], ids=["scheduler", "worker"])

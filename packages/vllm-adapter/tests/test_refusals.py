@@ -25,6 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
         {"is_bidirectional": True, "kv_role": "kv_producer"},
         {"is_bidirectional": True, "kv_role": "kv_consumer"},
     ),
+    "mirror-pipeline-speculative": ({"pp": 2, "kv_role": "kv_producer", "is_mirrored": True, "is_speculative": True},),
 }
 WARNED: dict[str, tuple[dict[str, Any], ...]] = {
     "side-channel-localhost": ({"host": "localhost"},),
@@ -41,6 +42,10 @@ FINE: tuple[dict[str, Any], ...] = (
     {"port": 65535},
     {"has_sleep_mode": True, "version": (0, 33)},
     {"is_bidirectional": True},
+    {"pp": 2, "kv_role": "kv_producer", "is_mirrored": True, "is_speculative": True, "has_v2_runner": True},
+    {"pp": 2, "kv_role": "kv_producer", "is_mirrored": True},
+    {"pp": 2, "kv_role": "kv_producer", "is_speculative": True},
+    {"is_mirrored": True, "is_speculative": True},
     {"ucx_tls": "rc,cuda_copy"},
     {"ucx_tls": "cuda_ipc, tcp"},
     {"ucx_tls": "\\rc_mlx5,cuda_copy"},

@@ -178,14 +178,14 @@ FULL = CacheGroup("attention", BLOCK, 0, 0, ("a",))
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "tail", "is_dropped", "zeroes_first", "is_streamed"),
+    ("max_tokens", "tail", "is_dropped", "whole_reason", "is_streamed"),
     [
-        (1, 1, True, False, True),
-        (9, 1, True, False, True),  # the host was told to generate one token
-        (1, 1, False, False, False),  # it computes a token more than is handed over, and its state has seen that one
-        (9, 1, True, True, False),
-        (1, 0, False, False, True),
-        (9, 0, False, False, False),
+        (1, 1, True, "", True),
+        (9, 1, True, "", True),  # the host was told to generate one token
+        (1, 1, False, "", False),  # it computes a token more than is handed over, and its state has seen that one
+        (9, 1, True, "its pages are zeroed early", False),
+        (1, 0, False, "", True),
+        (9, 0, False, "", False),
     ],
 )
 def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_over_whole(
@@ -194,13 +194,13 @@ def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_
     max_tokens: int,
     tail: int,
     is_dropped: bool,
-    zeroes_first: bool,
+    whole_reason: str,
     is_streamed: bool,
 ) -> None:
     caplog.set_level(logging.WARNING, logger="vllm.vllm_adapter")
     groups = (FULL, STATE)
     common = {"groups": groups, "state_backoff_tokens": tail}
-    pair = make(prefill={**common, "zeroes_first": zeroes_first}, decode=common)
+    pair = make(prefill={**common, "whole_reason": whole_reason}, decode=common)
     pair.tokens_left = len(TEXT) - tail
     pair.arrive(max_tokens=max_tokens, drop_tail=lambda _: is_dropped)
     pair.admit()
@@ -209,6 +209,7 @@ def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_
         assert bool(pair.chunk(is_fresh=number == 0).streams.chunks) is is_streamed
     pair.arrive("next", max_tokens=max_tokens, drop_tail=lambda _: is_dropped)
     assert caplog.text.count("handed over whole") == (0 if is_streamed else 1), "said once"
+    assert whole_reason in caplog.text
     pair.decode.step()
     pair.prefill.step()
     assert (pair.matched() is not None) is is_streamed

@@ -125,7 +125,7 @@ _BY_CODE = (
     (r"^(invalid-recording)$", "record the engine anew: `kv-handshake probe --save FILE`"),
     (
         (
-            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|consumer-pipeline|"
+            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|(consumer|mirror)-pipeline|"
             r"prefill-context|computed-kv|sleep-mode|unsupported-buffer)"
         ),
         _CONFIG,

@@ -109,7 +109,13 @@ STREAM_CONSUMER_TABLE: Final = Table(
         _T("asking", "finish", GONE, ("cancel-question", "leave"), "Ended here; the peer need not keep a place."),
         _T("offered", "load", "streaming", ("order-stream",), "Blocks are allocated; the engine parks the request."),
         _T("offered", "hit", "local", ("order-notify", "stop-heartbeat", "leave"), "Nothing is left to read."),
-        _T("offered", "expire", "asking", ("stop-heartbeat", "ask"), "No room in time: the final ticket needs no share."),
+        _T(
+            "offered",
+            "expire",
+            "asking",
+            ("stop-heartbeat", "ask"),
+            "No room in time: the final ticket is asked for.",
+        ),
         _T("offered", "finish", GONE, ("order-notify", "stop-heartbeat", "leave"), "Ended here first."),
         _T("streaming", "done", "local", ("end-stream", "stop-heartbeat"), "Every worker's fence held."),
         _T(

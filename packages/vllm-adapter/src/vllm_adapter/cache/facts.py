@@ -104,7 +104,7 @@ class EngineFacts:
         backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
         interleave_tokens: Tokens that go to one rank in turn under context parallelism, as the host decided them.
         state_groups: Groups of B and C that the model's Mamba-2 layers have, 0 if not known; ranks beyond them hold copies.
-        zeroes_first: Whether the host writes freed pages before the hook in which words of streams are moved.
+        whole_reason: Why no prompt of this engine can be read while it is computed; empty where one can.
     """
 
     engine_id: str
@@ -130,7 +130,7 @@ class EngineFacts:
     backoff_tokens: int | None = None
     interleave_tokens: int = 1
     state_groups: int = 0
-    zeroes_first: bool = False
+    whole_reason: str = ""
 
     @property
     def has_state(self) -> bool:

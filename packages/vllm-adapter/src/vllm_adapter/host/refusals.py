@@ -45,6 +45,9 @@ class Situation:
         computes_scales: Whether the host derives the cache's scales from the first prompt.
         is_bidirectional: Whether decode engines hand blocks back for the next turn.
         uses_ucx: Whether UCX is among the back ends.
+        is_mirrored: Whether peers read a mirror of the cache in host memory.
+        is_speculative: Whether the host drafts tokens.
+        has_v2_runner: Whether its model runner has version 2.
         ucx_tls: The environment's `UCX_TLS`; empty for UCX's own choice.
     """
 
@@ -58,6 +61,9 @@ class Situation:
     computes_scales: bool = False
     is_bidirectional: bool = False
     uses_ucx: bool = True
+    is_mirrored: bool = False
+    is_speculative: bool = False
+    has_v2_runner: bool = False
     ucx_tls: str = ""
 
 
@@ -112,6 +118,13 @@ REFUSALS: tuple[Row, ...] = (
         lambda it: it.is_bidirectional and it.kv_role != "kv_both",
         "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
         "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+    ),
+    Row(
+        "mirror-pipeline-speculative",
+        lambda it: it.is_mirrored and it.is_speculative and it.pp > 1 and not it.has_v2_runner,
+        "kv_buffer_device is 'cpu' on an engine with {it.pp} pipeline stages and speculative decoding: vLLM's model runner "
+        "version 1 does not tell stages before the last one when to copy what they computed, so peers would read pages that were "
+        "never copied; set kv_buffer_device to the device's own, or leave speculative decoding to the engines that decode",
     ),
 )
 """First match wins. Not here: keys and values (`config.py`), NIXL back ends that are not there (refused by `kv-nixl-agent`)."""

@@ -15,6 +15,7 @@ from vllm_adapter.host.refusals import Situation
 from vllm_adapter.host.vllm import (
     CONNECTOR_VERSIONS,
     check_host,
+    has_v2_runner,
     load_failure_policy,
     side_channel_port,
     wants_host_buffer,
@@ -55,6 +56,9 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
         computes_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         is_bidirectional=settings.bidirectional_kv_xfer,
         uses_ucx="UCX" in settings.backends,
+        is_mirrored=wants_host_buffer(config),
+        is_speculative=config.speculative_config is not None,
+        has_v2_runner=has_v2_runner(config),
         ucx_tls=os.environ.get("UCX_TLS", ""),
     )
 

@@ -72,12 +72,21 @@ __all__ = [
     "engine_facts",
     "extra_config",
     "has_content_ids",
+    "has_v2_runner",
     "init_logger",
     "is_tracing",
     "load_failure_policy",
     "side_channel_port",
     "wants_host_buffer",
 ]
+
+_ZEROES_FIRST = (
+    "this model's pages are zeroed before the connector can move the words that guard them (model runner version 2)"
+)
+_STAGES_NOT_TOLD = (
+    "pipeline stages before the last one are not told when a step is computed where tokens are drafted (model runner version 1)"
+)
+_NO_EVENTS = "the connector cannot tell when a device of this kind has computed a chunk"
 
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
@@ -226,7 +235,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
-        zeroes_first=_zeroes_first(config, cache),
+        whole_reason=_whole_reason(config, cache),
         factors=vllm_factors(config, backend, connector_version),
         extra_factors=_extra_factors(config, groups),
     )
@@ -293,13 +302,28 @@ def _shared_instance_id(config: VllmConfig) -> str:
     return str(shared)
 
 
-def _zeroes_first(config: VllmConfig, cache: KVCacheConfig) -> bool:
-    """Return whether the host may write freed pages before `handle_preemptions`.
+def has_v2_runner(config: VllmConfig) -> bool:
+    """Return whether vLLM's model runner version 2 computes the steps."""
+    return bool(getattr(config, "use_v2_model_runner", False))
 
-    Source: version 2 of the model runner zeroes and copies blocks as it takes over a step's requests, version 1 after the hook.
+
+def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
+    """Return why no prompt can be read while it is computed, empty where one can.
+
+    Sources: version 2 of the model runner zeroes and copies blocks as it takes over a step's requests, which is before
+    `handle_preemptions`; version 1 after it. Version 1 leaves `wait_for_save` out on all stages but the last where it
+    drafts tokens.
     """
-    has_v2_runner = bool(getattr(config, "use_v2_model_runner", False))
-    return has_v2_runner and bool(getattr(cache, "needs_kv_cache_zeroing", True))
+    if has_v2_runner(config):
+        return _ZEROES_FIRST if bool(getattr(cache, "needs_kv_cache_zeroing", True)) else _no_events(config)
+    if config.parallel_config.pipeline_parallel_size > 1 and config.speculative_config is not None:
+        return _STAGES_NOT_TOLD
+    return _no_events(config)
+
+
+def _no_events(config: VllmConfig) -> str:
+    """Return why it is not known when the device has finished a chunk, empty where it is: the CPU, CUDA, copies to host memory."""
+    return "" if current_platform.device_type in {"cpu", "cuda"} or wants_host_buffer(config) else _NO_EVENTS
 
 
 def _attention_backend(config: VllmConfig) -> str:

@@ -19,9 +19,6 @@ __all__ = ["Streaming"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 
-_ZEROES_FIRST = (
-    "this model's pages are zeroed before the connector can move the words that guard them (model runner version 2)"
-)
 _GOES_ON = "the prefill engine was asked for more than one token, and the model keeps a state, which would run on"
 _WINDOW_GOES_ON = (
     "the prefill engine was asked for more than one token, and would free blocks of the prompt's last window"
@@ -67,8 +64,8 @@ class Streaming:
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
 
     def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
-        if self._facts.zeroes_first:
-            return _ZEROES_FIRST
+        if self._facts.whole_reason:
+            return self._facts.whole_reason
         if tail and not is_shortened:
             return _NOT_SHORTENED
         if is_shortened or arrival.max_tokens == 1:

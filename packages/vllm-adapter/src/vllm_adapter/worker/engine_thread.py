@@ -247,17 +247,28 @@ class WorkerSide:
         if registration is None:
             self._refuse(plan, reads)
             return
-        if self._mirror is not None and (reads.reads or reads.watches):
-            self._mirror.begin_reads()
         try:
-            # At once, on this thread: the words must be there before the step's end can make the tickets known.
-            for slot, generation in words:
-                registration.agent.write_fence(slot, generation)
-            registration.order(plan, void_grants, reads)
+            self._order(registration, plan, words, void_grants, reads)
         except Exception:
             if not self._end_if_dead():
                 raise
             self._refuse(plan, reads)
+
+    def _order(
+        self,
+        registration: Registration,
+        plan: StepPlan,
+        words: Sequence[tuple[int, int]],
+        void_grants: Sequence[str],
+        reads: ReadsOfStep,
+    ) -> None:
+        """Let the transfer thread perform a step's orders, after the fence words that this thread writes."""
+        if self._mirror is not None and (reads.reads or reads.watches):
+            self._mirror.begin_reads()
+        # At once, on this thread: the words must be there before the step's end can make the tickets known.
+        for slot, generation in words:
+            registration.agent.write_fence(slot, generation)
+        registration.order(plan, void_grants, reads)
 
     def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
         """Answer a step's orders while nothing is registered: no word stands, so no block is read."""

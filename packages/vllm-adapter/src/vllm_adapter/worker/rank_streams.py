@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.sleep import fail_reads
-from vllm_adapter.worker.transfer.records import FinishedRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import ReadOrder, StepPlan, StreamEnds, StreamOpen, StreamOrder, StreamWorker
     from vllm_adapter.steps import StepReport
     from vllm_adapter.worker.host_mirror import HostMirror
+    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["RankStreams", "ReadsOfStep", "StreamReports"]
 

@@ -47,7 +47,7 @@ class ThreadWatch:
             self._recorder.count("num_callback_errors", errors - known)
             self._recorder.error(
                 "thread-errors",
-                f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors and goes on; "
+                f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors; "
                 f"the latest: {health.last_error}\n{health.last_traceback}",
             )
 
