@@ -25,15 +25,6 @@ from vllm_adapter.host.metrics import TransferStats
 from vllm_adapter.host.transfer_config import HOST_KEYS, ROLES
 
 Change = Callable[[Any, pytest.MonkeyPatch], None]
-REFUSED: dict[str, Change] = {
-    "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
-    "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
-    "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
-    "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
-    "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
-    "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
-    "mirror-pipeline-speculative": lambda it, patch: _drafts_on_a_mirrored_stage(it, patch),
-}
 
 
 def _drafts_on_a_mirrored_stage(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +35,17 @@ def _drafts_on_a_mirrored_stage(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     config.parallel_config.pipeline_parallel_size = 2
     config.speculative_config = SimpleNamespace()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+REFUSED: dict[str, Change] = {
+    "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
+    "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
+    "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
+    "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
+    "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
+    "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+    "mirror-pipeline-speculative": _drafts_on_a_mirrored_stage,
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "tpu", "npu"])

@@ -127,7 +127,7 @@ def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: p
     engine = Engine()
     for number in range(300):
         engine.allocate(f"never-seen-{number}", [1])
-    refused = lines(caplog, "allocation was refused")
+    refused = lines(caplog, "allocation failed")
     assert len(refused) == 10
     assert all(record.exc_info for record in caplog.records)
     engine.now_s += 11

@@ -189,7 +189,7 @@ def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
     watch = StreamOrder(here, 7, 0)
     rank.streams.apply(StepPlan(streams=StreamPlan(watches=(watch,))))
-    rank.streams.fail([watch], 5.0)
+    rank.streams.fail([watch], 5.0, "asleep", "gone")
     assert rank.take().ends == (("r1", False),)
 
 

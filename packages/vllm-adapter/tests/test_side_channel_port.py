@@ -117,8 +117,10 @@ def host() -> Iterator[Any]:
         for name in ("vllm", "vllm_adapter.host.vllm", "vllm_adapter.host.situation"):
             sys.modules.pop(name, None)
         importlib.import_module("vllm.envs")
+        seam: Any = importlib.import_module("vllm_adapter.host.vllm")
+        seam.current_platform.device_type = "cpu"
         yield SimpleNamespace(
-            vllm=importlib.import_module("vllm_adapter.host.vllm"),
+            vllm=seam,
             situation=importlib.import_module("vllm_adapter.host.situation"),
         )
     finally:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,7 +222,8 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
                 pair.producer.answers.append(Answer(pair.asker(number), OFFER))
             assert pair.answered() == ("d-1", number, PLAIN)
     assert len(pair.producer.asked) == (0 if theirs else 2)
-    assert len([each for each in caplog.messages if "computed here, not streamed" in each]) == 1
+    (line,) = [each for each in caplog.messages if "are computed here" in each]
+    assert line.endswith(": hand-over-seal"), "also where the peer could not read the question"
     assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
 
 
@@ -229,6 +231,24 @@ def test_a_peer_that_is_not_there_is_not_asked_again(wire: Any, free_port: int) 
     pair = Pair(wire)
     pair.ask(port=free_port)
     assert pair.answered() == ("d-1", 1, PLAIN)
+
+
+def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
+    wire: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, peer = Pair(wire), ("127.0.0.1", 5600)
+    question = {"wants_final": False}
+
+    def told(code: str, payload: bytes = b"") -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            pair.here._on_answer(("d-1", 1), peer, question, code, payload)
+        return len(caplog.messages)
+
+    assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
+    pair.here._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
+    assert told("", b"an answer") == 0
+    assert told("ask-unsupported") == 1
 
 
 def test_a_peer_without_asks_hands_over_whole(wire: Any, caplog: pytest.LogCaptureFixture) -> None:

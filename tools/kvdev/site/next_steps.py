@@ -50,6 +50,10 @@ _FIRST = (
         _PLAIN,
     ),
     (r"answer to a peer's question|an answer was refused", _PLAIN),
+    (
+        r"cannot be asked for now",
+        "no text is wrong: these prompts are computed by the decode engine; look the code up in [Troubleshoot](troubleshoot.md)",
+    ),
     (r"^peer \{key\} is known|is already the peer", _CALLER),
     (r"^reads are one-sided|^\{host\}, NIXL is \{loaded\}|^\{free\} MiB free", "nothing: it is as it should be"),
     (r"cannot serve on", "choose another `--port`, or end the process that has this one"),
@@ -177,6 +181,10 @@ _BY_CODE = (
 _BY_TEXT = (
     (r"is streamed already", "report it: the scheduler ordered one stream twice"),
     (r"could not be left out here", "report it, with the model's name and vLLM's version"),
+    (
+        r"failed \(traceback below\)",
+        "report it, with the traceback; the words after the colon say what follows meanwhile",
+    ),
     (r"has died|stuck in one turn|caught \{", _RESTART),
     (r"still on the wire|pages stay quarantined", "restart the peer that hangs, if it does not end by itself"),
     (
@@ -185,7 +193,7 @@ _BY_TEXT = (
     ),
     (r"lease ended before it was read|stay leased until", "[Leases expire](troubleshoot.md#leases-expire)"),
     (
-        r"prompt is not handed over|was refused; it goes on|order to",
+        r"prompt is not handed over|order to",
         (
             ""
             "[Troubleshoot](troubleshoot.md#requests-are-answered-but-decode-computes-the-prompt-itself) by the code in the text"

@@ -84,7 +84,8 @@ _ZEROES_FIRST = (
     "this model's pages are zeroed before the connector can move the words that guard them (model runner version 2)"
 )
 _STAGES_NOT_TOLD = (
-    "pipeline stages before the last one are not told when a step is computed where tokens are drafted (model runner version 1)"
+    "pipeline stages before the last one are not told when a step is computed where tokens are drafted (model runner "
+    "version 1)"
 )
 _NO_EVENTS = "the connector cannot tell when a device of this kind has computed a chunk"
 
@@ -322,7 +323,7 @@ def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
 
 
 def _no_events(config: VllmConfig) -> str:
-    """Return why it is not known when the device has finished a chunk, empty where it is: the CPU, CUDA, copies to host memory."""
+    """Return why it is not known when a chunk is computed; empty where it is: on the CPU, on CUDA, and where copies are read."""
     return "" if current_platform.device_type in {"cpu", "cuda"} or wants_host_buffer(config) else _NO_EVENTS
 
 

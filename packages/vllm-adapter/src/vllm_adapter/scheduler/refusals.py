@@ -1,4 +1,8 @@
-"""Hooks of the scheduler that never raise."""
+"""Hooks of the scheduler that never raise.
+
+An exception there is a defect, or a call that the host should not make: the line in the log says what it means for the request,
+or for all of the engine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ __all__ = ["Refusals"]
 class Refusals:
     """Makes `with` blocks that turn an exception into a log line, as far as lines of this event are not held back.
 
-    Example: `with refusals("arrival", request_id): ...`
+    Example: `with refusals("arrival", request_id): ...`, or for what no single request stands for
+    `with refusals.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
 
     Args:
         log: Limits the lines of each event.
@@ -25,21 +30,26 @@ class Refusals:
     def __init__(self, log: CauseLog) -> None:
         self._log = log
 
-    def __call__(self, event: str, request_id: str) -> _Refusal:
+    def __call__(self, event: str, request_id: str) -> _Guard:
         """Return a block for a constant event and the request that it is about."""
-        return _Refusal(self._log, event, request_id)
+        return _Guard(self._log, event, f"request {request_id}: ", "the request goes on without a hand-over")
+
+    def of_engine(self, event: str, consequence: str) -> _Guard:
+        """Return a block for a constant event that concerns no single request, and what follows if it fails."""
+        return _Guard(self._log, event, "", consequence)
 
 
 @final
-class _Refusal:
+class _Guard:
     """Block of code that may be refused; its `__exit__` returns a bool, so that type checkers know."""
 
-    __slots__ = ("_event", "_log", "_request_id")
+    __slots__ = ("_consequence", "_event", "_log", "_whose")
 
-    def __init__(self, log: CauseLog, event: str, request_id: str) -> None:
+    def __init__(self, log: CauseLog, event: str, whose: str, consequence: str) -> None:
         self._log = log
         self._event = event
-        self._request_id = request_id
+        self._whose = whose
+        self._consequence = consequence
 
     def __enter__(self) -> None:
         """Begin the block."""
@@ -50,9 +60,10 @@ class _Refusal:
             return False
         self._log.error(
             self._event,
-            "request %s: %s was refused; it goes on without a hand-over",
-            self._request_id,
+            "%s%s failed (traceback below): %s",
+            self._whose,
             self._event,
+            self._consequence,
             trace=error,
         )
         return True

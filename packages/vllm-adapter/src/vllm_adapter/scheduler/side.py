@@ -295,7 +295,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with self._refusals("request for blocks", "(none)"):
+        with self._refusals.of_engine("request for blocks", "no lease is asked back in this step"):
             return self._state.relieve(now_s=self._now_s())
         return False
 
@@ -320,7 +320,7 @@ class SchedulerSide:
             stream_ends: (request, rank, whether the fence held) of streams that have ended on a rank.
         """
         if registrations:
-            with self._refusals("registration", "(none)"):
+            with self._refusals.of_engine("registration", "peers cannot meet this engine; restart it"):
                 self._registered(registrations)
         if reasons:
             self._awaited.explained(reasons)
@@ -328,7 +328,7 @@ class SchedulerSide:
         sent_ids = self._awaited.sent(sent)
         ended, broken = self._awaited.received(received, failed)
         if sent_ids or ended:
-            with self._refusals("report of the workers", "(several)"):
+            with self._refusals.of_engine("report of the workers", "blocks may stay until their leases end"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
             self._streaming.publish()
             self._trail.reported(sent_ids, "freed")
@@ -352,7 +352,7 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with self._refusals("reset", "(all)"):
+        with self._refusals.of_engine("reset", "KV of before it may still be handed over; restart this engine"):
             self._state.reset(now_s=self._now_s())
             return True
         return False

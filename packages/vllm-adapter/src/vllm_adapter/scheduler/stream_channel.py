@@ -48,7 +48,13 @@ _AGAIN: Final = frozenset(
         "transport-failed",
     }
 )
-"""Codes after which the same question may be answered; after any other the hand-over is plain."""
+"""Codes after which the same question may be answered; after any other the prompt is computed here."""
+
+_UNSUPPORTED: Final = "ask-unsupported"
+"""The peer is another release, or streams nothing."""
+
+_UNREAD: Final = "hand-over-seal"
+"""A peer that cannot read a question answers with nothing: the two have other secrets, or else its log says why."""
 
 _LAST_WORDS: Final = frozenset({"digest-mismatch", "withdrawn"})
 """Reasons to hand nothing over that are said of a request; of an engine that streams nothing it is said once."""
@@ -109,7 +115,8 @@ class StreamChannel:
         self._cancels: dict[tuple[str, int], Callable[[], None]] = {}
         # Answers that stand, by hand-over id. The scheduler's thread writes, the listener's reads.
         self._board: dict[str, StreamStanding] = {}
-        self._plain_peers: OrderedDict[tuple[str, int], None] = OrderedDict()
+        # The latest reason for which prompts of a peer were computed here.
+        self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def serve(self, listener: AskListener) -> None:
         """Take the questions of peers from a listener that has not started yet."""
@@ -283,8 +290,9 @@ class StreamChannel:
         if not code:
             try:
                 answer = self._codec.read_answer(payload, question, self._secrets())
+                self._plain_peers.pop(peer, None)
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
-                code = code_of(error)
+                code = code_of(error) if payload else _UNREAD
         if answer["kind"] == "offer" and question["wants_final"]:
             answer = {"kind": "no", "reason": "withdrawn"}  # it would be offered, and broken, again and again
         if code and code not in _AGAIN:
@@ -297,13 +305,18 @@ class StreamChannel:
             self._answers.append(answer)
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        """Say once of a peer why nothing is streamed from it."""
-        if peer in self._plain_peers:
+        """Say why a prompt is not read from a peer; again once the reason is another one, or was gone meanwhile."""
+        if self._plain_peers.get(peer) == code:
             return
-        self._plain_peers[peer] = None
+        self._plain_peers[peer] = code
         if len(self._plain_peers) > _MOST_PEERS:
             self._plain_peers.popitem(last=False)
-        self._log.warning(code, "prompts of %s port %d are computed here, not streamed: %s", *peer, code)
+        if code == _UNSUPPORTED:
+            self._log.warning(code, "prompts of %s port %d are computed here, not streamed: %s", *peer, code)
+        else:
+            self._log.warning(
+                code, "prompts of %s port %d cannot be asked for now, and are computed here: %s", *peer, code
+            )
 
 
 def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:

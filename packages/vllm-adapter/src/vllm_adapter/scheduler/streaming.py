@@ -82,19 +82,23 @@ class Streaming:
     def receive(self, now_s: float) -> None:
         """Hand to the machines what peers have asked and answered since the last look."""
         if self._channel is not None and self._channel.has_received:
-            with self._refusals("news of peers", "(several)"):
+            with self._refusals.of_engine(
+                "receipt of questions and answers", "prompts are read early later, or not at all"
+            ):
                 self._channel.receive(now_s)
 
     def send(self) -> None:
         """Send what the machines ask and answer; once a step, after its plan was taken."""
         if self._channel is not None:
-            with self._refusals("questions and answers", "(several)"):
+            with self._refusals.of_engine(
+                "sending of questions and answers", "prompts are read early later, or not at all"
+            ):
                 self._channel.send()
 
     def publish(self) -> None:
         """Let peers have the answers that stand since a request has ended, whether or not there is another step."""
         if self._channel is not None:
-            with self._refusals("answers that stand", "(several)"):
+            with self._refusals.of_engine("standing answers", "peers are answered a step later"):
                 self._channel.publish()
 
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
