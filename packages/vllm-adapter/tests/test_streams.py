@@ -285,6 +285,23 @@ def test_no_progress_in_time_tears_the_stream() -> None:
     assert [request_id for request_id, _ in bench.torn] == ["r1"]
 
 
+@pytest.mark.parametrize(
+    ("phase", "others", "is_torn"), [("ready", 1, False), ("draining", 0, False), ("draining", 1, True)]
+)
+def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: int, is_torn: bool) -> None:
+    """Another read from the engine failed, and those behind wait until all that are under way have ended."""
+    bench = Bench()
+    bench.progress(40)
+    bench.watch().tell()
+    bench.engine.phase, bench.engine.waiting = phase, [bench.read] * others
+    for _ in range(2):
+        bench.streams.look_after()
+    assert bench.torn == [], "a part of it is still on the wire"
+    bench.end_all()
+    assert bench.torn == ([("r1", "stream-broken")] if is_torn else [])
+    assert bench.engine.reads_in_flight == (0 if is_torn else 1)
+
+
 def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     bench = Bench()
     bench.progress(40)

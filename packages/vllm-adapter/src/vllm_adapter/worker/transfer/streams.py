@@ -247,8 +247,12 @@ class StreamCoordinator:
         }
 
     def look_after(self) -> None:
-        """Give up streams without progress."""
+        """Give up streams without progress, and those that keep an engine from being met anew for others."""
         self._readers.tick(self._parts.now_s())
+        for stream in list(self._streams.values()):
+            engine = stream.engine
+            if engine.phase == "draining" and engine.waiting and not stream.reason[0]:
+                self._give_up(stream, "stream-broken", "another read from its engine failed, so the engine is met anew")
         self._settle()
 
     # ---------------------------------------------------------------------------------------------- what watches tell
