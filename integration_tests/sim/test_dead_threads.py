@@ -17,7 +17,7 @@ PROMPT = 4 * TOKENS
 
 def kill(engine: Engine, rank: int = 0) -> None:
     """End the transfer thread of a rank as an error that it cannot get over does."""
-    agent: Any = engine.workers[rank]._registration.agent  # type: ignore[union-attr]
+    agent: Any = engine.workers[rank]._registration.agent
 
     def turn(_agent: object) -> None:
         raise SystemExit("killed by the test")

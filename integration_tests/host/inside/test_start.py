@@ -16,6 +16,7 @@ from vllm.config.kv_transfer import KVRole, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.platforms import current_platform
 
 from kv_nixl_agent import AgentError
 from vllm_adapter import KVTransferConnector, NixlConnector
@@ -28,7 +29,7 @@ Change = Callable[[Any, pytest.MonkeyPatch], None]
 
 
 def _drafts_on_a_mirrored_stage(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(vllm_seam.current_platform), "device_type", "cuda")
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     config.kv_transfer_config.kv_buffer_device = "cpu"
     config.kv_transfer_config.kv_role = "kv_producer"
     config.kv_transfer_config.kv_connector_extra_config["bidirectional_kv_xfer"] = False
@@ -58,10 +59,8 @@ def test_prompts_are_read_early_only_where_the_end_of_a_chunk_is_known(
 ) -> None:
     engine = make_engine("P")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-    monkeypatch.setattr(type(vllm_seam.current_platform), "device_type", device)
-    monkeypatch.setattr(
-        type(vllm_seam.current_platform), "get_nixl_supported_devices", lambda *_: {"npu": ("npu", "cpu")}
-    )
+    monkeypatch.setattr(type(current_platform), "device_type", device)
+    monkeypatch.setattr(type(current_platform), "get_nixl_supported_devices", lambda *_: {"npu": ("npu", "cpu")})
     config = engine.config
     config.kv_transfer_config.kv_buffer_device = device if buffer == "device" and device != "tpu" else "cpu"
     config.parallel_config.pipeline_parallel_size = stages

@@ -237,16 +237,17 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
     wire: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, peer = Pair(wire), ("127.0.0.1", 5600)
+    channel: Any = pair.here
     question = {"wants_final": False}
 
     def told(code: str, payload: bytes = b"") -> int:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            pair.here._on_answer(("d-1", 1), peer, question, code, payload)
+            channel._on_answer(("d-1", 1), peer, question, code, payload)
         return len(caplog.messages)
 
     assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
-    pair.here._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
+    channel._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
     assert told("", b"an answer") == 0
     assert told("ask-unsupported") == 1
 

@@ -175,7 +175,7 @@ class Recorder:
         Once 100 kinds have been logged, lines of further kinds have no traceback and are limited, see `CauseLog`.
 
         Args:
-            action: What failed, of a few constant texts: every text is remembered.
+            action: Name of the work, of a few constant texts: every text is remembered.
             error: The exception.
             detail: The request or peer that it was about; it stands in the line, and is not remembered.
         """

@@ -1,0 +1,129 @@
+"""Room for the blocks of a prompt that could be read early: where there is none, it is handed over whole."""
+
+from __future__ import annotations
+
+import pytest
+from consumer_helpers import BLOCKS, arrive, ask, asking, at, final_answer, finish, load, states
+from stream_helpers import Prompt, answer_of, consumer, early, offered, producer, question
+
+from kv_scheduler_state import GroupConfig, SchedulerStateError
+from kv_scheduler_state._plan import EMPTY_PLAN
+
+
+def test_beyond_the_share_or_the_free_blocks_nothing_is_reserved():
+    state, _ = at("offered", stream_reserve_fraction=0.3)
+    assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
+    assert state.external_tokens("d1", computed_tokens=16) == 84
+    state.bind_free_blocks(lambda: 5)
+    assert state.external_tokens("d1", computed_tokens=16) is None
+    assert state.stream_blocks_held == 0
+    state.bind_free_blocks(lambda: 6)
+    assert state.external_tokens("d1", computed_tokens=16) == 84
+
+
+def take_final(state, *, now_s):
+    """Answer the question for the final ticket, and load it."""
+    asked = ask(state)
+    assert asked.wants_final
+    assert states(state) == ["consumer-asking"]
+    assert state.take_step_plan(now_s=now_s) == EMPTY_PLAN  # the peer is not told that nobody reads it
+    assert state.stream_answered("d1", asked.number, final_answer(), now_s=now_s)
+    assert states(state) == ["consumer-queued"]
+    load(state, now_s=now_s)
+    (read,) = state.take_step_plan(now_s=now_s).reads
+    assert [blocks.ids for blocks in read.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
+
+
+def test_a_prompt_of_more_blocks_than_the_share_is_read_from_its_final_ticket():
+    state, _ = at("offered", stream_reserve_fraction=0.3)
+    assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
+    take_final(state, now_s=1.0)
+
+
+def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
+    """As where all places of the engine's batch are taken: it is not even asked whether there is room."""
+    state, _ = at("offered")
+    state.take_step_plan(now_s=9.0)
+    assert state.take_stream_questions() == []
+    state.take_step_plan(now_s=10.0)
+    take_final(state, now_s=10.0)
+
+
+@pytest.mark.parametrize("answer", [None, {"kind": "no", "reason": "unknown-id"}])
+def test_a_prompt_without_room_whose_peer_has_ended_it_is_computed_here(answer):
+    state, _ = at("offered")
+    state.take_step_plan(now_s=10.0)
+    asked = ask(state)
+    if answer is not None:
+        state.stream_answered("d1", asked.number, answer, now_s=10.0)
+    else:
+        state.take_step_plan(now_s=20.0)
+        assert state.take_stream_questions() == []
+        assert state.take_stream_cancels() == [("d1", asked.number)]
+    assert states(state) == ["consumer-local"]
+    assert state.external_tokens("d1", computed_tokens=0) == 0
+
+
+def test_an_offered_prompt_whose_allocation_is_refused_is_given_up_at_once():
+    state, _ = at("offered")
+    tokens = state.external_tokens("d1", computed_tokens=8)
+    with pytest.raises(SchedulerStateError):
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens, now_s=1.0)
+    assert state.take_step_plan(now_s=1.0).failures == ("d1",)
+    state.report(sent=[], received=["d1"], failed=["d1"])
+    assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
+    assert state.stream_blocks_held == 0
+
+
+@pytest.mark.parametrize("ends", [finish, lambda state: state.reset(now_s=0.0)])
+def test_a_question_that_nobody_waits_for_any_more_is_not_asked(ends):
+    state = consumer()
+    arrive(state)
+    ends(state)
+    assert state.take_stream_questions() == []
+
+
+def test_a_window_takes_only_the_blocks_that_it_sees():
+    """A full group of 7 blocks and five windows of 32 tokens, of which each takes the blocks from token 68 on, so 3."""
+    groups = (GroupConfig(), *(GroupConfig(kind="window", window_tokens=32) for _ in range(5)))
+    blocks = [BLOCKS[0], *([[0, 0, 0, 0, 15, 16, 17]] * 5)]
+    state, asked = asking(groups=groups, stream_reserve_fraction=1.0, cache_blocks=22)
+    peer = producer(groups=groups)
+    peer.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    peer.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+    peer.scheduled("p1", new_block_ids=blocks, is_prompt_complete=False, computed_tokens=48)
+    peer.stream_question("a", question())
+    state.stream_answered("d1", asked.number, answer_of(peer), now_s=0.0)
+    assert state.external_tokens("d1", computed_tokens=0) == 100
+    assert state.stream_blocks_held == 22
+
+
+def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
+    state, asked = asking()
+    _, offer = offered()
+    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
+    assert state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
+    again = ask(state)
+    assert again.wants_final
+    assert again.number > asked.number
+    assert state.external_tokens("d1", computed_tokens=0) is None
+    assert state.stream_answered("d1", again.number, final_answer(), now_s=2.0)
+    assert state.external_tokens("d1", computed_tokens=0) == 100
+
+
+@pytest.mark.parametrize(("waited_s", "is_revoked"), [(0.5, False), (1.5, True)])
+def test_an_offer_that_waits_for_free_blocks_asks_own_leases_back(waited_s, is_revoked):
+    """Two engines whose blocks are all leased to each other would wait for ever."""
+    state, asked = asking()
+    state.arrive("p9", {"do_remote_decode": True}, prompt_tokens=16, identity=Prompt(), now_s=0.0)
+    state.allocate("p9", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.finish("p9", reason="length", block_ids=[[1]], computed_tokens=16, identity=Prompt(), now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.bind_free_blocks(lambda: 3)
+    _, offer = offered()
+    assert state.stream_answered("d1", asked.number, offer, now_s=0.0)
+    assert state.external_tokens("d1", computed_tokens=0) is None
+    state.take_step_plan(now_s=waited_s)
+    state.take_stream_questions()
+    assert bool(state.take_step_plan(now_s=waited_s).revokes) == is_revoked
