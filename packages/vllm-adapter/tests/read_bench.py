@@ -11,7 +11,7 @@ from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, Streaming
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
 from vllm_adapter.worker.transfer.records import FinishedRead
 from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
 
@@ -37,7 +37,9 @@ class Bench:
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         limits = ReadLimits(60, 30, 20, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
         self.streamed: list[FinishedRead] = []
-        streaming = Streaming(StreamReaders, StreamShape([StreamGroup(16)]), self.streamed.append) if streams else None
+        streaming = (
+            StreamReading(StreamReaders, StreamShape([StreamGroup(16)]), self.streamed.append) if streams else None
+        )
         self.reads = ReadCoordinator(parts, planner, limits, self.finished.append, streaming)
 
     @property

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_adapter.ports import SchedulerState
+    from vllm_adapter.scheduler.hook_guards import HookGuards
     from vllm_adapter.scheduler.prefill_chunks import PrefillChunk, PrefillChunks, ScheduledTokens
-    from vllm_adapter.scheduler.refusals import Refusals
 
 __all__ = ["ComputedChunks"]
 
@@ -25,14 +25,14 @@ class ComputedChunks:
     Args:
         chunks: Follows the prompts' blocks.
         state: The request machines.
-        refusals: Turns a refusal of the machines into a log line.
+        guards: Turns an exception of the machines into a log line.
         has_mirror: Whether all chunks are copied to a mirror in host memory.
     """
 
-    def __init__(self, chunks: PrefillChunks, state: SchedulerState, refusals: Refusals, *, has_mirror: bool) -> None:
+    def __init__(self, chunks: PrefillChunks, state: SchedulerState, guards: HookGuards, *, has_mirror: bool) -> None:
         self._chunks = chunks
         self._state = state
-        self._refusals = refusals
+        self._guards = guards
         self._has_mirror = has_mirror
         self._refused: set[str] = set()
 
@@ -58,7 +58,7 @@ class ComputedChunks:
         # blocks of later chunks would take the places of those that are missing.
         self._refused.add(chunk.request_id)
         event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
-        with self._refusals(event, chunk.request_id):
+        with self._guards(event, chunk.request_id):
             self._state.scheduled(
                 chunk.request_id,
                 new_block_ids=chunk.new_block_ids,

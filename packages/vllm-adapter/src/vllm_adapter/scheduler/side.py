@@ -15,8 +15,8 @@ from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.scheduler.computed_chunks import ComputedChunks
 from vllm_adapter.scheduler.draining import Draining
 from vllm_adapter.scheduler.gauges import Gauges
+from vllm_adapter.scheduler.hook_guards import HookGuards
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
-from vllm_adapter.scheduler.refusals import Refusals
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.scheduler.side_channel import SideChannel
 from vllm_adapter.scheduler.status import scheduler_status
@@ -73,14 +73,14 @@ class SchedulerSide:
         self._facts = facts
         self._state = parts.make_state()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
-        self._refusals = Refusals(CauseLog(now_s))
+        self._guards = HookGuards(CauseLog(now_s))
         streams = self._make_streams(parts, CauseLog(now_s)) if parts.streams else None
-        self._streaming = Streaming(facts, self._state, streams, self._refusals)
+        self._streaming = Streaming(facts, self._state, streams, self._guards)
         self._channel = SideChannel(facts.engine_id, parts.make_listener, streams)
         self._now_s = now_s
         chunks = PrefillChunks(facts.groups, facts.context_sizes)
         self._span_tokens = chunks.span_tokens
-        self._chunks = ComputedChunks(chunks, self._state, self._refusals, has_mirror=parts.uses_host_buffer)
+        self._chunks = ComputedChunks(chunks, self._state, self._guards, has_mirror=parts.uses_host_buffer)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports(CauseLog(now_s))
@@ -122,7 +122,7 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill and a logged reason."""
         request_id = arrival.request_id
         self._not_admitted.add(request_id)
-        with self._refusals("arrival", request_id):
+        with self._guards("arrival", request_id):
             now_s = self._now_s()
             self._seals.look(now_s)
             admission = self._state.arrive(
@@ -169,7 +169,7 @@ class SchedulerSide:
         if request_id in self._followed:
             # An offer that has come since the last step saves this one.
             self._streaming.receive(self._now_s())
-            with self._refusals("prefix lookup", request_id):
+            with self._guards("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         return tokens, bool(tokens)
 
@@ -192,7 +192,7 @@ class SchedulerSide:
             preemptions: How often the host has preempted the request so far.
         """
         self._trail.allocated(request_id, external_tokens=external_tokens)
-        with self._refusals("allocation", request_id):
+        with self._guards("allocation", request_id):
             self._state.allocate(
                 request_id,
                 block_ids=self._transferable(block_ids),
@@ -227,7 +227,7 @@ class SchedulerSide:
     def _end(self, ending: Ending, block_ids: BlockIds) -> FinishDecision | None:
         """End a request in the machines; None if they refuse even the end of a request that failed."""
         request_id = ending.request_id
-        with self._refusals("end", request_id):
+        with self._guards("end", request_id):
             return self._state.finish(
                 request_id,
                 reason=ending.reason,
@@ -239,7 +239,7 @@ class SchedulerSide:
                 now_s=self._now_s(),
             )
         # The host frees the blocks, at once or when the words of a stream have moved, so the request ends here, too.
-        with self._refusals("end without a hand-over", request_id):
+        with self._guards("end without a hand-over", request_id):
             return self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
         return None
 
@@ -268,7 +268,7 @@ class SchedulerSide:
         self._draining.look()
         for request_id in preempted:
             if request_id in self._followed:
-                with self._refusals("preemption", request_id):
+                with self._guards("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._chunks.tell(scheduled)
         self._streaming.receive(now_s)
@@ -295,7 +295,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with self._refusals.of_engine("request for blocks", "no lease is asked back in this step"):
+        with self._guards.of_engine("request for blocks", "no lease is asked back in this step"):
             return self._state.relieve(now_s=self._now_s())
         return False
 
@@ -320,7 +320,7 @@ class SchedulerSide:
             stream_ends: (request, rank, whether the fence held) of streams that have ended on a rank.
         """
         if registrations:
-            with self._refusals.of_engine("registration", "peers cannot meet this engine; restart it"):
+            with self._guards.of_engine("registration", "peers cannot meet this engine; restart it"):
                 self._registered(registrations)
         if reasons:
             self._awaited.explained(reasons)
@@ -328,7 +328,7 @@ class SchedulerSide:
         sent_ids = self._awaited.sent(sent)
         ended, broken = self._awaited.received(received, failed)
         if sent_ids or ended:
-            with self._refusals.of_engine("report of the workers", "blocks may stay until their leases end"):
+            with self._guards.of_engine("report of the workers", "blocks may stay until their leases end"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
             self._streaming.publish()
             self._trail.reported(sent_ids, "freed")
@@ -352,7 +352,7 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with self._refusals.of_engine("reset", "KV of before it may still be handed over; restart this engine"):
+        with self._guards.of_engine("reset", "KV of before it may still be handed over; restart this engine"):
             self._state.reset(now_s=self._now_s())
             return True
         return False

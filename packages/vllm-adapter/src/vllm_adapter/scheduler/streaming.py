@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.ports import SchedulerState
-    from vllm_adapter.scheduler.refusals import Refusals
+    from vllm_adapter.scheduler.hook_guards import HookGuards
     from vllm_adapter.scheduler.stream_channel import StreamChannel
     from vllm_adapter.scheduler.values import Arrival
     from vllm_adapter.steps import Rank
@@ -34,16 +34,16 @@ class Streaming:
         facts: This engine.
         state: The request machines.
         channel: Moves questions and answers; None where nothing is streamed.
-        refusals: Turns a refusal of the machines into a log line.
+        guards: Turns an exception of the machines into a log line.
     """
 
     def __init__(
-        self, facts: EngineFacts, state: SchedulerState, channel: StreamChannel | None, refusals: Refusals
+        self, facts: EngineFacts, state: SchedulerState, channel: StreamChannel | None, guards: HookGuards
     ) -> None:
         self._facts = facts
         self._state = state
         self._channel = channel
-        self._refusals = refusals
+        self._guards = guards
         self._logged: set[str] = set()
 
     def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
@@ -57,7 +57,7 @@ class Streaming:
         reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
         if not reason:
             return
-        with self._refusals("hand-over in one piece", arrival.request_id):
+        with self._guards("hand-over in one piece", arrival.request_id):
             self._state.stream_whole(arrival.request_id)
         if reason not in self._logged:
             self._logged.add(reason)
@@ -82,7 +82,7 @@ class Streaming:
     def receive(self, now_s: float) -> None:
         """Hand to the machines what peers have asked and answered since the last look."""
         if self._channel is not None and self._channel.has_received:
-            with self._refusals.of_engine(
+            with self._guards.of_engine(
                 "receipt of questions and answers", "prompts are read early later, or not at all"
             ):
                 self._channel.receive(now_s)
@@ -90,7 +90,7 @@ class Streaming:
     def send(self) -> None:
         """Send what the machines ask and answer; once a step, after its plan was taken."""
         if self._channel is not None:
-            with self._refusals.of_engine(
+            with self._guards.of_engine(
                 "sending of questions and answers", "prompts are read early later, or not at all"
             ):
                 self._channel.send()
@@ -98,13 +98,13 @@ class Streaming:
     def publish(self) -> None:
         """Let peers have the answers that stand since a request has ended, whether or not there is another step."""
         if self._channel is not None:
-            with self._refusals.of_engine("standing answers", "peers are answered a step later"):
+            with self._guards.of_engine("standing answers", "peers are answered a step later"):
                 self._channel.publish()
 
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
         """Note the streams that have ended on a rank, and whether their fence held there."""
         for request_id, rank, is_done in ends:
-            with self._refusals("end of a stream", request_id):
+            with self._guards("end of a stream", request_id):
                 self._state.stream_ended(request_id, rank, is_done=is_done)
 
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:

@@ -15,7 +15,7 @@ from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
 from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
 from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, Streaming
+from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
 from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def open_registration(
     handshakes = parts.make_handshake_client()
     streaming = None
     if settings.streaming:
-        streaming = Streaming(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
+        streaming = StreamReading(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
     shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)
     reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
     leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.records import PeerEngine
     from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
-__all__ = ["ReadCoordinator", "Streaming"]
+__all__ = ["ReadCoordinator", "StreamReading"]
 
 
-class Streaming(NamedTuple):
+class StreamReading(NamedTuple):
     """How streams are read: the machine, given its deadline in seconds without progress, the groups, and where ends go."""
 
     make_readers: Callable[[float], StreamReaders]
@@ -76,7 +76,7 @@ class ReadCoordinator:
         planner: PeerPlanner,
         limits: ReadLimits,
         ended: Callable[[FinishedRead], None],
-        streaming: Streaming | None = None,
+        streaming: StreamReading | None = None,
     ) -> None:
         self._parts = parts
         self._limits = limits

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from vllm_adapter.observe.cause_log import CauseLog
 
-__all__ = ["Refusals"]
+__all__ = ["HookGuards"]
 
 
 @final
-class Refusals:
+class HookGuards:
     """Makes `with` blocks that turn an exception into a log line, as far as lines of this event are not held back.
 
-    Example: `with refusals("arrival", request_id): ...`, or for what no single request stands for
-    `with refusals.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
+    Example: `with guards("arrival", request_id): ...`, or for what no single request stands for
+    `with guards.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
 
     Args:
         log: Limits the lines of each event.
