@@ -311,24 +311,31 @@ class Asker:
             if peer.lookup is not None and peer.lookup.done():
                 peer.addresses, peer.lookup = deque(peer.lookup.result()), None
                 self._connect(peer)
-            session = peer.session
-            late = [ask for ask in session.open.values() if now_s >= ask.deadline_s]
-            for ask in late:
-                session.cancel(ask.number)
-                self._end(ask, "timed-out")
-            self._flush(peer)
-            is_slow = _is_opening(peer) and now_s - peer.connected_s >= self._opening_s
-            if is_slow or (late and not session.open and peer.connection is not None and not peer.connection.is_open):
-                self._fail(peer, "timed-out")
-            if not session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
+            self._end_late(peer, now_s)
+            if not peer.session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
                 self._hang_up(peer)
                 del self._peers[endpoint]
         if now_s >= self._next_look_s and any(peer.session.open for peer in self._peers.values()):
             self._next_look_s = now_s + _LOOK_S
-            for connection in self._hub.flooded():
-                self._refused(
-                    self._by_connection[connection], WireError("oversized-reply", "more came in than was asked for")
-                )
+            self._end_flooded()
+
+    def _end_late(self, peer: _Peer, now_s: float) -> None:
+        """End a peer's asks that have waited too long, and the connection if it does not open."""
+        session = peer.session
+        late = [ask for ask in session.open.values() if now_s >= ask.deadline_s]
+        for ask in late:
+            session.cancel(ask.number)
+            self._end(ask, "timed-out")
+        self._flush(peer)
+        is_slow = _is_opening(peer) and now_s - peer.connected_s >= self._opening_s
+        if is_slow or (late and not session.open and peer.connection is not None and not peer.connection.is_open):
+            self._fail(peer, "timed-out")
+
+    def _end_flooded(self) -> None:
+        for connection in self._hub.flooded():
+            self._refused(
+                self._by_connection[connection], WireError("oversized-reply", "more came in than was asked for")
+            )
 
     def _next_event_s(self) -> float:
         now_s = time.monotonic()

@@ -175,7 +175,7 @@ class Loop:
         for _ in range(len(self._waiting)):
             task = self._waiting.popleft()
             is_due = task.next_attempt_s <= now_s < task.deadline_s
-            if not is_due or not self._has_place(task.request.endpoint.host, now_s):
+            if not is_due or not self._make_room(task.request.endpoint.host, now_s):
                 self._waiting.append(task)
                 continue
             self._places[task.request.endpoint.host] += 1
@@ -203,8 +203,8 @@ class Loop:
         )
         self._end_attempt(task)
 
-    def _has_place(self, host: str, now_s: float) -> bool:
-        """Return whether a host may have a place more; a host that has none may take that of a silent one.
+    def _make_room(self, host: str, now_s: float) -> bool:
+        """Return whether a host may have a place more; for one that has none the oldest silent attempt of others is ended.
 
         The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
         448, the next one at most 32, the one after that 16.
