@@ -25,7 +25,8 @@ def take_final(state, *, now_s):
     """Answer the question for the final ticket, and load it."""
     asked = ask(state)
     assert asked.wants_final
-    assert states(state) == ["consumer-asking"]
+    assert states(state) == ["consumer-asking-final"]
+    assert state.stream_blocks_held == 0, "others may have its share"
     assert state.take_step_plan(now_s=now_s) == EMPTY_PLAN  # the peer is not told that nobody reads it
     assert state.stream_answered("d1", asked.number, final_answer(), now_s=now_s)
     assert states(state) == ["consumer-queued"]
@@ -41,27 +42,57 @@ def test_a_prompt_of_more_blocks_than_the_share_is_read_from_its_final_ticket():
 
 
 def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
-    """As where all places of the engine's batch are taken: it is not even asked whether there is room."""
+    """As where all places of the engine's batch are taken."""
     state, _ = at("offered")
+    assert state.external_tokens("d1", computed_tokens=0) == 100
+    assert state.stream_blocks_held == 7
     state.take_step_plan(now_s=9.0)
     assert state.take_stream_questions() == []
     state.take_step_plan(now_s=10.0)
     take_final(state, now_s=10.0)
 
 
-@pytest.mark.parametrize("answer", [None, {"kind": "no", "reason": "unknown-id"}])
-def test_a_prompt_without_room_whose_peer_has_ended_it_is_computed_here(answer):
+ENDS = [
+    ("refuse", "local", False, False),
+    ("expire", "local", True, True),
+    ("hit", "local", True, True),
+    ("reset", "local", True, True),
+    ("finish", None, True, True),
+]
+
+
+@pytest.mark.parametrize(("event", "target", "is_cancelled", "is_told"), ENDS)
+def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, is_cancelled, is_told):
+    """The offer named the peer's request, so that the peer can be told that nobody reads its blocks."""
     state, _ = at("offered")
     state.take_step_plan(now_s=10.0)
     asked = ask(state)
-    if answer is not None:
-        state.stream_answered("d1", asked.number, answer, now_s=10.0)
-    else:
+    if event == "refuse":
+        state.stream_answered("d1", asked.number, {"kind": "no", "reason": "unknown-id"}, now_s=10.0)
+    elif event == "expire":
         state.take_step_plan(now_s=20.0)
         assert state.take_stream_questions() == []
-        assert state.take_stream_cancels() == [("d1", asked.number)]
-    assert states(state) == ["consumer-local"]
-    assert state.external_tokens("d1", computed_tokens=0) == 0
+    elif event == "hit":
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=11.0)
+    elif event == "reset":
+        state.reset(now_s=11.0)
+    else:
+        finish(state)
+    assert state.take_stream_cancels() == ([("d1", asked.number)] if is_cancelled else [])
+    assert states(state) == ([f"consumer-{target}"] if target else [])
+    plan = state.take_step_plan(now_s=20.0)
+    assert [(read.is_notify_only, read.peer_request_id) for read in plan.reads] == ([(True, "p1")] if is_told else [])
+    assert not plan.heartbeats
+
+
+def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ticket():
+    state, _ = at("offered")
+    state.take_step_plan(now_s=10.0)
+    first = ask(state)
+    state.stream_answered("d1", first.number, {"kind": "no", "reason": "busy"}, now_s=10.0)
+    state.preempt("d1", now_s=10.5)
+    state.take_step_plan(now_s=11.0)
+    take_final(state, now_s=11.0)
 
 
 def test_an_offered_prompt_whose_allocation_is_refused_is_given_up_at_once():
@@ -73,6 +104,17 @@ def test_an_offered_prompt_whose_allocation_is_refused_is_given_up_at_once():
     state.report(sent=[], received=["d1"], failed=["d1"])
     assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
     assert state.stream_blocks_held == 0
+
+
+def test_a_refused_allocation_is_given_up_also_if_its_offer_has_expired_meanwhile():
+    state, _ = at("offered")
+    tokens = state.external_tokens("d1", computed_tokens=8)
+    with pytest.raises(SchedulerStateError):
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens, now_s=1.0)
+    state.take_step_plan(now_s=10.0)
+    ask(state)
+    state.report(sent=[], received=["d1"], failed=["d1"])
+    assert states(state) == ["consumer-local"]
 
 
 @pytest.mark.parametrize("ends", [finish, lambda state: state.reset(now_s=0.0)])

@@ -174,12 +174,12 @@ def test_a_slot_that_is_returned_before_the_void_is_found(capsys, monkeypatch):
     assert "the word shows the generation of the lease" in result.violation
 
 
-# Rows of the consumer that the worlds reach late or never: test_stream_units.py has each of them and its effects.
+# Rows of the consumer that the worlds reach late or never: test_stream_units.py and test_stream_room.py have them and their effects.
 # Copies to a mirror, which the model has none of: `test_stream_producers.py`.
 COPIES = ("without save", "without complete", "without forget-saves")
 ELSEWHERE = (
     *("asking x finish", "asking x expire", "offered x finish", "offered x expire", "streaming x finish"),
-    *("awaiting x finish", "awaiting x expire", "awaiting x retry", "draining x done"),
+    *("awaiting x finish", "awaiting x expire", "awaiting x retry", "draining x done", "asking-final"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state._outbox import Outbox
 
 __all__ = ["ConsumerRecord", "Consumers"]
+
+_UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
+"""States of a request with an early ticket in which the engine has allocated nothing for it."""
 
 
 @final
@@ -134,7 +137,7 @@ class Consumers:
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
         """Return the tokens to read beyond a local prefix of `computed_tokens`, None while another request reads them."""
         if record.state != "queued":
-            is_early = record.state in {"asking", "offered"}
+            is_early = record.state in _UNRESERVED
             return self.streams.external_tokens(record, computed_tokens) if is_early else 0
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
@@ -250,7 +253,7 @@ class Consumers:
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
             self._outbox.add(self._outbox.voids, request_id)
-        elif record.state in {"asking", "offered"}:
+        elif record.state in _UNRESERVED:
             self.give_up(request_id, record, now_s)
         elif record.state in {"streaming", "awaiting", "stopping"}:
             self.step_early(record.stream, "reset", None, now_s)

@@ -75,7 +75,7 @@ class Reports:
             unread.discard(request_id)
             request = self._requests.get(request_id)
             consumer = None if request is None else request.consumer
-            if consumer is not None and consumer.state in {"queued", "offered"}:
+            if consumer is not None and consumer.state in {"queued", "asking", "offered", "asking-final"}:
                 self._consumers.give_up(request_id, consumer, at_s)
         return [request_id for request_id in request_ids if request_id not in known]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamConsumers"]
 
-_WAITS: Final = frozenset({"asking", "offered", "awaiting"})
+_WAITS: Final = frozenset({"asking", "asking-final", "awaiting", "offered"})
 _PATIENCE_S: Final = 1.0
 
 
@@ -94,7 +94,7 @@ class StreamConsumers:
         if record.state != "offered":
             return None
         stream = record.stream
-        blocks = self._blocks(stream.prompt_tokens, computed_tokens)
+        blocks = self._blocks(stream, computed_tokens)
         free = blocks if self.free_blocks is None else self.free_blocks()
         stream.is_too_large = blocks > self.reserve.limit
         if blocks > free:
@@ -109,6 +109,7 @@ class StreamConsumers:
         if effect == "ask":
             if row.event == "expire":  # only the final ticket is of use from now on
                 stream.breaks = max(stream.breaks, self._config.stream_max_breaks)
+                self.reserve.give_back(request_id)
             stream.breaks += row.event == "torn"
             stream.torn.clear()
             self._ask(stream)
@@ -253,21 +254,21 @@ class StreamConsumers:
             )
         )
 
-    def _blocks(self, prompt_tokens: int, computed_tokens: int) -> int:
+    def _blocks(self, stream: ConsumedStream, computed_tokens: int) -> int:
         """Return the blocks that the engine is about to take for a request, at most.
 
-        Example: a prompt of 100 tokens, of which 32 are a prefix hit, in groups with blocks of 16. One that keeps every block
-        takes 7 - 2 = 5; one with a window of 32 takes those from token 68 on, so 7 - 4 = 3.
+        Example: a prompt of 100 tokens, all of which are read but for 32 of a prefix hit, in groups with blocks of 16. One that
+        keeps every block takes 7 - 2 = 5; one with a window of 32 takes those from token 68 on, so 7 - 4 = 3.
         """
         return sum(
             1 + group.scratch_blocks
             if group.kind == "state"
-            else -(-prompt_tokens // group.span_tokens) - _first_taken(group, prompt_tokens, computed_tokens)
+            else -(-stream.prompt_tokens // group.span_tokens) - _first_taken(group, stream.tokens, computed_tokens)
             for group in self._config.groups
         )
 
 
-def _first_taken(group: GroupConfig, prompt_tokens: int, computed_tokens: int) -> int:
-    """Return the number of the first block that is neither a prefix hit nor wholly before the window."""
-    first_token = max(0, prompt_tokens - group.window_tokens) if group.kind == "window" else 0
+def _first_taken(group: GroupConfig, tokens: int, computed_tokens: int) -> int:
+    """Return the number of the first block that is neither a prefix hit nor wholly before the window at the end of `tokens`."""
+    first_token = max(0, tokens - group.window_tokens) if group.kind == "window" else 0
     return max(first_token, computed_tokens) // group.span_tokens

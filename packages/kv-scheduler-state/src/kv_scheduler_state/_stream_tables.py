@@ -109,14 +109,15 @@ STREAM_CONSUMER_TABLE: Final = Table(
         _T("asking", "finish", GONE, ("cancel-question", "leave"), "Ended here; the peer need not keep a place."),
         _T("offered", "load", "streaming", ("order-stream",), "Blocks are allocated; the engine parks the request."),
         _T("offered", "hit", "local", ("order-notify", "stop-heartbeat", "leave"), "Nothing is left to read."),
-        _T(
-            "offered",
-            "expire",
-            "asking",
-            ("stop-heartbeat", "ask"),
-            "No room in time: the final ticket is asked for.",
-        ),
+        _T("offered", "expire", "asking-final", ("stop-heartbeat", "ask"), "No room in time: read as a whole."),
         _T("offered", "finish", GONE, ("order-notify", "stop-heartbeat", "leave"), "Ended here first."),
+        _T("asking-final", "final", "queued", ("join", "start-heartbeat", "leave"), "It is finished: as any other."),
+        _T("asking-final", "retry", "asking-final", ("ask",), "The peer had no place to park the question."),
+        _T("asking-final", "refuse", "local", ("leave",), "The peer has nothing any more: computed here."),
+        _T("asking-final", "expire", "local", ("cancel-question", "order-notify", "leave"), "No answer in time."),
+        _T("asking-final", "hit", "local", ("cancel-question", "order-notify", "leave"), "Nothing is left to read."),
+        _T("asking-final", "preempt", "asking-final", (), "It had computed nothing."),
+        _T("asking-final", "finish", GONE, ("cancel-question", "order-notify", "leave"), "Ended here first."),
         _T("streaming", "done", "local", ("end-stream", "stop-heartbeat"), "Every worker's fence held."),
         _T(
             "streaming", "torn", "awaiting", ("stop-heartbeat", "ask"), "All workers are quiet: the blocks may be read."

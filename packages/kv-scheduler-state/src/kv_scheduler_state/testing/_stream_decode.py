@@ -108,7 +108,7 @@ class StreamDecode:
         if status == "absent":
             return ["c-arrive"]
         names: list[str] = []
-        if status == "waiting" and self.state_of(request_id) != "asking":
+        if status == "waiting" and self.state_of(request_id) not in {"asking", "asking-final"}:
             names.append("c-admit")
         if status in {"waiting", "parked"} and self.aborts:
             names.append("c-abort")

@@ -136,7 +136,7 @@ class StreamWorld:
             state = stream.record.state
             for asker, (_, wants_final) in stream.parked.items():
                 is_early = state in {"early", "opening", "plain", "plain-again", "voided", "stale"} or wants_final
-                is_awaited = self.decode.state_of(asker) in {"asking", "awaiting"}
+                is_awaited = self.decode.state_of(asker) in {"asking", "asking-final", "awaiting"}
                 is_answered = state in {"streamed", "voiding", "taken-back"}
                 if not (is_early or is_answered) or not is_awaited:
                     raise ModelViolation(f"a question is parked although '{state}' has an answer, or nobody waits")
