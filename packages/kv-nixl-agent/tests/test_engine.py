@@ -264,6 +264,7 @@ def test_every_scratch_word_in_use_only_delays():
         ("nixl-disconnected", "peer-disconnected", "peer"),
         ("nixl-backend", "transfer-failed", "environment"),
         ("nixl-invalid-param", "transfer-rejected", "local"),
+        ("nixl-not-found", "peer-disconnected", "peer"),
     ],
 )
 def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expected: str, fault: str):

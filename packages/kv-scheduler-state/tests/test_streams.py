@@ -174,7 +174,7 @@ def test_a_slot_that_is_returned_before_the_void_is_found(capsys, monkeypatch):
     assert "the word shows the generation of the lease" in result.violation
 
 
-# Rows of the consumer that the worlds reach late or never: test_stream_units.py and test_stream_room.py have them and their effects.
+# Rows of the consumer that the worlds reach late or never: test_stream_units.py and test_stream_room.py have them.
 # Copies to a mirror, which the model has none of: `test_stream_producers.py`.
 COPIES = ("without save", "without complete", "without forget-saves")
 ELSEWHERE = (

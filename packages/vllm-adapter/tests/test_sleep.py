@@ -9,7 +9,7 @@ import pytest
 from factories import facts
 from fakes import order
 
-from kv_scheduler_state import GrantOrder, StepPlan
+from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.recorder import Recorder
@@ -17,7 +17,7 @@ from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
-from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
 from vllm_adapter.worker.registration import Registration
 from vllm_adapter.worker.sleep import fail_reads, failed_instead
 from vllm_adapter.worker.transfer.records import FinishedRead
@@ -54,18 +54,39 @@ class Parts:
             end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
             snapshot=lambda: {"transfers": transfers},
         )
-        leases: Any = SimpleNamespace(end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"))
+        leases: Any = SimpleNamespace(
+            end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"), expect=lambda _ids: None
+        )
+        self.write_fence = lambda slot, generation: self.calls.append(f"word {slot} = {generation}")
         agent: Any = self
         self.registration = Registration(agent, handshakes, reads, leases, Recorder(), b"envelope")
 
+    @property
+    def has_ended(self) -> bool:
+        return not self.is_alive and self.thread != "dies slowly"
+
     def call_soon(self, function: Any) -> None:
-        if self.thread == "dead":
+        if self.thread in {"dead", "dies slowly"}:
             raise AdapterError("dead", code="thread-dead")
         if self.thread == "well":
             function()
 
     def health(self) -> Any:
-        return SimpleNamespace(state="running", callback_errors=0, loop_errors=0, last_error="", last_traceback="")
+        return SimpleNamespace(
+            state="running",
+            calls_waiting=0,
+            callback_errors=0,
+            loop_errors=0,
+            last_error="",
+            last_traceback="",
+            ucx_requests="zeroed",
+        )
+
+    def stalls(self) -> list[Any]:
+        return []
+
+    def statistics(self) -> dict[str, float]:
+        return {}
 
     def quarantine(self) -> list[Any]:
         return [SimpleNamespace(bytes_at_risk=4096)]
@@ -170,8 +191,58 @@ def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     assert results.sent == {"p1"}
     assert results.received == results.failed == {"r1"}
     assert "restart this engine" in results.reasons["r1"].text
+    worker.apply(_orders())
     assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
     assert worker.envelope is None
+
+
+def test_a_thread_that_hangs_while_it_dies_keeps_its_leases_and_voids_their_words() -> None:
+    """Its readers find the words void at once; blocks come back once nothing of it can touch them any more."""
+    worker, parts = _worker()
+    worker.apply(_orders(StepPlan(expects=("p1",), fences=(FenceOrder("p1", 3, 9),))))
+    assert parts.calls == ["word 3 = 9"]
+    parts.thread, parts.is_alive = "dies slowly", False
+    parts.calls.clear()
+    for _ in range(3):
+        worker.apply(_orders(StepPlan(grants=(GrantOrder("p2", 30.0, None, ""),))))
+        assert worker.take_report().sent == {"p2"}, "it has no word that stands"
+    assert parts.calls == [f"word 3 = {_VOID_GENERATION}"]
+    parts.thread = "dead"
+    for _ in range(2):
+        worker.apply(_orders())
+    assert parts.calls[1:] == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+
+
+def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
+    worker, parts = _worker()
+    worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p1", 3, 9), FenceOrder("p2", 4, 9)))))
+
+    def refuse(*_: object) -> None:
+        raise AdapterError("closed", code="agent-closed")
+
+    parts.write_fence = refuse
+    for request_id in ("p1", "p2"):
+        worker._void_failed_copy(parts.registration, request_id, "no memory")
+    assert (worker.take_stats() or {})["num_failed_mirror_copies"] == [1, 1]
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_a_rank_whose_thread_has_died_is_alive_again_after_a_sleep(
+    monkeypatch: pytest.MonkeyPatch, has_stepped: bool
+) -> None:
+    worker, parts = _worker()
+    parts.thread, parts.is_alive = "dead", False
+    if has_stepped:
+        worker.apply(_orders())
+        assert worker.status()["is_registered"] is False
+    worker.unregister()
+    assert worker.status()["is_asleep"] is True
+    anew = Parts("well")
+    monkeypatch.setattr(worker, "_open", lambda _generation: anew.registration)
+    worker.restore()
+    assert worker.envelope == b"envelope"
+    worker.apply(_orders(StepPlan(grants=(GrantOrder("p1", 30.0, None, ""),))))
+    assert not worker.take_report().sent
 
 
 def test_a_restore_alone_does_nothing() -> None:
@@ -270,3 +341,18 @@ def test_while_ranks_differ_or_sleep_nothing_is_served(said: RankRegistration) -
     assert served.update({RANK: said}) == {}
     assert not served.is_sure
     assert served.question > 0
+
+
+def test_ranks_that_have_answered_are_asked_no_more_and_report_by_themselves() -> None:
+    served = ServedRegistration(7)
+    served.expect([RANK, OTHER_RANK])
+    served.update({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
+    assert served.update({RANK: RankRegistration(7, None)}) == {}
+    question = served.question
+    assert served.update({RANK: RankRegistration(7, None, question)}) == {}
+    assert served.question == question, "the other one has not answered yet"
+    served.update({OTHER_RANK: RankRegistration(7, b"b", question)})
+    assert (served.question, served.is_sure) == (0, False)
+    assert served.update({RANK: RankRegistration(8, b"a", question)}) == {}
+    assert served.update({OTHER_RANK: RankRegistration(8, b"b", question)}) == {RANK: b"a", OTHER_RANK: b"b"}
+    assert (served.generation, served.is_sure) == (8, True)

@@ -179,7 +179,7 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
     )
     untyped: Any = None
     registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
-    told: Any = worker_status_module.worker_status(facts(), registration, is_asleep=False)
+    told: Any = worker_status_module.worker_status(facts(), registration, is_registered=True, is_asleep=False)
     assert told["thread"] == {
         "state": "stuck",
         "calls_waiting": 7,

@@ -222,7 +222,7 @@ class Loop:
                 if count > 1 and is_silent and task.request.endpoint.host == host:
                     task.session.fail(
                         task.transport_error(
-                            "too-many-peers",
+                            "timed-out",
                             f"no answer from {task.peer} so far, and another peer needs its place here",
                             now_s,
                         )
@@ -332,11 +332,13 @@ class Loop:
             self._end_flooded()
         for task in [task for task in self._waiting if now_s >= task.deadline_s]:
             self._waiting.remove(task)
-            task.session.fail(
-                task.transport_error(
+            if task.attempts:
+                error = task.transport_error("timed-out", f"no answer from {task.peer} in time", now_s)
+            else:
+                error = task.transport_error(
                     "too-many-peers", f"no place in this process for a connection to {task.peer}", now_s
                 )
-            )
+            task.session.fail(error)
             task.on_end(task)
 
     def _end_flooded(self) -> None:

@@ -136,7 +136,6 @@ def _rebuild(code: str, message: str, context: dict[str, object]) -> AgentError:
 _REFUSED_BY_NIXL: Final = frozenset(
     {
         "nixl-invalid-param",
-        "nixl-not-found",
         "nixl-mismatch",
         "nixl-not-allowed",
         "nixl-not-supported",
@@ -146,8 +145,11 @@ _REFUSED_BY_NIXL: Final = frozenset(
 
 
 def transfer_code(error: AgentError) -> str:
-    """Return the code of a transfer that failed by `error`."""
-    if error.code == "nixl-disconnected":
+    """Return the code of a transfer that failed by `error`.
+
+    NIXL forgets a peer whose connection has ended, whoever notices that first, and does not find it when the next read is posted.
+    """
+    if error.code in {"nixl-disconnected", "nixl-not-found"}:
         return "peer-disconnected"
     if error.code in _REFUSED_BY_NIXL:
         return "transfer-rejected"

@@ -59,8 +59,7 @@ class TransferThread:
         regions: Memory to register: (address, length_bytes, device, kind).
         on_result: Called on the owner thread with the one result of every transfer.
         on_notification: Called on the owner thread with (agent name of the peer, payload).
-        on_quiet: Called on the owner thread with the id of a transfer whose result said `is_memory_quiet=False`, once
-            its local memory can be used again.
+        on_quiet: Called there with the id of a transfer whose result said `is_memory_quiet=False`, once its memory is free.
         options: See `AgentOptions`.
         thread_options: See `ThreadOptions`.
         port_factory: Makes the NIXL port; a fake in tests.
@@ -99,16 +98,13 @@ class TransferThread:
         """Create the agent and register its memory on the owner thread; returns once that is done.
 
         Raises:
-            AgentError: as `TransferAgent`; `thread-dead` if that takes longer than two minutes or the thread was started
-                before.
+            AgentError: as `TransferAgent`; `thread-dead` if that takes over two minutes or the thread was started before.
         """
         if self._thread.ident is not None or self._is_closed:
             raise AgentError("thread-dead", f"transfer thread {self._name!r} can be started once only")
         self._thread.start()
         if not self._loop.ready.wait(_START_TIMEOUT_S):
-            raise AgentError(
-                "thread-dead", f"transfer thread {self._name!r} was not ready within {_START_TIMEOUT_S:.0f} s"
-            )
+            raise AgentError("thread-dead", f"transfer thread {self._name!r} was not ready in {_START_TIMEOUT_S:.0f} s")
         if self._loop.failure is not None:
             raise self._loop.failure
 
@@ -237,8 +233,13 @@ class TransferThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the owner thread runs."""
+        """Whether the owner thread runs and takes orders; False from the moment in which it fails."""
         return self._thread.is_alive() and self._loop.failure is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the owner thread runs no more, so that nothing of it touches the memory."""
+        return not self._thread.is_alive()
 
     @property
     def failure(self) -> AgentError | None:

@@ -299,7 +299,15 @@ class TransferThread(Protocol):
         ...
 
     @property
-    def is_alive(self) -> bool: ...
+    def is_alive(self) -> bool:
+        """Whether orders are taken; False from the moment in which the thread fails."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread runs no more: its agent is closed, and nothing of it touches the memory."""
+        ...
+
     def close(self) -> None:
         """Idempotent; ordered: transfers, prepared lists, peers, registrations."""
         ...

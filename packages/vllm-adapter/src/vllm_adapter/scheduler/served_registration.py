@@ -52,8 +52,13 @@ class ServedRegistration:
 
     @property
     def question(self) -> int:
-        """Number of the question for this step's orders; 0 for none."""
-        return 0 if self._is_sure else self._question
+        """Number of the question for this step's orders; 0 for none, also once all ranks have answered it.
+
+        A rank without memory (asleep, or its transfer thread dead) answers once, and reports by itself when it has some again.
+        """
+        answers = [self._registrations.get(rank) for rank in self._ranks]
+        is_answered = bool(answers) and all(one is not None and one.answer >= self._question for one in answers)
+        return 0 if self._is_sure or is_answered else self._question
 
     def expect(self, ranks: Iterable[Rank], served: Collection[Rank] | None = None) -> None:
         """Note the ranks whose report is needed, and doubt if the envelope of one of them is missing.

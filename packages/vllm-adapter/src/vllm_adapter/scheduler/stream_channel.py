@@ -75,7 +75,7 @@ class _Answered(NamedTuple):
 
 @final
 class StreamChannel:
-    """Moves questions and answers. `receive`, `say` and `close` on the scheduler's thread only.
+    """Moves questions and answers. `receive`, `send` and `close` on the scheduler's thread only.
 
     Args:
         state: The request machines.
@@ -268,7 +268,9 @@ class StreamChannel:
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
             self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
             if self._listener is not None:
-                self._listener.answer(ask_id, b"")  # no answer can be bound to it; the asker finds this one malformed
+                self._listener.answer(
+                    ask_id, b""
+                )  # no answer can be bound to it; the asker takes this for a wrong seal
             return
         standing = self._board.get(str(question["hand_over_id"]))
         if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):

@@ -58,6 +58,11 @@ def _reported_ids(ends: Iterable[ReadEnd]) -> frozenset[str]:
     return frozenset(end.order.request_id for end in ends if end.order.is_reported)
 
 
+def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -> None:
+    for slot, generation in words:
+        registration.agent.write_fence(slot, generation)
+
+
 @final
 class WorkerSide:
     """Worker half of a rank: registers its cache, applies a step's orders, reports what ended."""
@@ -80,7 +85,9 @@ class WorkerSide:
         self._failures: list[str] = []
         self._registration: Registration | None = None
         self._ending: Registration | None = None
+        # The transfer thread has died; what it left is ended once it has closed its agent.
         self._dead: Registration | None = None
+        self._is_dead_ended = False
         self._caches: Sequence[LayerCache] = ()
         self._can_convert = False
         self._select_device: Callable[[], None] | None = None
@@ -160,8 +167,9 @@ class WorkerSide:
         Raises:
             AdapterError: `memory-in-use`: the memory must stay mapped.
         """
-        if self._registration is not None:
-            self._ending, self._registration = self._registration, None
+        if self._registration is not None or self._dead is not None:
+            self._ending, self._registration, self._dead = self._registration or self._dead, None, None
+            self._is_dead_ended = False
             self._is_registration_due = True
             self._streams.use(None)
             if self._mirror is not None:
@@ -195,11 +203,10 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop both threads and give registrations back; idempotent."""
-        registration, self._registration = self._registration, None
+        registration, self._registration, self._dead = self._registration or self._dead, None, None
         self._marks.close()
         if registration is not None:
             registration.close()
-        self._dead = None
         if self._mirror is not None:
             self._mirror.close()
 
@@ -218,7 +225,8 @@ class WorkerSide:
     def before_forward(self, orders: StepOrders) -> None:
         """Store the words that must move before the step writes into any block; once a step, before `apply`."""
         self._begun = orders
-        self._end_if_dead()
+        self._note_death()
+        self._end_dead()
         self._streams.before_forward(orders.plan, self._marks.then, self._mirror)
 
     def apply(self, orders: StepOrders) -> None:
@@ -237,38 +245,26 @@ class WorkerSide:
             return
         reads = self._streams.apply(plan)
         self._due_reads.update(order.request_id for order in reads.reads if order.is_reported)
-        if plan.voids:  # the scheduler may not have heard yet that one of them has ended
-            self._void_reads.update(self._due_reads.intersection(plan.voids))
+        # The scheduler may not have been told yet that one of them has ended.
+        self._void_reads.update(self._due_reads.intersection(plan.voids))
         words, void_grants = self._announced.apply(plan)
         self._streams.forget(grant.request_id for grant in plan.grants)
-        if self._mirror is not None:
-            self._mirror.forget(plan.releases)
-        registration = self._registration
+        registration, mirror = self._registration, self._mirror
+        if mirror is not None:
+            mirror.forget(plan.releases)
+            if registration is not None and (reads.reads or reads.watches):
+                mirror.begin_reads()
         if registration is None:
             self._refuse(plan, reads)
             return
         try:
-            self._order(registration, plan, words, void_grants, reads)
+            # At once, on this thread: the words must be there before the step's end can make the tickets known.
+            _write_words(registration, words)
+            registration.order(plan, void_grants, reads)
         except Exception:
-            if not self._end_if_dead():
+            if not self._note_death():
                 raise
             self._refuse(plan, reads)
-
-    def _order(
-        self,
-        registration: Registration,
-        plan: StepPlan,
-        words: Sequence[tuple[int, int]],
-        void_grants: Sequence[str],
-        reads: ReadsOfStep,
-    ) -> None:
-        """Let the transfer thread perform a step's orders, after the fence words that this thread writes."""
-        if self._mirror is not None and (reads.reads or reads.watches):
-            self._mirror.begin_reads()
-        # At once, on this thread: the words must be there before the step's end can make the tickets known.
-        for slot, generation in words:
-            registration.agent.write_fence(slot, generation)
-        registration.order(plan, void_grants, reads)
 
     def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
         """Answer a step's orders while nothing is registered: no word stands, so no block is read."""
@@ -278,16 +274,34 @@ class WorkerSide:
         self._finished += fail_reads(reads.reads, now_s, code, message)
         self._streams.fail(reads.watches, now_s, code, message)
 
-    def _end_if_dead(self) -> bool:
-        """End what a transfer thread that has died leaves behind, once; True if it has died just now."""
+    def _note_death(self) -> bool:
+        """Order nothing more of a transfer thread that has died; True if that is found now.
+
+        Its words are voided here: the thread does so when it closes its agent, but may hang before.
+        """
         registration = self._registration
         if registration is None or registration.agent.is_alive:
             return False
+        for request_id in self._announced.ids:
+            self._void(registration, request_id)
         self._dead, self._registration = registration, None
         self._is_registration_due = True  # peers are told that there is nothing to read
         self._streams.use(None)
-        registration.end(DEAD, DEAD_MESSAGE)
         return True
+
+    def _end_dead(self) -> None:
+        """End the reads and leases of a thread that has died, once it has ended; never waits for it."""
+        dead = self._dead
+        if dead is not None and not self._is_dead_ended and dead.agent.has_ended:
+            self._is_dead_ended = True
+            dead.end(DEAD, DEAD_MESSAGE)
+
+    def _void(self, registration: Registration, request_id: str) -> None:
+        """Move a request's words, so that nobody trusts what was read of it; those of a closed agent have moved already."""
+        slot = self._announced.slot(request_id)
+        if not self._streams.void(request_id) and slot is not None:
+            with self._recorder.guarded("voiding of a fence word"):
+                registration.agent.write_fence(slot, _VOID_GENERATION)
 
     def save(self, orders: StepOrders) -> None:
         """Copy what the step computed to the mirror, if there is one, after the forward pass; show chunks of streams.
@@ -311,9 +325,7 @@ class WorkerSide:
 
     def _void_failed_copy(self, registration: Registration, request_id: str, reason: str) -> None:
         self._recorder.count("num_failed_mirror_copies")
-        slot = self._announced.slot(request_id)
-        if not self._streams.void(request_id) and slot is not None and not self._end_if_dead():
-            registration.agent.write_fence(slot, _VOID_GENERATION)
+        self._void(registration, request_id)
         self._recorder.error(
             "mirror-copy",
             f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its fence "
@@ -423,7 +435,9 @@ class WorkerSide:
 
     def status(self) -> Mapping[str, object]:
         """Return what this rank holds, as plain values; any thread."""
-        return worker_status(self._facts, self._registration or self._dead, is_asleep=self._is_asleep)
+        registration, dead = self._registration, self._dead
+        is_registered = registration is not None
+        return worker_status(self._facts, registration or dead, is_registered=is_registered, is_asleep=self._is_asleep)
 
     def hand_overs(self) -> Mapping[str, object]:
         """Return the moments of this rank's latest hand-overs, as plain values; any thread."""

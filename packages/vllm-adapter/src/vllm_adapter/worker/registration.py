@@ -140,7 +140,7 @@ class Registration:
                 ended.wait(_ORDERLY_S)
                 self._wait_for_quiet()
         self.close()
-        if self.agent.is_alive:
+        if not self.agent.has_ended:
             raise AdapterError(
                 "the transfer thread did not end, so this rank's cache memory may still be read and written and must stay "
                 "mapped; try again, or restart this engine",

@@ -36,13 +36,15 @@ _FIGURES = (
 )
 
 
-def worker_status(facts: EngineFacts, registration: Registration | None, *, is_asleep: bool) -> dict[str, object]:
+def worker_status(
+    facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
+) -> dict[str, object]:
     """Return health, leases, reads, peers, quarantine and stalls of a rank."""
     status: dict[str, object] = {
         "part": f"{facts.pp_rank}.{facts.tp_rank}",
         "engine_id": facts.engine_id,
         "is_asleep": is_asleep,
-        "is_registered": registration is not None,
+        "is_registered": is_registered,
     }
     if registration is None:
         return status

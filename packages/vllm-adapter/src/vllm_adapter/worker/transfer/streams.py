@@ -104,6 +104,10 @@ class _Following:
         self._coordinator.on_broken(self, code, message)
 
 
+def _wants_data(read: Read) -> bool:
+    return not (read.is_ended or read.order.is_notify_only)
+
+
 @final
 class StreamCoordinator:
     """Follows streams, orders their parts, and reports one end per stream.
@@ -251,8 +255,8 @@ class StreamCoordinator:
         self._readers.tick(self._parts.now_s())
         for stream in list(self._streams.values()):
             engine = stream.engine
-            if engine.phase == "draining" and engine.waiting and not stream.reason[0]:
-                self._give_up(stream, "stream-broken", "another read from its engine failed, so the engine is met anew")
+            if engine.phase == "draining" and not stream.reason[0] and any(map(_wants_data, engine.waiting)):
+                self._give_up(stream, "stream-broken", "its engine is to be met anew, and other reads wait for that")
         self._settle()
 
     # ---------------------------------------------------------------------------------------------- what watches tell
