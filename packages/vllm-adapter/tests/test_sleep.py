@@ -57,7 +57,7 @@ class Parts:
         leases: Any = SimpleNamespace(
             end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"), expect=lambda _ids: None
         )
-        self.write_fence = lambda slot, generation: self.calls.append(f"word {slot} = {generation}")
+        self.is_closed = False
         agent: Any = self
         self.registration = Registration(agent, handshakes, reads, leases, Recorder(), b"envelope")
 
@@ -81,6 +81,11 @@ class Parts:
             last_traceback="",
             ucx_requests="zeroed",
         )
+
+    def write_fence(self, slot: int, generation: int) -> None:
+        if self.is_closed:
+            raise AdapterError("closed", code="agent-closed")
+        self.calls.append(f"word {slot} = {generation}")
 
     def stalls(self) -> list[Any]:
         return []
@@ -216,11 +221,7 @@ def test_a_thread_that_hangs_while_it_dies_keeps_its_leases_and_voids_their_word
 def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
     worker, parts = _worker()
     worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p1", 3, 9), FenceOrder("p2", 4, 9)))))
-
-    def refuse(*_: object) -> None:
-        raise AdapterError("closed", code="agent-closed")
-
-    parts.write_fence = refuse
+    parts.is_closed = True
     for request_id in ("p1", "p2"):
         worker._void_failed_copy(parts.registration, request_id, "no memory")
     assert (worker.take_stats() or {})["num_failed_mirror_copies"] == [1, 1]
