@@ -53,7 +53,7 @@ def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
 
 
 ENDS = [
-    ("refuse", "local", False, False),
+    ("refuse", "local", False, True),
     ("expire", "local", True, True),
     ("hit", "local", True, True),
     ("reset", "local", True, True),
@@ -61,16 +61,30 @@ ENDS = [
 ]
 
 
+def misfit(state, asked):
+    """Answer with an offer of blocks of other sizes."""
+    _, offer = offered()
+    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
+    assert state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
+
+
+@pytest.mark.parametrize("way", ["no room", "blocks of other sizes"])
 @pytest.mark.parametrize(("event", "target", "is_cancelled", "is_told"), ENDS)
-def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, is_cancelled, is_told):
+def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, is_cancelled, is_told, way):
     """The offer named the peer's request, so that the peer can be told that nobody reads its blocks."""
-    state, _ = at("offered")
+    if way == "no room":
+        state, _ = at("offered")
+    else:
+        state, first = asking()
+        misfit(state, first)
+        state.stream_answered("d1", ask(state).number, {"kind": "no", "reason": "busy"}, now_s=1.0)
     state.take_step_plan(now_s=10.0)
     asked = ask(state)
+    assert states(state) == ["consumer-asking-final"]
     if event == "refuse":
         state.stream_answered("d1", asked.number, {"kind": "no", "reason": "unknown-id"}, now_s=10.0)
     elif event == "expire":
-        state.take_step_plan(now_s=20.0)
+        state.take_step_plan(now_s=20.5)
         assert state.take_stream_questions() == []
     elif event == "hit":
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=11.0)
@@ -80,7 +94,7 @@ def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, i
         finish(state)
     assert state.take_stream_cancels() == ([("d1", asked.number)] if is_cancelled else [])
     assert states(state) == ([f"consumer-{target}"] if target else [])
-    plan = state.take_step_plan(now_s=20.0)
+    plan = state.take_step_plan(now_s=20.5)
     assert [(read.is_notify_only, read.peer_request_id) for read in plan.reads] == ([(True, "p1")] if is_told else [])
     assert not plan.heartbeats
 
@@ -142,9 +156,7 @@ def test_a_window_takes_only_the_blocks_that_it_sees():
 
 def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
     state, asked = asking()
-    _, offer = offered()
-    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    assert state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
+    misfit(state, asked)
     again = ask(state)
     assert again.wants_final
     assert again.number > asked.number

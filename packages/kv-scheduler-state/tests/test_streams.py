@@ -179,7 +179,14 @@ def test_a_slot_that_is_returned_before_the_void_is_found(capsys, monkeypatch):
 COPIES = ("without save", "without complete", "without forget-saves")
 ELSEWHERE = (
     *("asking x finish", "asking x expire", "offered x finish", "offered x expire", "streaming x finish"),
-    *("awaiting x finish", "awaiting x expire", "awaiting x retry", "draining x done", "asking-final"),
+    *(
+        "awaiting x finish",
+        "awaiting x expire",
+        "awaiting x retry",
+        "draining x done",
+        "asking-final",
+        "asking x misfit",
+    ),
 )
 
 

@@ -124,8 +124,7 @@ class SchedulerStreams(SchedulerBase):
             return True
         if kind == "offer" and not self._consumers.streams.fits(ticket):
             # Nothing is reserved yet: its final ticket makes it a plain hand-over, which needs no share.
-            stream.breaks = self._config.stream_max_breaks
-            self._step(stream, "retry", at_s)
+            self._consumers.step_early(stream, "misfit", ticket, at_s)
             return True
         stream.number = 0
         self._consumers.step_early(stream, str(kind), ticket, at_s)
@@ -152,8 +151,7 @@ class SchedulerStreams(SchedulerBase):
 
     def _refused(self, stream: ConsumedStream, reason: str, now_s: float) -> None:
         # An id that is not known *yet* is asked for again; one that is not known any more has ended.
-        is_early = stream.record.state == "asking" and not stream.breaks
-        if reason == "busy" or (reason == "unknown-id" and is_early):
+        if reason == "busy" or (reason == "unknown-id" and stream.record.state == "asking"):
             stream.retry_s = now_s + self._config.stream_retry_s
             return
         stream.number = 0

@@ -107,7 +107,7 @@ class StreamConsumers:
         if stream is None:
             return
         if effect == "ask":
-            if row.event == "expire":  # only the final ticket is of use from now on
+            if row.event in {"expire", "misfit"}:  # only the final ticket is of use from now on
                 stream.breaks = max(stream.breaks, self._config.stream_max_breaks)
                 self.reserve.give_back(request_id)
             stream.breaks += row.event == "torn"
