@@ -218,6 +218,55 @@ def test_a_thread_that_hangs_while_it_dies_keeps_its_leases_and_voids_their_word
     assert parts.calls[1:] == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_the_words_of_a_stream_that_is_open_when_the_thread_dies_are_voided(is_closed: bool) -> None:
+    worker, parts = _worker()
+    voided = list[str]()
+
+    def spoil(opening: Any) -> None:
+        if is_closed:
+            raise AdapterError("closed", code="agent-closed")
+        voided.append(opening.request_id)
+
+    stream_worker: Any = SimpleNamespace(spoil=spoil)
+    worker._streams.use(stream_worker)
+    opening: Any = SimpleNamespace(request_id="p1")
+    worker._streams._open["p1"] = opening
+    worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p2", 3, 9),))))
+    parts.thread, parts.is_alive, parts.is_closed = "dead", False, is_closed
+    for _ in range(2):
+        worker.apply(_orders())
+    assert voided == ([] if is_closed else ["p1"])
+    assert parts.calls[1:] == [
+        *([] if is_closed else [f"word 3 = {_VOID_GENERATION}"]),
+        *("handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"),
+    ]
+
+
+def test_what_is_granted_in_the_very_step_in_which_the_thread_dies_is_voided_before_its_blocks_are_free() -> None:
+    worker, parts = _worker()
+    worker.apply(_orders(StepPlan(expects=("p1",), fences=(FenceOrder("p1", 3, 9),))))
+    orders = _orders(StepPlan(grants=(GrantOrder("p1", 30.0, (3, 9), ""),)))
+    worker.before_forward(orders)
+    parts.thread, parts.is_alive = "dies slowly", False
+    worker.apply(orders)
+    assert parts.calls == ["word 3 = 9", f"word 3 = {_VOID_GENERATION}"]
+    assert worker.take_report().sent == {"p1"}
+
+
+def test_a_sleep_that_fails_beside_a_dying_thread_leaves_nothing_behind() -> None:
+    worker, parts = _worker()
+    parts.thread, parts.is_alive = "dies slowly", False
+    worker.apply(_orders())
+    with pytest.raises(AdapterError):
+        worker.unregister()
+    parts.calls.clear()
+    parts.thread = "dead"
+    worker.apply(_orders(StepPlan(reads=(order(),))))
+    assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+    assert worker.take_report().reasons["r1"].code == "thread-dead"
+
+
 def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
     worker, parts = _worker()
     worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p1", 3, 9), FenceOrder("p2", 4, 9)))))
@@ -316,6 +365,17 @@ def test_nobody_is_sure_from_a_doubt_to_the_answer_of_all_ranks() -> None:
     assert not served.is_sure
     assert served.update({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
     assert (served.is_sure, served.generation, served.question) == (True, 7, 0)
+
+
+def test_what_ranks_answered_before_they_were_expected_anew_does_not_count() -> None:
+    served = ServedRegistration(7)
+    served.expect([RANK])
+    served.update({RANK: RankRegistration(7, None)})
+    served.update({RANK: RankRegistration(7, None, served.question)})
+    assert served.question == 0
+    served.expect([RANK])
+    assert served.update({RANK: RankRegistration(8, b"a", served.question)}) == {RANK: b"a"}
+    assert (served.is_sure, served.generation) == (True, 8)
 
 
 def test_an_answer_to_an_older_question_does_not_count() -> None:

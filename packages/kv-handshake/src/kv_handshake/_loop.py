@@ -333,7 +333,7 @@ class Loop:
         for task in [task for task in self._waiting if now_s >= task.deadline_s]:
             self._waiting.remove(task)
             if task.attempts:
-                error = task.transport_error("timed-out", f"no answer from {task.peer} in time", now_s)
+                error = task.transport_error("timed-out", f"no metadata from {task.peer} in time", now_s)
             else:
                 error = task.transport_error(
                     "too-many-peers", f"no place in this process for a connection to {task.peer}", now_s

@@ -68,7 +68,9 @@ class ServedRegistration:
             served: Ranks whose envelope there is already; None for all of them.
         """
         self._ranks = frozenset(ranks)
-        if served is not None and not self._ranks <= set(served):
+        self._registrations.clear()  # they may be those of workers that are no more
+        is_missing = served is not None and not self._ranks <= set(served)
+        if is_missing or not self._is_sure:
             self.doubt()
 
     def doubt(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
 from vllm_adapter.worker.chunk_marks import ChunkMarks
@@ -167,7 +168,8 @@ class WorkerSide:
         Raises:
             AdapterError: `memory-in-use`: the memory must stay mapped.
         """
-        if self._registration is not None or self._dead is not None:
+        was_dead = self._dead is not None
+        if self._registration is not None or was_dead:
             self._ending, self._registration, self._dead = self._registration or self._dead, None, None
             self._is_dead_ended = False
             self._is_registration_due = True
@@ -179,6 +181,10 @@ class WorkerSide:
             return
         try:
             self._ending.end()
+        except AdapterError:
+            if was_dead:  # what it left is still ended once it has, whether or not the host tries again
+                self._dead, self._ending = self._ending, None
+            raise
         finally:
             for _ in range(len(self._finished)):
                 self._finished.append(failed_instead(self._finished.popleft()))
@@ -248,7 +254,6 @@ class WorkerSide:
         # The scheduler may not have been told yet that one of them has ended.
         self._void_reads.update(self._due_reads.intersection(plan.voids))
         words, void_grants = self._announced.apply(plan)
-        self._streams.forget(grant.request_id for grant in plan.grants)
         registration, mirror = self._registration, self._mirror
         if mirror is not None:
             mirror.forget(plan.releases)
@@ -262,9 +267,14 @@ class WorkerSide:
             _write_words(registration, words)
             registration.order(plan, void_grants, reads)
         except Exception:
-            if not self._note_death():
+            if registration.agent.is_alive:
                 raise
+            # Not announced any more, but for their last words.
+            for grant in plan.grants:
+                self._void(registration, grant.request_id, grant.fence[0] if grant.fence is not None else None)
+            self._note_death()
             self._refuse(plan, reads)
+        self._streams.forget(grant.request_id for grant in plan.grants)
 
     def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
         """Answer a step's orders while nothing is registered: no word stands, so no block is read."""
@@ -282,10 +292,10 @@ class WorkerSide:
         registration = self._registration
         if registration is None or registration.agent.is_alive:
             return False
-        for request_id in self._announced.ids:
-            self._void(registration, request_id)
         self._dead, self._registration = registration, None
         self._is_registration_due = True  # peers are told that there is nothing to read
+        for request_id in self._announced.ids:
+            self._void(registration, request_id, self._announced.slot(request_id))
         self._streams.use(None)
         return True
 
@@ -296,11 +306,10 @@ class WorkerSide:
             self._is_dead_ended = True
             dead.end(DEAD, DEAD_MESSAGE)
 
-    def _void(self, registration: Registration, request_id: str) -> None:
+    def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Move a request's words, so that nobody trusts what was read of it; those of a closed agent have moved already."""
-        slot = self._announced.slot(request_id)
-        if not self._streams.void(request_id) and slot is not None:
-            with self._recorder.guarded("voiding of a fence word"):
+        with self._recorder.guarded("voiding of a fence word"):
+            if not self._streams.void(request_id) and slot is not None:
                 registration.agent.write_fence(slot, _VOID_GENERATION)
 
     def save(self, orders: StepOrders) -> None:
@@ -325,7 +334,7 @@ class WorkerSide:
 
     def _void_failed_copy(self, registration: Registration, request_id: str, reason: str) -> None:
         self._recorder.count("num_failed_mirror_copies")
-        self._void(registration, request_id)
+        self._void(registration, request_id, self._announced.slot(request_id))
         self._recorder.error(
             "mirror-copy",
             f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its fence "

@@ -24,7 +24,7 @@ class ThreadWatch:
         self._recorder = recorder
         self._engine_id = engine_id
         self._errors: tuple[TransferThread, int] | None = None
-        self._is_death_reported = False
+        self._reported_dead: TransferThread | None = None
         self._is_stuck = False
 
     def check(self, agent: TransferThread | None) -> None:
@@ -36,7 +36,7 @@ class ThreadWatch:
             return
         health = agent.health()
         self._check_errors(agent, health)
-        self._check_state(health.state)
+        self._check_state(agent, health.state)
 
     def _check_errors(self, agent: TransferThread, health: ThreadHealth) -> None:
         """Count new errors of callbacks and turns; log each new count once, with the traceback of the latest."""
@@ -51,7 +51,7 @@ class ThreadWatch:
                 f"the latest: {health.last_error}\n{health.last_traceback}",
             )
 
-    def _check_state(self, state: str) -> None:
+    def _check_state(self, agent: TransferThread, state: str) -> None:
         is_stuck = state == "stuck"
         self._recorder.level("stuck_threads", int(state in {"stuck", "dead"}))
         if is_stuck and not self._is_stuck:
@@ -61,8 +61,8 @@ class ThreadWatch:
                 "makes progress",
             )
         self._is_stuck = is_stuck
-        if state == "dead" and not self._is_death_reported:
-            self._is_death_reported = True
+        if state == "dead" and self._reported_dead is not agent:
+            self._reported_dead = agent
             self._recorder.error(
                 "thread-dead", f"the transfer thread of engine {self._engine_id} has died; restart this engine"
             )
