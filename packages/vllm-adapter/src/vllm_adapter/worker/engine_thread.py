@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
+from vllm_adapter.steps import RankRegistration, StepReport
 from vllm_adapter.worker.chunk_marks import ChunkMarks
 from vllm_adapter.worker.completion import ReadCompletion
+from vllm_adapter.worker.failed_reads import FailedReads
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.rank_streams import RankStreams
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
@@ -80,7 +81,7 @@ class WorkerSide:
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
         self._recorder = parts.make_recorder()
-        self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
+        self._failed_reads = FailedReads(self._recorder, CauseLog(time.monotonic, is_lead=self.rank == (0, 0)))
         self._finished: deque[FinishedRead] = deque()
         self._sent: deque[str] = deque()
         self._failures: list[str] = []
@@ -269,9 +270,7 @@ class WorkerSide:
         except Exception:
             if registration.agent.is_alive:
                 raise
-            # Not announced any more, but for their last words.
-            for grant in plan.grants:
-                self._void(registration, grant.request_id, grant.fence[0] if grant.fence is not None else None)
+            self._void_grants(registration, plan)
             self._note_death()
             self._refuse(plan, reads)
         self._streams.forget(grant.request_id for grant in plan.grants)
@@ -305,6 +304,11 @@ class WorkerSide:
         if dead is not None and not self._is_dead_ended and dead.agent.has_ended:
             self._is_dead_ended = True
             dead.end(DEAD, DEAD_MESSAGE)
+
+    def _void_grants(self, registration: Registration, plan: StepPlan) -> None:
+        """Move the words of a step's grants, whose requests are not announced any more."""
+        for grant in plan.grants:
+            self._void(registration, grant.request_id, grant.fence[0] if grant.fence is not None else None)
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Move a request's words, so that nobody trusts what was read of it; those of a closed agent have moved already."""
@@ -364,7 +368,7 @@ class WorkerSide:
             received=refused | _reported_ids(ends),
             failed=refused | _reported_ids(bad),
             registration=self._take_registration(),
-            reasons=self._count_failures([*bad, *(streams.failed if streams else ())]),
+            reasons=self._failed_reads.count([*bad, *(streams.failed if streams else ())]),
         )
         return report if streams is None else streams.added_to(report)
 
@@ -401,31 +405,6 @@ class WorkerSide:
     def _take_registration(self) -> RankRegistration | None:
         is_due, self._is_registration_due = self._is_registration_due, False
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
-
-    def _count_failures(self, ends: Iterable[ReadEnd]) -> dict[str, ReadFailure]:
-        """Count failed reads, and return their reasons by request, which the scheduler logs once for all ranks.
-
-        A producer that could not be notified of blocks nobody reads is logged here, unless lines of the code are held back.
-        """
-        reasons: dict[str, ReadFailure] = {}
-        for end in ends:
-            order, peer = end.order, end.order.peer
-            producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
-            reason = f"{end.message} ({end.code})"
-            if order.is_reported:
-                self._recorder.observe("read_failure_codes", end.code)
-                reasons[order.request_id] = ReadFailure(end.code, f"{producer}: {reason}")
-            else:
-                self._recorder.count("num_failed_notifications", times=int(end.was_met))
-                self._log.warning(
-                    end.code,
-                    "request %s: could not notify %s that it is no longer needed; its blocks stay leased until the lease "
-                    "expires: %s",
-                    order.request_id,
-                    producer,
-                    reason,
-                )
-        return reasons
 
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
         """Return the read as a failed one if the cache was reset since it was ordered."""

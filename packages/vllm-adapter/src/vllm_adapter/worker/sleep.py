@@ -11,9 +11,9 @@ and KV in the lost memory. It is *lost* until the host starts it again: then its
 is computed from there on may be handed over. A lost request that is granted a lease all the same ends at once, and without a
 fence word no reader will accept its pages as valid (`ports.AnnouncedFences`).
 
-Where the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and answers
-every order from then on; once the thread has closed its agent, what is left of its reads and leases ends. Sleep and wake-up
-register the memory anew.
+Where the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and
+answers every order from then on; once the thread has closed its agent, what is left of its reads and leases ends. Sleep and
+wake-up register the memory anew.
 """
 
 from __future__ import annotations
