@@ -183,7 +183,7 @@ class WorkerSide:
         try:
             self._ending.end()
         except AdapterError:
-            if was_dead:  # what it left is still ended once it has, whether or not the host tries again
+            if was_dead:  # its leases and reads end once it has ended, also if the host does not try again
                 self._dead, self._ending = self._ending, None
             raise
         finally:
