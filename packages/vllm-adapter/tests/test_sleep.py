@@ -254,10 +254,12 @@ def test_what_is_granted_in_the_very_step_in_which_the_thread_dies_is_voided_bef
     assert worker.take_report().sent == {"p1"}
 
 
-def test_a_sleep_that_fails_beside_a_dying_thread_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_a_sleep_that_fails_beside_a_dying_thread_leaves_nothing_behind(has_stepped: bool) -> None:
     worker, parts = _worker()
     parts.thread, parts.is_alive = "dies slowly", False
-    worker.apply(_orders())
+    if has_stepped:
+        worker.apply(_orders())
     with pytest.raises(AdapterError):
         worker.unregister()
     parts.calls.clear()

@@ -39,7 +39,7 @@ _WAITS_FOR: Final = {
     ("producer", "streamed"): "the workers, to report that its readers are done or its lease has expired",
     ("producer", "taken-back"): "the workers, to report that its lease has ended early",
     ("consumer", "asking"): "the peer, to offer a stream or to finish the prompt",
-    ("consumer", "asking-final"): "the peer, to finish the prompt; there was no room to read it before",
+    ("consumer", "asking-final"): "the peer, to finish the prompt, which cannot be read before",
     ("consumer", "offered"): "the engine, to find room for its blocks",
     ("consumer", "streaming"): "the workers, to report the end of its stream",
     ("consumer", "awaiting"): "the peer, to offer a new stream or to finish the prompt",

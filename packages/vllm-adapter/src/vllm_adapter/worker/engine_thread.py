@@ -169,8 +169,7 @@ class WorkerSide:
         Raises:
             AdapterError: `memory-in-use`: the memory must stay mapped.
         """
-        was_dead = self._dead is not None
-        if self._registration is not None or was_dead:
+        if self._registration is not None or self._dead is not None:
             self._ending, self._registration, self._dead = self._registration or self._dead, None, None
             self._is_dead_ended = False
             self._is_registration_due = True
@@ -183,7 +182,9 @@ class WorkerSide:
         try:
             self._ending.end()
         except AdapterError:
-            if was_dead:  # its leases and reads end once it has ended, also if the host does not try again
+            if (
+                not self._ending.agent.is_alive
+            ):  # its leases and reads end once it has ended, also if the host does not try again
                 self._dead, self._ending = self._ending, None
             raise
         finally:
@@ -283,20 +284,16 @@ class WorkerSide:
         self._finished += fail_reads(reads.reads, now_s, code, message)
         self._streams.fail(reads.watches, now_s, code, message)
 
-    def _note_death(self) -> bool:
-        """Order nothing more of a transfer thread that has died; True if that is found now.
-
-        Its words are voided here: the thread does so when it closes its agent, but may hang before.
-        """
+    def _note_death(self) -> None:
+        """Order nothing more of a transfer thread that has died, and void its words: it may hang before it does so itself."""
         registration = self._registration
         if registration is None or registration.agent.is_alive:
-            return False
+            return
         self._dead, self._registration = registration, None
         self._is_registration_due = True  # peers are told that there is nothing to read
         for request_id in self._announced.ids:
             self._void(registration, request_id, self._announced.slot(request_id))
         self._streams.use(None)
-        return True
 
     def _end_dead(self) -> None:
         """End the reads and leases of a thread that has died, once it has ended; never waits for it."""
