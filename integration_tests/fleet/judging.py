@@ -125,10 +125,15 @@ def handed_over(pages: Sequence[str]) -> int:
     return round(sum(metric_sum(page, TRANSFERS) for page in pages))
 
 
-def assert_nothing_failed(pages: Sequence[str]) -> None:
-    """No read failed and no lease expired, by the metrics pages of all engines."""
-    counts = {name: sum(metric_sum(page, name) for page in pages) for name in (FAILED, EXPIRED)}
-    assert not any(counts.values()), counts
+def failures(pages: Sequence[str]) -> dict[str, float]:
+    """Count the failed reads and the expired leases, by the metrics pages of all engines."""
+    return {name: sum(metric_sum(page, name) for page in pages) for name in (FAILED, EXPIRED)}
+
+
+def assert_nothing_failed(pages: Sequence[str], before: Mapping[str, float] | None = None) -> None:
+    """No read failed and no lease expired, or none since the `failures` of before."""
+    counts = failures(pages)
+    assert counts == (before or dict.fromkeys(counts, 0.0)), counts
 
 
 def held(pages: Sequence[str]) -> dict[str, float]:
