@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import new_tuple
-from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
+from kv_scheduler_state._consumer_record import UNRESERVED, ConsumedStream, ConsumerRecord
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._handovers import HandOvers
 from kv_scheduler_state._heartbeats import Heartbeats
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from kv_scheduler_state._outbox import Outbox
 
 __all__ = ["ConsumerRecord", "Consumers"]
-
-_UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
-"""States of a request with an early ticket in which the engine has allocated nothing for it."""
 
 
 @final
@@ -137,7 +134,7 @@ class Consumers:
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
         """Return the tokens to read beyond a local prefix of `computed_tokens`, None while another request reads them."""
         if record.state != "queued":
-            is_early = record.state in _UNRESERVED
+            is_early = record.state in UNRESERVED
             return self.streams.external_tokens(record, computed_tokens) if is_early else 0
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
@@ -253,7 +250,7 @@ class Consumers:
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
             self._outbox.add(self._outbox.voids, request_id)
-        elif record.state in _UNRESERVED:
+        elif record.state in UNRESERVED:
             self.give_up(request_id, record, now_s)
         elif record.state in {"streaming", "awaiting", "stopping"}:
             self.step_early(record.stream, "reset", None, now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state._early_ticket import EarlyTicket
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from kv_scheduler_state._read_order import ReadOrder
     from kv_scheduler_state._ticket import HandoffTicket
 
-__all__ = ["ConsumedStream", "ConsumerRecord"]
+__all__ = ["UNRESERVED", "ConsumedStream", "ConsumerRecord"]
+
+UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
+"""States of a request with an early ticket in which the engine has allocated nothing for it."""
 
 
 @final

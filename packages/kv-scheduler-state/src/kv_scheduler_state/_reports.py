@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from kv_scheduler_state._consumer_record import UNRESERVED
 from kv_scheduler_state._errors import SchedulerStateError, UnknownRequest
 from kv_scheduler_state._machine import GONE
 from kv_scheduler_state._request import forget_if_ended
@@ -75,7 +76,7 @@ class Reports:
             unread.discard(request_id)
             request = self._requests.get(request_id)
             consumer = None if request is None else request.consumer
-            if consumer is not None and consumer.state in {"queued", "asking", "offered", "asking-final"}:
+            if consumer is not None and (consumer.state == "queued" or consumer.state in UNRESERVED):
                 self._consumers.give_up(request_id, consumer, at_s)
         return [request_id for request_id in request_ids if request_id not in known]
 

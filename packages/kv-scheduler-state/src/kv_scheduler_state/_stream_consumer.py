@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state._consumer_record import UNRESERVED
 from kv_scheduler_state._errors import TicketError, UnknownRequest, quote
 from kv_scheduler_state._stream_reserve import StreamReserve
 from kv_scheduler_state._stream_values import StreamOrder, StreamQuestion, stream_tag
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamConsumers"]
 
-_WAITS: Final = frozenset({"asking", "asking-final", "awaiting", "offered"})
+_WAITS: Final = UNRESERVED | {"awaiting"}
 _PATIENCE_S: Final = 1.0
 
 
