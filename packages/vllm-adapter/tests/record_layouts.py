@@ -26,6 +26,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
@@ -118,6 +119,8 @@ def _spec_facts(spec: KVCacheSpec) -> dict[str, Any]:
             facts["cache_role"] = spec.cache_role.name
     if isinstance(spec, SlidingWindowSpec):
         facts["window_tokens"] = spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        facts["chunk_tokens"] = spec.attention_chunk_size
     return facts
 
 

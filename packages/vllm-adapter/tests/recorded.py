@@ -41,7 +41,14 @@ def _group(recorded: dict[str, Any]) -> CacheGroup:
         "MLAAttentionSpec": "latent",
     }
     kind = kinds.get(recorded["class"], "attention")
-    return CacheGroup(kind, recorded["block_tokens"], recorded.get("window_tokens", 0), 0, tuple(recorded["layers"]))
+    return CacheGroup(
+        kind,
+        recorded["block_tokens"],
+        recorded.get("window_tokens", 0),
+        0,
+        tuple(recorded["layers"]),
+        chunk_tokens=recorded.get("chunk_tokens", 0),
+    )
 
 
 def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:

@@ -8,6 +8,9 @@ class KVCacheSpec:
 class AttentionSpec(KVCacheSpec): ...
 class MLAAttentionSpec(AttentionSpec): ...
 
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    attention_chunk_size: int
+
 class SlidingWindowSpec(AttentionSpec):
     sliding_window: int
 

@@ -30,7 +30,7 @@ class Admissions:
     """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
 
     __slots__ = (
-        "_backoff_tokens",
+        "_config",
         "_consumers",
         "_is_bidirectional",
         "_producers",
@@ -44,7 +44,7 @@ class Admissions:
         config = producers.config
         self._consumers = consumers
         self._producers = producers
-        self._backoff_tokens = config.backoff_tokens
+        self._config = config
         self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
@@ -76,10 +76,10 @@ class Admissions:
                 f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
             )
             return Admission("none", "ticket-id-reserved", message)
-        kept_tokens, truncate_tokens = request.prompt_tokens, 0
-        if self._backoff_tokens and kept_tokens > self._backoff_tokens:
-            truncate_tokens = self._backoff_tokens
-            kept_tokens -= truncate_tokens
+        kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
+        if kept_tokens <= truncate_tokens:
+            truncate_tokens = 0
+        kept_tokens -= truncate_tokens
         if EARLY_KEY in fields and self._begins_early(request_id, request, fields, kept_tokens, identity):
             return Admission("producer", "", "", truncate_tokens, is_early=True)
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)

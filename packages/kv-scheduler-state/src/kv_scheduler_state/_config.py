@@ -31,6 +31,8 @@ class GroupConfig:
             the block with the running state of a recurrent layer.
         block_tokens: Tokens per scheduler block and context rank.
         window_tokens: Attention window, for kind "window".
+        chunk_tokens: For kind "full" with chunked local attention: a token sees those from the last multiple of this on; 0 for
+            all. The engine may give up the blocks of earlier ones.
         scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
         dcp: Context ranks that share a block, so that it stands for `block_tokens * dcp` tokens of the prompt.
     """
@@ -40,6 +42,7 @@ class GroupConfig:
     window_tokens: int = 0
     scratch_blocks: int = 0
     dcp: int = 1
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in {"full", "window", "state"}:
@@ -48,6 +51,8 @@ class GroupConfig:
             raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
         if (self.kind == "window") != (self.window_tokens > 0):
             raise InvalidConfig(f"a group of kind {self.kind!r} has window_tokens {self.window_tokens}")
+        if self.chunk_tokens < 0 or (self.chunk_tokens and self.kind != "full"):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has chunk_tokens {self.chunk_tokens}")
         if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
             raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
 
@@ -55,6 +60,21 @@ class GroupConfig:
     def span_tokens(self) -> int:
         """Tokens of the prompt that one block stands for."""
         return self.block_tokens * self.dcp
+
+    @property
+    def sees_a_part(self) -> bool:
+        """Whether a token sees some of the tokens before it only, so that blocks are given up before the prompt ends."""
+        return bool(self.window_tokens or self.chunk_tokens)
+
+    def first_seen(self, token: int) -> int:
+        """Return the first token that a token sees. Example: token 46 sees 15 of a window of 32, and 32 of chunks of 16."""
+        if self.window_tokens:
+            return max(0, token - self.window_tokens + 1)
+        return token // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
+
+    def first_kept(self, token: int) -> int:
+        """Return the first token of the block that holds the first one that a token sees."""
+        return self.first_seen(token) // self.span_tokens * self.span_tokens
 
     @property
     def window_blocks(self) -> int:
@@ -257,6 +277,34 @@ class SchedulerConfig:
         if self.state_backoff_tokens is not None:
             return self.state_backoff_tokens
         return 1 if self.has_state else 0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Trailing prompt tokens, 1 or 0, that the consumer computes itself though the peer has them.
+
+        An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
+        behind it. Example: a window of 32, blocks of 16, a prompt of 47 tokens, all loaded. Token 46 sees tokens 15 to 46, but
+        for token 47, which sees 16 to 47, no block of tokens 0 to 15 was kept. With 46 tokens loaded all are there.
+        """
+        return int(any(group.sees_a_part for group in self.groups))
+
+    def left_tokens(self, prompt_tokens: int) -> int:
+        """Return how many trailing tokens of a prompt the producer leaves to the consumer.
+
+        One, too, if its engine gives up a block with the prompt's end that the last token sees. Example: a window of 32, blocks
+        of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46 sees 15; at the end of 46 it is
+        kept. A peer of another kind counts on the blocks of the whole prompt, so their number must not change by it.
+        """
+        left, last = self.backoff_tokens, prompt_tokens - 1
+        attention = [group for group in self.groups if group.kind != "state"]
+        if left or last < 1 or any(last % group.span_tokens == 0 for group in attention):
+            return left
+        return int(any(group.first_kept(prompt_tokens) > group.first_seen(last) for group in attention))
+
+    @property
+    def unread_tokens(self) -> int:
+        """Trailing prompt tokens that are not read: those that the producer leaves, or that the consumer recomputes."""
+        return max(self.backoff_tokens, self.recomputed_tokens)
 
     @property
     def reads_streams(self) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._blocks import BlockList, BlockRules
-    from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+    from kv_scheduler_state._config import SchedulerConfig
     from kv_scheduler_state._early_ticket import EarlyTicket
     from kv_scheduler_state._outbox import Outbox
 
@@ -34,7 +34,6 @@ class Consumers:
 
     __slots__ = (
         "_arrival",
-        "_backoff_tokens",
         "_config",
         "_has_state",
         "_has_windows",
@@ -67,14 +66,13 @@ class Consumers:
         self._arrival = table.on("arrive").get(NEW)
         self._is_renewed = self._arrival is not None and "start-heartbeat" in self._arrival.effects
         self._has_state = config.has_state
-        self._has_windows = any(group.kind == "window" for group in config.groups)
+        self._has_windows = any(group.sees_a_part for group in config.groups)
         self.streams = StreamConsumers(config, table, outbox)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
         self.hand_overs = HandOvers()
         self._config = config
         self._rules = rules
         self._outbox = outbox
-        self._backoff_tokens = config.backoff_tokens
 
     def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read."""
@@ -95,8 +93,9 @@ class Consumers:
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's own names come with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
-        record = ConsumerRecord(arrival, ticket, max(0, prompt_tokens - self._backoff_tokens), now_s)
-        record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, now_s)
+        record = ConsumerRecord(arrival, ticket, max(0, prompt_tokens - self._config.unread_tokens), now_s)
+        offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
+        record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
         self.streams.begin(record.stream)
         return record
 
@@ -262,9 +261,9 @@ class Consumers:
             # only a prompt that goes on after all it has seen. Example: one of 12 tokens fits a prompt of 13, not one of 12.
             if held is None or (self._has_state and held >= prompt_tokens):
                 return 0
-            tokens = min(held, prompt_tokens)
+            tokens = min(held, prompt_tokens - self._config.recomputed_tokens)
         else:
-            loadable = prompt_tokens - self._backoff_tokens
+            loadable = prompt_tokens - self._config.unread_tokens
             if self._has_state and held is not None and held > loadable:
                 return 0  # a state of more tokens than are wanted: it cannot be set back, see above
             # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
@@ -282,7 +281,7 @@ class Consumers:
         """
         spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
         return all(
-            group.kind != "window" or _begins(blocks, span) <= _first_needed(group, tokens)
+            not group.sees_a_part or _begins(blocks, span) <= group.first_kept(tokens)
             for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
         )
 
@@ -300,12 +299,6 @@ class Consumers:
             self._outbox.add(self._outbox.passes, request_id)
         else:
             self._outbox.fail(request_id)  # no worker has seen the read, and the peer must not be told
-
-
-def _first_needed(group: GroupConfig, tokens: int) -> int:
-    """Return the first token of the local block that holds the first token that the token at `tokens` sees."""
-    span = group.block_tokens * group.dcp
-    return max(0, tokens - group.window_tokens + 1) // span * span
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -65,6 +65,7 @@ class ConsumedStream:
         "early",
         "is_too_large",
         "number",
+        "offered_tokens",
         "prompt_tokens",
         "read",
         "record",
@@ -72,20 +73,26 @@ class ConsumedStream:
         "retry_s",
         "since_s",
         "start",
-        "tokens",
         "torn",
     )
 
     def __init__(
-        self, request_id: str, record: ConsumerRecord, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        record: ConsumerRecord,
+        early: EarlyTicket,
+        digest: str,
+        prompt_tokens: int,
+        offered_tokens: int,
+        now_s: float,
     ) -> None:
         self.request_id = request_id
         self.record = record
         self.early = early
         self.digest = digest
         self.prompt_tokens = prompt_tokens
-        # Tokens under the digest, which are those that are read.
-        self.tokens = record.loadable_tokens
+        # Tokens under the digest, which the peer offers; the request may read fewer.
+        self.offered_tokens = offered_tokens
         # Number of the question that is out; 0 if none is.
         self.number = 0
         self.breaks = 0

@@ -81,7 +81,7 @@ class EarlyAdmissions:
             )
         if identity is not None and identity.refusal:
             raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot ask for it")
-        tokens = max(0, prompt_tokens - self._config.backoff_tokens)
+        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = None if identity is None or not tokens else identity.digest(tokens)
         if not digest:
             raise TicketError(

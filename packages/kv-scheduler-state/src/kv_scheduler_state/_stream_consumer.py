@@ -145,7 +145,7 @@ class StreamConsumers:
             nonce=ticket.nonce,
             lease_s=ticket.lease_s,
         )
-        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
+        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start, stream.offered_tokens)
         self.outbox.stream().watches[stream.request_id] = order
 
     def order_final(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:
@@ -168,7 +168,7 @@ class StreamConsumers:
         Raises:
             TicketError: `ticket-prompt` or `ticket-missing`.
         """
-        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.tokens:
+        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
             raise TicketError(
                 "ticket-prompt",
                 f"the answer for hand-over {quote(stream.early.hand_over_id)} is of another prompt",
@@ -250,7 +250,7 @@ class StreamConsumers:
                 port,
                 hand_over_id,
                 stream.digest,
-                stream.tokens,
+                stream.offered_tokens,
                 self.wants_final(stream),
             )
         )
@@ -264,7 +264,8 @@ class StreamConsumers:
         return sum(
             1 + group.scratch_blocks
             if group.kind == "state"
-            else -(-stream.prompt_tokens // group.span_tokens) - _first_taken(group, stream.tokens, computed_tokens)
+            else -(-stream.prompt_tokens // group.span_tokens)
+            - _first_taken(group, stream.offered_tokens, computed_tokens)
             for group in self._config.groups
         )
 

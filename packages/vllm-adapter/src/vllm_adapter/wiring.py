@@ -393,7 +393,7 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
         return GroupConfig("state", group.block_tokens, scratch_blocks=group.scratch_blocks)
     if group.kind == "sliding-window":
         return GroupConfig("window", group.block_tokens, window_tokens=group.window_tokens, dcp=dcp)
-    return GroupConfig("full", group.block_tokens, dcp=dcp)
+    return GroupConfig("full", group.block_tokens, dcp=dcp, chunk_tokens=group.chunk_tokens)
 
 
 def _reserved_prefixes() -> tuple[str, ...]:

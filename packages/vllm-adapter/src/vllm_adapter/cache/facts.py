@@ -24,6 +24,7 @@ class CacheGroup:
         kind: Content of its pages.
         block_tokens: Tokens per logical block.
         window_tokens: Attention window; 0 for none.
+        chunk_tokens: Chunked local attention: a token sees those from the last multiple of this on; 0 for none.
         scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
         layers: Names of its layers.
         is_dealt: Whether context parallelism deals out its tokens; else every rank of the context group has all of them.
@@ -37,6 +38,7 @@ class CacheGroup:
     layers: tuple[str, ...]
     is_dealt: bool = True
     block_bytes: int = field(default=0, compare=False)
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

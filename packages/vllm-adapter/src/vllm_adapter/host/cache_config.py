@@ -5,7 +5,13 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, LayerCache
 
@@ -99,20 +105,24 @@ def cache_groups(cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
 def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     first: Any = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
     kind: Literal["attention", "sliding-window", "latent", "state"] = "attention"
-    window_tokens, scratch_blocks = 0, 0
+    window_tokens, chunk_tokens, scratch_blocks = 0, 0, 0
     if isinstance(first, MambaSpec):
         kind, scratch_blocks = "state", first.num_speculative_blocks
     elif _is_ring(first):
         kind = "state"
     elif isinstance(first, SlidingWindowSpec):
         kind, window_tokens = "sliding-window", first.sliding_window
+    elif isinstance(first, ChunkedLocalAttentionSpec):
+        chunk_tokens = first.attention_chunk_size
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
     is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
     # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
     pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
     block_bytes = pages * spec.page_size_bytes
-    return CacheGroup(kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes)
+    return CacheGroup(
+        kind, spec.block_size, window_tokens, scratch_blocks, tuple(layers), is_dealt, block_bytes, chunk_tokens
+    )
 
 
 def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:
