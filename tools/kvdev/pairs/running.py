@@ -103,7 +103,7 @@ class _Run:
             for engine in (pair.prefill, pair.decode):  # an engine's own first steps, whoever its peer is
                 asyncio.run(ask_all(engine.url, [made_prompt(f"{self.seed} warm {engine.spec.name}", _CONTACT.tokens)]))
             answers = measures.hand_over(pair, prompts)
-            self.book.add("first contact", kind, self.setting, None, answers[0].hand_over_ms)
+            self.book.add("first contact", kind, self.setting, None, *_hand_overs_ms(answers))
             self.exam.note("contact", kind, _CONTACT, prompts, answers)
         self._judge()
 
@@ -139,7 +139,8 @@ class _Run:
         after = measures.counts_of(pair.decode)
         note = self.book.add
         note("recomputed", kind, self.setting, case, after.recomputed - before.recomputed)
-        note("hand-over", kind, self.setting, case, statistics.median(answer.hand_over_ms for answer in answers))
+        if hand_overs_ms := _hand_overs_ms(answers):
+            note("hand-over", kind, self.setting, case, statistics.median(hand_overs_ms))
         note("first token", kind, self.setting, case, statistics.median(answer.first_token_ms for answer in answers))
         note("decode step", kind, self.setting, case, statistics.median(answer.step_ms for answer in answers))
         if pair.early:
@@ -215,3 +216,8 @@ class _Run:
 
     def _right(self, prompts: Sequence[list[int]]) -> list[str]:
         return [answer.text for answer in asyncio.run(ask_all(self.fleet.alone.url, prompts))]
+
+
+def _hand_overs_ms(answers: Sequence[Answer]) -> list[float]:
+    """Return the times of those hand-overs whose prefill engine's answer was seen."""
+    return [answer.hand_over_ms for answer in answers if answer.prefill_ms]
