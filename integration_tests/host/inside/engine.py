@@ -84,10 +84,10 @@ def _model_folder(folder: Path) -> str:
 
 
 def _transfer_config(
-    engine_id: str, policy: str, extra: dict[str, object], beside: tuple[dict[str, Any], ...]
+    engine_id: str, role: str, policy: str, extra: dict[str, object], beside: tuple[dict[str, Any], ...]
 ) -> KVTransferConfig:
     """Return the configuration of our connector, alone or in front of others."""
-    ours = {"kv_connector": CONNECTOR_NAME, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    ours = {"kv_connector": CONNECTOR_NAME, "kv_role": role, "kv_connector_extra_config": extra}
     if beside:
         ours = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, *beside]}}
     return KVTransferConfig(engine_id=engine_id, kv_load_failure_policy=policy, **ours)
@@ -111,6 +111,7 @@ class Engine:
         specs: tuple[KVCacheSpec, ...] = (FULL,),
         blocks: int = 64,
         batch_tokens: int = 256,
+        role: str = "kv_both",
         policy: str = "fail",
         prefix_caching: bool = True,
         mamba_cache_mode: str = "none",
@@ -138,7 +139,7 @@ class Engine:
                 async_scheduling=False,
                 watermark=0.0,
             ),
-            kv_transfer_config=_transfer_config(folder.name, policy, dict(extra), beside),
+            kv_transfer_config=_transfer_config(folder.name, role, policy, dict(extra), beside),
         )
         self.config = config
         groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from engine import BLOCK, FULL, STATE, WINDOW, hand_over, ids, prompt, tokens_of
+from vllm.config.kv_transfer import KVRole
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -42,6 +43,22 @@ def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(make_engin
     assert first.prefill_stats.num_external_cached_tokens == 40
     assert first.prefill_stats.num_computed_tokens == 0
     assert last.finish_reason == FinishReason.LENGTH
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("A5")
+@pytest.mark.parametrize("role", get_args(KVRole))
+def test_a_role_for_which_vllm_keeps_no_freed_block_reads_nothing(
+    make_engine, producer, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    consumer = make_engine("D", role=role)
+    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    reads = consumer.config.kv_transfer_config.is_kv_consumer
+    assert consumer.step() == ({} if reads else {"d": 40})
+    assert bool(consumer.orders("reads")) is reads
+    assert ("ticket-role" in caplog.text) is not reads
+    consumer.run(received=["d"] * reads)
+    assert len(consumer.outputs["d"]) == 4
     consumer.assert_nothing_left()
 
 

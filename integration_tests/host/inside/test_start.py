@@ -38,6 +38,11 @@ def _drafts_on_a_mirrored_stage(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
+def _below_a_producer(_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", outer)
+
+
 REFUSED: dict[str, Change] = {
     "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
     "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
@@ -45,6 +50,7 @@ REFUSED: dict[str, Change] = {
     "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
     "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+    "outer-role-differs": _below_a_producer,
     "mirror-pipeline-speculative": _drafts_on_a_mirrored_stage,
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, ids, prefill_request_params, scheduler
+from stream_helpers import early
 
 from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, SchedulerState, StepPlan, TicketReader, prompt_digest
 from kv_scheduler_state._announced import AnnouncedFences
@@ -418,3 +419,24 @@ def test_an_id_that_returns_before_its_end_was_taken_breaks_no_promise():
     table.release("p1", now_s=0.0)
     table.expect("p1", now_s=0.0)
     assert table.check_invariants() == ()
+
+
+READ_BY: dict[str, dict[str, object]] = {
+    "plain": consumer_params(),
+    "early": early(serves=False),
+    "readback": {**consumer_params(), "do_remote_prefill": False, "do_remote_decode": True},
+}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("kind", READ_BY)
+def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> None:
+    more = {"peer_networks": ("10.0.0.0/8",), "stream_reserve_fraction": 0.5, "cache_blocks": 64, "bidirectional": True}
+    state = scheduler(reads=reads, **more)
+    admission = state.arrive("d1", READ_BY[kind], prompt_tokens=100, identity=Prompt(*range(100)), now_s=0.0)
+    assert admission.rejected_code == ("" if reads else "ticket-role")
+    assert any(name.startswith("consumer") for name in state.state_counts()) is reads
+    if not reads:
+        assert state.external_tokens("d1", computed_tokens=0) == 0
+        assert not state.take_stream_questions()
+        assert not state.take_step_plan(now_s=0.0).reads

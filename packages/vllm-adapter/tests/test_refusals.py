@@ -25,6 +25,10 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
         {"is_bidirectional": True, "kv_role": "kv_producer"},
         {"is_bidirectional": True, "kv_role": "kv_consumer"},
     ),
+    "outer-role-differs": (
+        {"outer_role": "kv_producer", "kv_role": "kv_both"},
+        {"outer_role": "kv_producer", "kv_role": "kv_consumer"},
+    ),
     "mirror-pipeline-speculative": ({"pp": 2, "kv_role": "kv_producer", "is_mirrored": True, "is_speculative": True},),
 }
 WARNED: dict[str, tuple[dict[str, Any], ...]] = {
@@ -42,6 +46,8 @@ FINE: tuple[dict[str, Any], ...] = (
     {"port": 65535},
     {"has_sleep_mode": True, "version": (0, 33)},
     {"is_bidirectional": True},
+    {"outer_role": "kv_producer", "kv_role": "kv_producer"},
+    {"outer_role": "kv_consumer"},
     {"pp": 2, "kv_role": "kv_producer", "is_mirrored": True, "is_speculative": True, "has_v2_runner": True},
     {"pp": 2, "kv_role": "kv_producer", "is_mirrored": True},
     {"pp": 2, "kv_role": "kv_producer", "is_speculative": True},
@@ -106,6 +112,7 @@ SITUATIONS = st.builds(
     Situation,
     version=st.sampled_from([(0, 30), (0, 31), (0, 32), (0, 33)]),
     kv_role=st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
+    outer_role=st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
     pp=st.integers(1, 4),
     pcp=st.integers(1, 2),
     host=st.sampled_from(["10.0.0.1", "localhost", "0.0.0.0", "::", "fd00::1", "node-1"]),
@@ -129,6 +136,7 @@ def test_any_combination_is_accepted_if_it_can_work_and_else_refused(it: Situati
         and not it.computes_scales
         and not (it.has_sleep_mode and it.version != (0, 33))
         and not (it.is_bidirectional and it.kv_role != "kv_both")
+        and not (reads and it.outer_role == "kv_producer")
     )
     try:
         check_start(it)

@@ -155,6 +155,15 @@ def test_a_childs_failure_policy_that_vllm_does_not_obey_is_noted() -> None:
     assert "vLLM obeys" in note
 
 
+@pytest.mark.parametrize("outer", ROLES)
+@pytest.mark.parametrize("inner", ROLES)
+def test_a_child_that_reads_below_a_producer_is_a_problem(outer: str, inner: str) -> None:
+    problems = check_transfer_config(several(OFFLOADING, {**GOOD, "kv_role": inner}, kv_role=outer)).problems
+    keys = [(problem.code, problem.key) for problem in problems]
+    is_bad = outer == "kv_producer" and inner != "kv_producer"
+    assert keys == [("outer-role-differs", "kv_connector_extra_config.connectors[1].kv_role")] * is_bad
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

@@ -84,6 +84,10 @@ _BY_CODE = (
     ),
     (r"^(ask-unsupported|malformed-answer|malformed-hand-over|hand-over-mismatch)$", _PLAIN),
     (r"^(ticket|hand-over)-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
+    (
+        r"^ticket-role$",
+        "correct the router: it sends requests to decode to a prefill engine, or set `kv_role` to `kv_both`",
+    ),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
     (r"^ticket-", _TICKET),
@@ -129,7 +133,7 @@ _BY_CODE = (
     (r"^(invalid-recording)$", "record the engine anew: `kv-handshake probe --save FILE`"),
     (
         (
-            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|(consumer|mirror)-pipeline|"
+            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|outer-role|(consumer|mirror)-pipeline|"
             r"prefill-context|computed-kv|sleep-mode|unsupported-buffer)"
         ),
         _CONFIG,

@@ -10,6 +10,8 @@ class KVTransferConfig:
     kv_buffer_device: str
     @property
     def is_kv_producer(self) -> bool: ...
+    @property
+    def is_kv_consumer(self) -> bool: ...
 
 class ModelConfig:
     model: str
@@ -58,3 +60,5 @@ class VllmConfig:
     kv_transfer_config: KVTransferConfig | None
     observability_config: ObservabilityConfig
     speculative_config: SpeculativeConfig | None
+
+def get_current_vllm_config_or_none() -> VllmConfig | None: ...

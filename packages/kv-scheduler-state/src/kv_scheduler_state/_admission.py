@@ -121,9 +121,10 @@ class Admissions:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
         Raises:
-            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-prompt`, `ticket-prompt-unidentified`, or the code of
-                `identity.refusal`.
+            TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-prompt`, `ticket-prompt-unidentified`, or
+                the code of `identity.refusal`.
         """
+        self.early.require_reader()
         tickets, seal = self._tickets, self.seal
         ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
         if identity is not None and identity.refusal:

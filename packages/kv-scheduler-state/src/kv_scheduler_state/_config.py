@@ -143,6 +143,8 @@ class SchedulerConfig:
         unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
             accepted if it points there.
         peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
+        reads: Whether the engine reads from peers. False where it may fill freed blocks while a step still writes into them:
+            every ticket to read by is then refused.
         load_failure_policy: The engine's treatment of a request whose read failed.
         bidirectional: Whether a decode engine hands its blocks back for the next turn.
         recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
@@ -183,6 +185,7 @@ class SchedulerConfig:
     peer_hosts: tuple[str, ...] = ()
     unsealed_networks: tuple[str, ...] = ()
     peer_ports: tuple[int, int] = (1024, 65535)
+    reads: bool = True
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     bidirectional: bool = False
     recompute_threshold_tokens: int = 64

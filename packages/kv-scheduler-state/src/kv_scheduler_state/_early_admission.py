@@ -38,6 +38,19 @@ class EarlyAdmissions:
         self._offers = TicketReader(producers.config, takes_offers=True)
         self.seal: TicketSeal | None = None
 
+    def require_reader(self) -> None:
+        """Refuse a ticket of any kind on an engine that must not read.
+
+        Raises:
+            TicketError: `ticket-role`.
+        """
+        if not self._config.reads:
+            raise TicketError(
+                "ticket-role",
+                "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' "
+                "or 'kv_both')",
+            )
+
     def producer(
         self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
     ) -> ProducerRecord | None:
@@ -63,9 +76,10 @@ class EarlyAdmissions:
         """Begin to ask a peer for a prompt that it computes at the same time.
 
         Raises:
-            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
-                `identity.refusal`.
+            TicketError: as `read_early`; `ticket-role`, `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`,
+                or the code of `identity.refusal`.
         """
+        self.require_reader()
         early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.reads_streams:
             raise TicketError(

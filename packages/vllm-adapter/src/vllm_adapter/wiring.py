@@ -76,6 +76,7 @@ class SchedulerParts:
     settings: Settings
     load_failure_policy: str = "fail"
     uses_host_buffer: bool = False
+    reads: bool = True
 
     def make_state(self) -> ports.SchedulerState:
         """Return the request machines of this engine."""
@@ -99,6 +100,7 @@ class SchedulerParts:
             peer_networks=settings.remote_hosts,
             peer_ports=settings.peer_port_range,
             unsealed_networks=settings.unsigned_hosts,
+            reads=self.reads,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,

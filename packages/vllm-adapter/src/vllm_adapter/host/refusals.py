@@ -37,6 +37,7 @@ class Situation:
     Attributes:
         version: The host's (major, minor).
         kv_role: `"kv_producer"`, `"kv_consumer"` or `"kv_both"`.
+        outer_role: The same of a MultiConnector around this connector; `kv_role` without one, or where it cannot be seen.
         pp: Pipeline stages.
         pcp: Prefill context-parallel size.
         host: Where peers are told to reach this engine's side channel.
@@ -53,6 +54,7 @@ class Situation:
 
     version: tuple[int, int] = (0, 32)
     kv_role: str = "kv_both"
+    outer_role: str = "kv_both"
     pp: int = 1
     pcp: int = 1
     host: str = "10.0.0.1"
@@ -118,6 +120,12 @@ REFUSALS: tuple[Row, ...] = (
         lambda it: it.is_bidirectional and it.kv_role != "kv_both",
         "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
         "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+    ),
+    Row(
+        "outer-role-differs",
+        lambda it: it.outer_role == "kv_producer" and it.kv_role != "kv_producer",
+        "the MultiConnector around this connector has kv_role '{it.outer_role}', and this one '{it.kv_role}': vLLM obeys the "
+        "outer one, so nothing would keep a step that still runs from writing into blocks that a read fills; set both alike",
     ),
     Row(
         "mirror-pipeline-speculative",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.host.situation import labels_of, start_line
-from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy
+from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy, may_read
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -48,7 +48,7 @@ def make_scheduler_side(
     _logger.info(start_line(labels_of(config, settings), facts))
     return SchedulerSide(
         facts,
-        SchedulerParts(facts, settings, policy, has_mirror),
+        SchedulerParts(facts, settings, policy, has_mirror, may_read(config)),
         lease_ended=spans.lease_ended if spans is not None else None,
         is_ending=watch.is_requested,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm import __version__ as vllm_version
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_adapter import __version__
@@ -48,6 +49,7 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
     return Situation(
         version=check_host(),
         kv_role=str(transfer.kv_role) if transfer is not None else "",
+        outer_role=_outer_role(config),
         pp=parallel.pipeline_parallel_size,
         pcp=int(getattr(parallel, "prefill_context_parallel_size", 1)),
         host=str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
@@ -61,6 +63,16 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
         has_v2_runner=has_v2_runner(config),
         ucx_tls=os.environ.get("UCX_TLS", ""),
     )
+
+
+def _outer_role(config: VllmConfig) -> str:
+    """Return the role that the host itself obeys: that of a MultiConnector's configuration, where there is one.
+
+    A child gets a configuration of its own. The whole one is only seen where the host announces it, as it does in workers.
+    """
+    outer = get_current_vllm_config_or_none() or config
+    transfer = outer.kv_transfer_config or config.kv_transfer_config
+    return str(transfer.kv_role) if transfer is not None else ""
 
 
 def memory_of(config: VllmConfig) -> str:

@@ -187,6 +187,9 @@ class _Check:
                         "vLLM gives its children the outer engine_id and fails on one of their own: set it outside"
                     )
                     self._add("out-of-range", f"{at}.engine_id", message)
+                if config.get("kv_role") == "kv_producer" and table.get("kv_role") in {"kv_consumer", "kv_both"}:
+                    message = "vLLM obeys the outer kv_role, 'kv_producer', under which nothing is read safely: set both alike"
+                    self._add("outer-role-differs", f"{at}.kv_role", message)
                 if table.get("kv_load_failure_policy", "fail") != policy:
                     self._notes.append(
                         f"{at}: kv_load_failure_policy differs from the outer one, '{policy}', which is the one that vLLM obeys"

@@ -76,6 +76,7 @@ __all__ = [
     "init_logger",
     "is_tracing",
     "load_failure_policy",
+    "may_read",
     "side_channel_port",
     "wants_host_buffer",
 ]
@@ -147,6 +148,16 @@ def load_failure_policy(config: VllmConfig) -> str:
     """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
+
+
+def may_read(config: VllmConfig) -> bool:
+    """Return whether this engine may read from peers, by its role.
+
+    Source: vLLM frees a block only after the last step that writes into it has ended, if the role reads (`defer_block_free`).
+    Elsewhere a read could fill a block that a running step still writes into.
+    """
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.is_kv_consumer
 
 
 def has_content_ids(config: VllmConfig) -> bool:
