@@ -7,13 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, hand_over, ids, prompt, tokens_of
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kv_handshake import Codec
 from vllm_adapter.host import connector
-from vllm_adapter.host.vllm import engine_facts
+from vllm_adapter.host import requests as host_requests
+from vllm_adapter.host.vllm import drop_prompt_tail, engine_facts
 
 SCRATCH = 2
 CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRATCH)]
@@ -254,3 +259,87 @@ def test_a_ticket_that_came_without_a_prefill_leaves_states_alone(make_engine) -
     consumer.add("d", prompt(50), params={**PREFILL, "do_remote_decode": False, "do_remote_prefill": True})
     consumer.run()
     consumer.assert_nothing_left()
+
+
+# ------------------------------------------------------------------------------------------------- prompts of all kinds
+
+WHOLE = 37
+SHAPES: dict[str, tuple[bool, bool, bool]] = {
+    "ids": (True, False, False),
+    "embeds": (False, True, False),
+    "ids-embeds": (True, True, False),
+    "ids-mask": (True, False, True),
+    "mixed": (True, True, True),
+}
+"""Whether a prompt has token ids, embeddings, and a mask of which position is which."""
+
+
+def _request(shape: str, tokens: int = WHOLE) -> Request:
+    has_ids, has_embeds, has_mask = SHAPES[shape]
+    return Request(
+        request_id="p",
+        prompt_token_ids=prompt(tokens) if has_ids else None,
+        prompt_embeds=torch.ones(tokens, 8) if has_embeds else None,
+        prompt_is_token_ids=[position % 3 > 0 for position in range(tokens)] if has_mask else None,
+        sampling_params=SamplingParams(max_tokens=7),
+        pooling_params=None,
+    )
+
+
+def _lengths(request: Request) -> set[int]:
+    copies = (request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids, request.all_token_ids)
+    return {request.num_prompt_tokens, request.num_tokens, *(len(copy) for copy in copies if copy is not None)}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, WHOLE - 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_copies_of_a_prompt_are_shortened_together(shape: str, tokens: int) -> None:
+    request = _request(shape)
+    assert drop_prompt_tail(request, tokens)
+    assert _lengths(request) == {WHOLE - tokens}
+    assert request.max_tokens == 1
+    # What the model runner makes of it: it refuses a prompt of two lengths.
+    state = CachedRequestState(
+        req_id="p",
+        prompt_token_ids=request.prompt_token_ids,
+        prompt_embeds=request.prompt_embeds,
+        prompt_is_token_ids=request.prompt_is_token_ids,
+        mm_features=[],
+        sampling_params=None,
+        generator=None,
+        block_ids=([],),
+        num_computed_tokens=0,
+        output_token_ids=[],
+    )
+    assert state.num_prompt_tokens == WHOLE - tokens
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "_all_token_ids"])
+def test_a_prompt_of_two_lengths_is_left_as_it_is(name: str) -> None:
+    request = _request("mixed")
+    setattr(request, name, getattr(request, name)[:-1])
+    assert not drop_prompt_tail(request, 1)
+    lengths = {
+        key: len(getattr(request, key))
+        for key in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "_all_token_ids")
+    }
+    assert lengths == {**dict.fromkeys(lengths, WHOLE), name: WHOLE - 1}
+    assert (request.num_prompt_tokens, request.max_tokens) == (WHOLE, 7)
+
+
+@pytest.mark.parametrize("tokens", [WHOLE, WHOLE + 1])
+def test_no_prompt_is_shortened_to_nothing(tokens: int) -> None:
+    request = _request("ids")
+    assert not drop_prompt_tail(request, tokens)
+    assert _lengths(request) == {WHOLE}
+
+
+def test_a_state_of_a_prompt_that_could_not_be_shortened_is_not_handed_over(
+    make_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_requests, "drop_prompt_tail", lambda _request, _tokens: False)
+    producer = make_engine("P", specs=(STATE, FULL), prefix_caching=False)
+    producer.add("p", prompt(WHOLE), max_tokens=1, params=dict(PREFILL))
+    producer.run()
+    assert producer.outputs["p"][-1].kv_transfer_params is None
+    producer.assert_nothing_left()

@@ -29,6 +29,7 @@ class Request:
     trace_headers: Mapping[str, str] | None
     prompt_token_ids: list[int] | None
     prompt_embeds: torch.Tensor | None
+    prompt_is_token_ids: list[bool] | None
     _all_token_ids: list[int]
     arrival_time: float
     num_prompt_tokens: int

@@ -276,15 +276,26 @@ def end_reason(request: Request) -> Literal["length", "stop", "abort", "error"]:
 
 
 def drop_prompt_tail(request: Request, tokens: int) -> bool:
-    """Take `tokens` off the end of a producer's prompt, which the consumer recomputes; tell whether it was possible."""
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tokens:]
-    elif request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-tokens]
-    else:
+    """Take `tokens` off the end of a producer's prompt, which the consumer recomputes; tell whether it was possible.
+
+    The host keeps the prompt up to four times: as ids, as embeddings, as a mask of which is which, and with its output.
+    """
+    whole, kept = request.num_prompt_tokens, request.num_prompt_tokens - tokens
+    ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    mask: list[bool] | None = getattr(request, "prompt_is_token_ids", None)
+    copies = [part for part in (ids, embeds, mask) if part is not None]
+    if kept < 1 or (ids is None and embeds is None) or any(len(part) != whole for part in copies):
         return False
-    del request._all_token_ids[-tokens:]  # noqa: SLF001  (the host keeps the prompt twice)
-    request.num_prompt_tokens -= tokens
+    if len(request._all_token_ids) != whole:  # noqa: SLF001
+        return False
+    if ids is not None:
+        del ids[kept:]
+    if embeds is not None:
+        request.prompt_embeds = embeds[:kept]
+    if mask is not None:
+        request.prompt_is_token_ids = mask[:kept]
+    del request._all_token_ids[kept:]  # noqa: SLF001
+    request.num_prompt_tokens = kept
     request.max_tokens = 1
     return True
 
