@@ -172,8 +172,12 @@ class Engine:
         max_tokens: int = 4,
         params: dict[str, Any] | None = None,
         is_refused: bool = False,
+        is_session: bool = False,
     ) -> Request:
-        """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once."""
+        """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once.
+
+        With `is_session` its prompt goes on with the next request of the same id, up to one without it.
+        """
         sampling = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=[STOP_TOKEN],
@@ -187,6 +191,7 @@ class Engine:
             pooling_params=None,
             block_hasher=self._hasher,
             abort_immediately=is_refused,
+            resumable=is_session,
         )
         self.scheduler.add_request(request)
         if is_refused:

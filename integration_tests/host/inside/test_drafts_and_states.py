@@ -298,7 +298,7 @@ def test_all_copies_of_a_prompt_are_shortened_together(shape: str, tokens: int) 
     assert drop_prompt_tail(request, tokens)
     assert _lengths(request) == {WHOLE - tokens}
     assert request.max_tokens == 1
-    # What the model runner makes of it: it refuses a prompt of two lengths.
+    # The model runner refuses a prompt of two lengths.
     state = CachedRequestState(
         req_id="p",
         prompt_token_ids=request.prompt_token_ids,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine import BLOCK, FULL, PREFILL, STATE, STOP_TOKEN, WINDOW, hand_over, prompt
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from vllm_adapter.host import vllm as vllm_seam
 
 
 def test_a_remote_decode_keeps_its_blocks_until_they_were_read(make_engine) -> None:
@@ -175,3 +179,68 @@ def test_many_hand_overs_between_two_engines_leave_nothing(make_engine) -> None:
     assert {len(outputs) for outputs in consumer.outputs.values()} == {9}
     consumer.assert_nothing_left()
     producer.assert_nothing_left()
+
+
+# -------------------------------------------------------------------------------------------------------- other endings
+
+
+ENDS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_REPETITION: "stop",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_IGNORED: "error",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+def test_every_end_that_vllm_knows_is_translated() -> None:
+    assert set(ENDS) == {status for status in RequestStatus if RequestStatus.is_finished(status)}
+    assert {status.name for status in ENDS} == set(vllm_seam._END_REASONS)
+    for status, reason in ENDS.items():
+        assert vllm_seam.end_reason(SimpleNamespace(status=status)) == reason  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", [status for status in ENDS if status != RequestStatus.FINISHED_IGNORED])
+def test_a_prompt_is_handed_over_if_its_request_ended_well(make_engine, status: RequestStatus) -> None:
+    engine = make_engine("P")
+    request = engine.add("p", prompt(40), max_tokens=9, params=dict(PREFILL))
+    engine.step()
+    request.status = status
+    keeps_blocks, ticket = engine.connector.request_finished_all_groups(request, engine.blocks("p"))
+    assert keeps_blocks is (ticket is not None) is (ENDS[status] in {"stop", "length"})
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (STATE, FULL)], ids=["dense", "sliding", "state"])
+@pytest.mark.parametrize("kind", ["prefill", "read", "early"])
+def test_a_session_is_neither_handed_over_nor_read(
+    make_engine, caplog: pytest.LogCaptureFixture, kind: str, specs: tuple[Any, ...]
+) -> None:
+    options = {"specs": specs, "prefix_caching": False}
+    ticket = hand_over(make_engine("other", **options), "o", prompt(40))
+    early = {"kv_stream": {"id": "0" * 32, "host": "10.0.0.1", "port": 5600}}
+    params = {"prefill": PREFILL, "read": ticket, "early": {**PREFILL, **early}}[kind]
+    engine = make_engine("P", **options)
+    engine.add("s", prompt(40), max_tokens=1, params=dict(params), is_session=True)
+    assert engine.step() == {"s": 40}
+    engine.add("s", prompt(20, seed=1), max_tokens=3, is_session=True)
+    assert engine.step() == {"s": 20}
+    for _ in range(3):
+        engine.step()
+    engine.add("s", prompt(1), max_tokens=1)
+    engine.run()
+    assert len(engine.outputs["s"]) >= 4
+    assert all(output.kv_transfer_params is None for output in engine.outputs["s"])
+    assert [engine.orders(orders) for orders in ("reads", "grants")] == [[], []]
+    assert caplog.text.count("ticket-session") == 1
+    engine.assert_nothing_left()
+
+
+def test_a_session_without_params_is_not_warned_of(make_engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine("P")
+    engine.add("s", prompt(40), max_tokens=1, is_session=True)
+    engine.step()
+    assert "ticket-session" not in caplog.text

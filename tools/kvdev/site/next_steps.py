@@ -88,6 +88,7 @@ _BY_CODE = (
         r"^ticket-role$",
         "correct the router: it sends requests to decode to a prefill engine, or set `kv_role` to `kv_both`",
     ),
+    (r"^ticket-session$", "leave `kv_transfer_params` out of requests with streaming input"),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
     (r"^ticket-", _TICKET),

@@ -132,6 +132,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         _frontend_s(request),
         lambda: request.num_output_tokens,
         request.max_tokens,
+        bool(getattr(request, "resumable", False)),
     )
 
 

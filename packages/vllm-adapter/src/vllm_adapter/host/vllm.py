@@ -35,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.utils import create_metric_per_engine
-from vllm.v1.request import RequestStatus
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
@@ -89,6 +88,19 @@ _STAGES_NOT_TOLD = (
     "version 1)"
 )
 _NO_EVENTS = "the connector cannot tell when a device of this kind has computed a chunk"
+
+EndReason = Literal["length", "stop", "abort", "error"]
+_END_REASONS: dict[str, EndReason] = {
+    "FINISHED_LENGTH_CAPPED": "length",
+    "FINISHED_STOPPED": "stop",
+    # Ended by the sampler's watch for repetitions (0.32): an answer like any other.
+    "FINISHED_REPETITION": "stop",
+    "FINISHED_ABORTED": "abort",
+    # The prompt was longer than the model's context, so nothing was computed.
+    "FINISHED_IGNORED": "error",
+    "FINISHED_ERROR": "error",
+}
+"""The ends of requests by vLLM's names: those of newer hosts are missing from older ones."""
 
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
@@ -263,16 +275,9 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
     }
 
 
-def end_reason(request: Request) -> Literal["length", "stop", "abort", "error"]:
-    """Translate the status of a finished request."""
-    status = request.status
-    if status == RequestStatus.FINISHED_LENGTH_CAPPED:
-        return "length"
-    if status == RequestStatus.FINISHED_STOPPED:
-        return "stop"
-    if status == RequestStatus.FINISHED_ABORTED:
-        return "abort"
-    return "error"
+def end_reason(request: Request) -> EndReason:
+    """Translate the status of a finished request; one that is not known hands nothing over."""
+    return _END_REASONS.get(request.status.name, "error")
 
 
 def drop_prompt_tail(request: Request, tokens: int) -> bool:

@@ -127,7 +127,7 @@ class SchedulerSide:
             self._seals.look(now_s)
             admission = self._state.arrive(
                 request_id,
-                arrival.params,
+                self._tickets.params_of(arrival),
                 prompt_tokens=arrival.prompt_tokens,
                 identity=arrival.identity,
                 now_s=now_s,

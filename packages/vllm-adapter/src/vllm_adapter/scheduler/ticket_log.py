@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.scheduler.values import Arrival
 
 __all__ = ["TicketLog"]
 
@@ -32,6 +33,17 @@ class TicketLog:
             code,
             message,
         )
+
+    def params_of(self, arrival: Arrival) -> object:
+        """Return the params that a request's hand-over follows; none of a session, whose prompt is never known to be whole.
+
+        Source: vLLM tells connectors of a session's first part alone. Later parts prolong the prompt and write into its blocks.
+        """
+        if arrival.is_session and arrival.params:
+            text = "the request is a session whose prompt comes in parts, and only whole prompts are handed over"
+            self.refused(arrival.request_id, "ticket-session", text)
+            return None
+        return arrival.params
 
     def withheld(self, request_id: str, code: str) -> None:
         """Note a finished request whose response has no ticket."""

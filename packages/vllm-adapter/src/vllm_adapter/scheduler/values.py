@@ -27,6 +27,7 @@ class Arrival:
         frontend_s: Time since the host's frontend began with it; None if that is not known.
         output_tokens: Counts the tokens that it has got so far.
         max_tokens: Tokens that it may generate; None if that is not known.
+        is_session: Whether its prompt comes in parts, each after the answer to the former one.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Arrival:
     frontend_s: float | None = None
     output_tokens: Callable[[], int] | None = None
     max_tokens: int | None = None
+    is_session: bool = False
 
 
 @dataclass(frozen=True, slots=True)
