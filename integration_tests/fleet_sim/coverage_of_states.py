@@ -23,6 +23,7 @@ __all__ = ["OUT_OF_REACH", "all_pairs", "count_steps", "stream_pairs"]
 
 OUT_OF_REACH = {
     ("consumer local", "hit"): "changes nothing, so the step is not taken",
+    ("consumer failed", "hit"): "the simulated host has the failure policy of its connector",
     ("lease new", "grant"): "the adapter announces every prompt before it grants its lease",
     ("producer prefilled", "allocate"): "the simulated host tells of an allocation once per start",
     ("producer prefilled", "last-chunk"): "the adapter tells of no step after the last of the prompt",

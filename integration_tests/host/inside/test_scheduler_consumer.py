@@ -218,6 +218,28 @@ def test_a_failed_read_is_computed_here_where_the_policy_says_so(make_engine, sp
     consumer.assert_nothing_left()
 
 
+@pytest.mark.parametrize("inner", ["fail", "recompute"])
+@pytest.mark.parametrize("outer", ["fail", "recompute"])
+@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
+def test_a_failed_read_ends_as_the_outer_policy_says(
+    make_engine, caplog: pytest.LogCaptureFixture, specs: tuple[Any, ...], outer: str, inner: str
+) -> None:
+    producer = make_engine("P", specs=specs, prefix_caching=False)
+    consumer = make_engine("D", specs=specs, prefix_caching=False, policy=inner)
+    consumer.scheduler.recompute_kv_load_failures = outer == "recompute"  # as of a MultiConnector around ours
+    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
+    consumer.step()
+    consumer.step(failed=["d"])
+    if outer == "recompute":
+        assert consumer.step() == {"d": 100}
+        consumer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    consumer.run()
+    end = FinishReason.LENGTH if outer == "recompute" else FinishReason.ERROR
+    assert consumer.outputs["d"][-1].finish_reason == end
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    consumer.assert_nothing_left()
+
+
 def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(make_engine, producer) -> None:
     consumer = make_engine("D")
     consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))

@@ -106,6 +106,7 @@ CONSUMER_TABLE: Final = Table(
         _T("local", "hit", "local", (), "The engine allocates the rest after the read, or after a preemption."),
         _T("local", "preempt", "local", (), "It is computed again from the local prefix."),
         _T("local", "finish", GONE, (), "The request ends like any other."),
+        _T("failed", "hit", "local", (), "The engine's policy is another than this one: the prompt is computed here."),
         _T("failed", "finish", GONE, (), "The engine reports the failure to the client."),
     ),
 )

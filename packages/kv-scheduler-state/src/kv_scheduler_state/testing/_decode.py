@@ -35,7 +35,7 @@ _LAWFUL: Final = {
     "parked": frozenset(("finish", "received", "failed", "external")),
     "aborting": frozenset(("received", "failed", "external")),
     "running": frozenset(("hit", "preempt", "finish", "external")),
-    "failing": frozenset(("finish", "external")),
+    "failing": frozenset(("hit", "finish", "external")),
     "gone": frozenset(("arrive",)),
 }
 _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
@@ -105,7 +105,7 @@ class DecodeSide:
             if answer.preemptions < self.adversity:
                 names.append("d-preempt")
         elif status == "failing":
-            names = ["d-fail"]
+            names = ["d-allocate", "d-fail"]
         elif status in {"parked", "aborting"}:
             names = ["d-abort"] if status == "parked" else []
             if set(answer.ranks) <= {"ok", "bad"}:
