@@ -12,6 +12,7 @@ from typing import Any, get_args
 import prometheus_client
 import pytest
 from full_engine import FullEngine
+from vllm.config import ModelConfig
 from vllm.config.kv_transfer import KVRole, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -77,6 +78,18 @@ def test_prompts_are_read_early_only_where_the_end_of_a_chunk_is_known(
     assert bool(vllm_seam._whole_reason(config, cache)) is (skips_stages or not is_told)
     cache.needs_kv_cache_zeroing = True
     assert bool(vllm_seam._whole_reason(config, cache)) is (skips_stages or not is_told or runner == "1")
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_ranks_step_together_where_vllm_runs_them_so(
+    make_engine, monkeypatch: pytest.MonkeyPatch, ranks: int, is_moe: bool
+) -> None:
+    engine = make_engine("P")
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: is_moe))
+    engine.config.parallel_config.data_parallel_size = ranks
+    facts = vllm_seam.engine_facts(engine.config, engine.scheduler.kv_cache_config, is_worker=False)
+    assert facts.is_lock_stepped is (ranks > 1 and is_moe)
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER], ids=["scheduler", "worker"])

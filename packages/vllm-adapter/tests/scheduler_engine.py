@@ -115,7 +115,7 @@ class Engine:
         groups = groups or (layers,)
         uses_host_buffer = changes.pop("uses_host_buffer", False)
         wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
-        told = {key: changes.pop(key) for key in ("tp", "whole_reason") if key in changes}
+        told = {key: changes.pop(key) for key in ("tp", "whole_reason", "is_lock_stepped") if key in changes}
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
         self.parts = Parts(self.facts, uses_host_buffer, changes, wire=wire, is_asked=is_asked)
         self.now_s = 0.0

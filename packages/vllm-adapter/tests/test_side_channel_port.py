@@ -133,7 +133,7 @@ def host() -> Iterator[Any]:
 def config(index: int) -> Any:
     """Return a configuration of vLLM whose numbers are all there."""
     made = MagicMock()
-    for name in ("pipeline", "prefill_context", "tensor", "decode_context"):
+    for name in ("pipeline", "prefill_context", "tensor", "decode_context", "data"):
         setattr(made.parallel_config, f"{name}_parallel_size", 1)
     made.parallel_config.data_parallel_index = index
     return made

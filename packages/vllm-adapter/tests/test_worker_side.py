@@ -213,6 +213,15 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     assert (set(report.received), set(report.sent)) == ({"r1"}, {"p1"})
 
 
+@pytest.mark.parametrize("is_lock_stepped", [False, True])
+def test_no_rank_rests_that_others_wait_for(is_lock_stepped: bool) -> None:
+    side = SchedulerEngine(is_lock_stepped=is_lock_stepped).side
+    side._awaited.ordered(StepPlan(reads=(order("r"),)))
+    side._awaited.leased("p")
+    rests = [side.build_step((), (), is_empty=True).rest_s for _ in range(4)]
+    assert any(rests) is not is_lock_stepped
+
+
 def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> None:
     side = SchedulerEngine().side
 

@@ -28,6 +28,7 @@ class ParallelConfig:
     decode_context_parallel_size: int
     cp_kv_cache_interleave_size: int
     data_parallel_index: int
+    data_parallel_size: int
 
 class CacheConfig:
     enable_prefix_caching: bool

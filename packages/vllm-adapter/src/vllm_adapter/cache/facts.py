@@ -107,6 +107,7 @@ class EngineFacts:
         interleave_tokens: Tokens that go to one rank in turn under context parallelism, as the host decided them.
         state_groups: Groups of B and C that the model's Mamba-2 layers have, 0 if not known; ranks beyond them hold copies.
         whole_reason: Why no prompt of this engine can be read while it is computed; empty where one can.
+        is_lock_stepped: Whether other engines wait in each step for this one.
     """
 
     engine_id: str
@@ -133,6 +134,7 @@ class EngineFacts:
     interleave_tokens: int = 1
     state_groups: int = 0
     whole_reason: str = ""
+    is_lock_stepped: bool = False
 
     @property
     def has_state(self) -> bool:

@@ -260,6 +260,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
         whole_reason=_whole_reason(config, cache),
+        is_lock_stepped=_is_lock_stepped(config),
         factors=vllm_factors(config, backend, connector_version),
         extra_factors=_extra_factors(config, groups),
     )
@@ -328,6 +329,11 @@ def _shared_instance_id(config: VllmConfig) -> str:
     if config.parallel_config.pipeline_parallel_size > 1:
         shared = get_pp_group().broadcast_object(shared, src=0)
     return str(shared)
+
+
+def _is_lock_stepped(config: VllmConfig) -> bool:
+    """Return whether the data-parallel ranks step together, as vLLM has them do for mixtures of experts alone."""
+    return config.parallel_config.data_parallel_size > 1 and bool(getattr(config.model_config, "is_moe", True))
 
 
 def has_v2_runner(config: VllmConfig) -> bool:

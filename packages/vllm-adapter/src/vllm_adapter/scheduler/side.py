@@ -288,6 +288,9 @@ class SchedulerSide:
     @property
     def _rest_s(self) -> float:
         """Time that the workers may wait in this step for the end of a read or of a lease."""
+        # Ranks that step together would wait with this one, and some of them compute.
+        if self._facts.is_lock_stepped:
+            return 0.0
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
         if self._empty_steps < 2 or not (self._awaited.is_awaiting or self._streaming.is_asking):
             return 0.0
