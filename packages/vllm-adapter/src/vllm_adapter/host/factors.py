@@ -1,8 +1,8 @@
-"""Inputs of vLLM's compatibility hash, read off the host's configuration."""
+"""Compatibility factors, read off the host's configuration: the inputs of vLLM's hash, and what it leaves out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import vllm
 
@@ -11,7 +11,7 @@ from vllm_adapter.host.drafting import speculative_factors
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["vllm_factors"]
+__all__ = ["computation_factors", "vllm_factors"]
 
 
 def vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> dict[str, object]:
@@ -31,3 +31,34 @@ def vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> di
         "speculative_config": speculative_factors(config),
         "transfer_mode": "pull",
     }
+
+
+def computation_factors(config: VllmConfig) -> dict[str, object]:
+    """Return what else decides which KV a model computes from a prompt: overrides can change it under one model name.
+
+    The handshake does not know these names, so they must match where both engines send them: older releases send none.
+    """
+    model: Any = config.model_config
+    return {
+        "rope_parameters": _plain(getattr(model.hf_text_config, "rope_parameters", None) or {}),
+        "weight_quantization": _quantization(model),
+    }
+
+
+def _quantization(model: Any) -> str:  # noqa: ANN401  (vLLM's, which types little of it)
+    """Return how the weights are quantized: as the checkpoint says, since vLLM names the kernels of a device besides."""
+    stored: Any = getattr(model.hf_config, "quantization_config", None)
+    method = cast("dict[str, object]", stored).get("quant_method") if isinstance(stored, dict) else None
+    return str(method or getattr(model, "quantization", None) or "none")
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON in which numbers that are equal are the same, and what is not set is left out."""
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+        return {str(key): _plain(inner) for key, inner in items if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("list[object]", value)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value if isinstance(value, str | bool | float) else str(value)

@@ -40,7 +40,7 @@ from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
-from vllm_adapter.host.factors import vllm_factors
+from vllm_adapter.host.factors import computation_factors, vllm_factors
 from vllm_adapter.host.side_channel_port import listening_port
 
 if TYPE_CHECKING:
@@ -273,6 +273,7 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
         "model_revision": str(config.model_config.revision),
         "block_size": [group.block_tokens for group in groups],
         "tp_size": config.parallel_config.tensor_parallel_size,
+        **computation_factors(config),
     }
 
 
