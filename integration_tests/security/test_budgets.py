@@ -10,6 +10,7 @@ from kv_handshake import _limits as limits
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq import _options, _router
 from kv_handshake._zmq._watch import ConnectionLimits
+from vllm_adapter.observe import plain_text
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(
@@ -58,6 +59,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "connections at once": timing.connections,
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
+        "characters of a client's or peer's text in a log line": vars(plain_text)["_MOST_CHARS"],
     }
     page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
     assert {name: page[name] for name in code} == code

@@ -9,10 +9,11 @@ import pytest
 
 from kv_handshake import Codec, Timing, WireError
 from kv_handshake._ask_desk import AskDesk
-from kv_handshake._ask_frames import encode_answer, encode_cancel, parse_answer
+from kv_handshake._ask_frames import encode_answer, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake._ask_session import AskSession, OpenAsk
 from kv_handshake._asker import Asker, _Peer
 from kv_handshake._endpoint import endpoint_of
+from kv_handshake._errors import CODES
 from kv_handshake._limits import MAX_ASK_REPLY_BYTES
 from kv_handshake._log import GatedLog
 from kv_handshake._pacing import AskLimits
@@ -95,6 +96,20 @@ def test_what_is_no_answer_is_refused(frame):
     with pytest.raises(WireError) as refused:
         parse_answer(frame)
     assert refused.value.code == "malformed-answer"
+
+
+@pytest.mark.parametrize(
+    "code", ["\n2026 ERROR", "\x1b[2J", "x" * 65, "x" * 100_000, "of-a-later-release", "timed-out\0"]
+)
+def test_a_code_that_is_not_known_is_no_text_of_the_peers(code):
+    frame = msgspec.msgpack.encode((b"ask", 1, code, 0.5))
+    reply = parse_answer(frame)
+    assert (reply.code, reply.retry_after_s) == ("refused", 0.5)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_code_that_is_known_arrives(code):
+    assert parse_answer(encode_ask_refusal(1, code)).code == code
 
 
 def test_a_desk_knows_only_connections_and_asks_of_its_own():

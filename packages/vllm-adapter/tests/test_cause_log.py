@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from factories import facts
 from fakes import order
 from scheduler_engine import TEXT, Engine
 
+from kv_handshake import Codec
+from kv_handshake._ask_frames import encode_ask_refusal, parse_answer
 from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.scheduler.stream_channel import StreamChannel
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import engine_thread
@@ -153,3 +159,105 @@ def test_lines_of_a_rank_are_limited_by_cause(caplog: pytest.LogCaptureFixture) 
             recorder.error("mirror-copy", f"request {number}: its blocks could not be copied")
     assert [len(lines(caplog, words)) for words in ("lease ended", "let go", "not be copied")] == [10, 10, 10]
     assert [record.levelname for record in caplog.records[:3]] == ["INFO", "INFO", "ERROR"], "one rank warns for all"
+
+
+def hostile_texts() -> Iterator[str]:
+    """Texts that begin another line, command a terminal, reverse a line, are odd or are long."""
+    draw = random.Random(4)
+    odd = (
+        "\n",
+        "\r",
+        "\x1b[2J",
+        "\x1b]0;x\a",
+        "\0",
+        "\x7f",
+        "\x85",
+        "\u2028",
+        "\u202e",
+        "\ufeff",
+        "%s",
+        "{0}",
+        "\ud800",
+    )
+    for each in odd:
+        yield f"ERROR{each}ERROR"
+    for length in (3, 30, 5_000):
+        yield "".join(draw.choice((*odd, "a", " ")) for _ in range(length))
+
+
+def by_a_question(text: str) -> None:
+    told = {"hand_over_id": "0f" * 16, "number": 1, "nonce": "a1" * 16, "digest": "d1" * 32, "tokens": 9}
+    _, body = msgspec.msgpack.decode(Codec().question_payload({**told, "wants_final": False}, ()))
+    more = msgspec.msgpack.encode({**msgspec.msgpack.decode(body), text.encode(errors="replace").decode(): 1})
+    channel()._on_question(1, msgspec.msgpack.encode((b"", more)))
+
+
+def by_the_code_of_an_answer(text: str) -> None:
+    here = channel()
+    for said in (text.encode(errors="replace").decode()[:64], "ask-unsupported"):
+        code = parse_answer(encode_ask_refusal(1, said)).code
+        here._on_answer(("d", 1), ("10.0.0.1", 5600), {"wants_final": False}, code, b"")
+    assert [*here._log._periods] == ["ask-unsupported"], "a cause is no text of a peer's"
+
+
+def by_a_ticket(text: str) -> None:
+    producer, consumer = Engine("P"), Engine("D")
+    ticket = producer.prefill("p", TEXT)
+    for key in ticket or {}:
+        consumer.admit(f"of-{key}", {**(ticket or {}), key: text}, TEXT)
+    consumer.admit("of-a-key", {**(ticket or {}), text: text}, TEXT)
+    consumer.admit("of-all", text, TEXT)
+
+
+def by_a_read_that_failed(text: str) -> None:
+    consumer, side = Engine("D"), worker()
+    ticket = Engine("P").prefill("p", TEXT)
+    consumer.admit("d", ticket, TEXT)
+    consumer.allocate("d", [1, 2, 3], external=consumer.side.external_tokens("d", 0)[0] or 0)
+    consumer.step()
+    side._finished.append(FinishedRead(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0)))
+    reasons = {"d": {(0, 0): side.take_report().reasons["d"]}}
+    consumer.side.update_output(sent=(), received=("d",), failed=("d",), reasons=reasons)
+
+
+def by_a_notification_that_failed(text: str) -> None:
+    end = ReadEnd(order("d", peer_request_id=text, is_reported=False), "peer-silent", text, ReadTimes(0.0), 1.0)
+    side = worker()
+    side._finished.append(FinishedRead(end))
+    side.take_report()
+
+
+def by_a_line_of_a_rank(text: str) -> None:
+    recorder = Recorder()
+    recorder.info("cause", f"a line of {text}")
+    recorder.warn("cause", f"a line of {text}")
+    recorder.error("cause", f"a line of {text}")
+    recorder.trouble("heartbeat", ValueError("odd"), text)
+    for number in range(101):
+        recorder.trouble("heartbeat", type(f"Odd{number}", (Exception,), {})(text), "request r")
+
+
+def channel() -> Any:
+    log = CauseLog(lambda: 0.0)
+    nothing: Any = SimpleNamespace()
+    return StreamChannel(nothing, Codec(), lambda: nothing, secrets=lambda: (), wait_s=1.0, log=log)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_a_question,
+        by_the_code_of_an_answer,
+        by_a_ticket,
+        by_a_read_that_failed,
+        by_a_notification_that_failed,
+        by_a_line_of_a_rank,
+    ],
+)
+def test_no_text_of_a_stranger_begins_a_line_or_commands_a_terminal(way: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for text in hostile_texts():
+            caplog.clear()
+            way(text)
+            assert caplog.messages, text
+            assert all(line.isprintable() and len(line) < 5_000 for line in caplog.messages), text

@@ -120,8 +120,8 @@ class Agent:
             state=self.state,
             callback_errors=self.errors,
             loop_errors=0,
-            last_error="ValueError: odd",
-            last_traceback="Traceback: line 7",
+            last_error="ValueError: odd\n\x1b[2J",
+            last_traceback="Traceback: line 7\nERROR of\x1b[2J a peer\n",
         )
 
     def quarantine(self) -> list[Any]:
@@ -140,6 +140,8 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
         worker.take_report()
     assert caplog.text.count("Traceback: line 7") == 1
     assert "ValueError: odd" in caplog.text
+    assert "\x1b" not in caplog.text
+    assert caplog.messages[-1].splitlines()[1:] == ["    Traceback: line 7", "    ERROR of\\x1b[2J a peer"]
     stats = worker.take_stats()
     assert stats is not None
     assert sum(stats["num_callback_errors"]) == 3

@@ -16,7 +16,7 @@ from typing import Any, cast, final
 import msgspec
 
 from kv_handshake._decoding import DECODE_ERRORS
-from kv_handshake._errors import ConfigurationError, WireError
+from kv_handshake._errors import CODES, ConfigurationError, WireError
 from kv_handshake._limits import MAX_ASK_BYTES, MAX_ASK_REPLY_BYTES, MAX_QUERY_BYTES, NUMBER_END
 
 __all__ = [
@@ -39,7 +39,8 @@ _ASK = b"ask"
 _CANCEL = b"cancel_ask"
 _HEADS = (b"\x93\xc4\x03ask", b"\x92\xc4\x0acancel_ask")
 _OVERHEAD_BYTES = 32
-_LONGEST_CODE = 64
+_OTHER_CODE = "refused"
+"""Stands for every code of a refusal that this release does not know: a code is no place for a peer's own words."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -65,7 +66,7 @@ class AskReply:
     Attributes:
         number: The ask's.
         payload: The engine's answer; empty in a refusal.
-        code: Why there is no answer, as a code; empty if there is one.
+        code: Why there is no answer, a key of `CODES`; empty if there is one.
         retry_after_s: Earliest sensible next try after a refusal, in seconds.
     """
 
@@ -147,8 +148,8 @@ def parse_answer(frame: bytes) -> AskReply:
             case [b"ask", int() as number, bytes() as payload] if _is_number(number):
                 return AskReply(number, payload)
             case [b"ask", int() as number, str() as code, float() as wait_s] if _is_number(number):
-                if 0 < len(code) <= _LONGEST_CODE and math.isfinite(wait_s) and wait_s >= 0:
-                    return AskReply(number, code=code, retry_after_s=wait_s)
+                if code and math.isfinite(wait_s) and wait_s >= 0:
+                    return AskReply(number, code=code if code in CODES else _OTHER_CODE, retry_after_s=wait_s)
             case _:
                 pass
     raise WireError("malformed-answer", "answer is no array of 'ask', a number, and bytes or a code and a time")

@@ -19,6 +19,7 @@ from msgspec import Meta
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import ConfigurationError, WireError
 from kv_handshake._limits import MAX_ASK_BYTES, MAX_ASK_REPLY_BYTES
+from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -205,7 +206,8 @@ def _opened(payload: bytes, secrets: Sequence[bytes], decoder: msgspec.msgpack.D
     try:
         return decoder.decode(body)
     except DECODE_ERRORS as error:
-        raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {error}") from error
+        told = shortened(str(error))  # a key that no message has is named in it as the peer wrote it
+        raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {told}") from error
 
 
 def _ticket(data: bytes) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Log lines that clients and peers can cause by the thousand, limited per cause."""
+"""Log lines that clients and peers can cause by the thousand, limited per cause, and free of control characters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
+
+from vllm_adapter.observe.plain_text import plain_text, short_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,9 @@ class CauseLog:
     Example: 300 forged tickets in 2 s, all refused as ``ticket-seal``, make 10 lines. The 301st, 11 s after the first, is logged
     with "290 more like this were not logged". Any thread.
 
+    Values that are no numbers may be texts of clients and peers. Each is cut to 2000 characters, and what is not printable in it
+    becomes an escape: a newline would begin a line that this engine never wrote, and an escape sequence command a terminal.
+
     Args:
         now_s: The monotonic clock.
         is_lead: Whether this is the rank that warns on behalf of all ranks of its engine, as `Recorder` has it.
@@ -54,19 +59,30 @@ class CauseLog:
         """Log a warning, unless its cause has had its lines. A cause is a code, never a request, a peer or a peer's text."""
         self._log(self._warning_level, cause, text, values)
 
-    def error(self, cause: str, text: str, *values: object, trace: BaseException | None = None) -> None:
-        """Log a failure under the same limit, with its traceback if given; lines of a cause count together at any level."""
+    def error(self, cause: str, text: str, *values: object, trace: BaseException | str | None = None) -> None:
+        """Log a failure under the same limit, with its traceback if given; lines of a cause count together at any level.
+
+        The lines of a traceback that is a text already are indented, so that none of them looks like a line of the log.
+        """
         self._log(logging.ERROR, cause, text, values, trace)
 
     def _log(
-        self, level: int, cause: str, text: str, values: tuple[object, ...], trace: BaseException | None = None
+        self,
+        level: int,
+        cause: str,
+        text: str,
+        values: tuple[object, ...],
+        trace: BaseException | str | None = None,
     ) -> None:
         with self._lock:
             held_back = self._admit(cause)
         if held_back is None:
             return
+        values = tuple(_harmless(value) for value in values)
         if held_back:
             text, values = f"{text}; %d more like this were not logged", (*values, held_back)
+        if isinstance(trace, str):
+            text, values, trace = f"{text}%s", (*values, _indented(trace)), None
         _logger.log(level, text, *values, exc_info=trace)
 
     def _admit(self, cause: str) -> int | None:
@@ -84,3 +100,12 @@ class CauseLog:
             return None
         period.lines += 1
         return held_back
+
+
+def _harmless(value: object) -> object:
+    """Return a number as it is, and anything else as a text that is fit for a line."""
+    return value if isinstance(value, int | float) else short_text(str(value))
+
+
+def _indented(trace: str) -> str:
+    return "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["plain_text"]
+__all__ = ["plain_text", "short_text"]
+
+_MOST_CHARS = 2000
 
 
 def plain_text(text: str) -> str:
     """Return a text without control characters, which could begin another line or command a terminal: they are escaped."""
     return text if text.isprintable() else "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
+
+
+def short_text(text: str) -> str:
+    """Return a plain text of at most 2000 characters, and a note of its length if it was longer."""
+    plain = plain_text(text[:_MOST_CHARS])[:_MOST_CHARS]
+    return plain if len(text) <= _MOST_CHARS else f"{plain}... ({len(text)} characters)"

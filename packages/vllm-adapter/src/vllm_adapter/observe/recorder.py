@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.hand_overs import HandOverLog
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.observe.plain_text import short_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -157,9 +157,9 @@ class Recorder:
         """Log an event that an operator should look at, under the same limit; once per engine, see `is_lead`."""
         self._log.warning(cause, "%s", message)
 
-    def error(self, cause: str, message: str) -> None:
-        """Log a failure under the same limit."""
-        self._log.error(cause, "%s", message)
+    def error(self, cause: str, message: str, trace: str | None = None) -> None:
+        """Log a failure under the same limit, with its traceback if given."""
+        self._log.error(cause, "%s", message, trace=trace)
 
     @contextmanager
     def guarded(self, action: str) -> Generator[None]:
@@ -181,7 +181,7 @@ class Recorder:
         """
         self.count("num_callback_errors")
         kind = (action, type(error).__name__)
-        line = f"{detail}: {action}" if detail else action
+        line = short_text(f"{detail}: {action}" if detail else action)
         with self._lock:
             if kind in self._seen_errors:
                 return
@@ -196,5 +196,5 @@ class Recorder:
                 "%s failed unexpectedly (%s: %s); the other orders go on",
                 line,
                 type(error).__name__,
-                plain_text(str(error)),
+                error,
             )

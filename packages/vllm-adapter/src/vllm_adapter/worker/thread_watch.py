@@ -48,7 +48,8 @@ class ThreadWatch:
             self._recorder.error(
                 "thread-errors",
                 f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors; "
-                f"the latest: {health.last_error}\n{health.last_traceback}",
+                f"the latest: {health.last_error}",
+                health.last_traceback,
             )
 
     def _check_state(self, agent: TransferThread, state: str) -> None:
