@@ -11,6 +11,7 @@ from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq import _options, _router
 from kv_handshake._zmq._watch import ConnectionLimits
 from vllm_adapter.observe import plain_text
+from vllm_adapter.worker.transfer import parts
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(
@@ -19,8 +20,7 @@ ROWS = re.findall(
 
 
 def test_every_row_names_a_test_that_exists() -> None:
-    packages = ("kv-scheduler-state", "vllm-adapter")
-    folders = (Path(__file__).parent, *(ROOT / "packages" / package / "tests" for package in packages))
+    folders = (Path(__file__).parent, *(ROOT / "packages").glob("*/tests"))
     text = "".join(file.read_text() for folder in folders for file in folder.glob("test_*.py"))
     assert len(ROWS) >= 20
     assert not [name for _, _, name in ROWS if f"def {name}(" not in text]
@@ -50,6 +50,8 @@ def test_numbers_are_those_of_the_code() -> None:
         "seconds that an ask is open": int(asks.wait_s),
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
+        "bytes of all replies of a handshake": limits.MAX_HANDSHAKE_BYTES,
+        "values in the geometry documents of a peer": vars(parts)["_MOST_VALUES"],
         "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
         "entries of a list": limits.MAX_REGIONS,
         "bytes of a list": limits.MAX_LIST_BYTES,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
 from kv_handshake._factors import compatibility_hash
+from kv_handshake._limits import MAX_HANDSHAKE_BYTES
 from kv_handshake._messages import Envelope
 from kv_handshake._policy import judge
 from kv_handshake._server import ServerCore
@@ -93,6 +94,33 @@ def test_damaged_replies():
     fails((good()[0], b""), "malformed-clock")
     fails((bytes(17 * 1024 * 1024),), "oversized-reply")
     assert fails(good(rank=(0, 1)), "rank-mismatch").missing_ranks == tuple(RANKS)
+
+
+def with_replies(ranks, reply_bytes):
+    """Give each rank a reply of about so many bytes, until the session ends."""
+    asked = [(0, rank) for rank in range(ranks)]
+    asker = session(ranks=asked)
+    for rank in asked:
+        if asker.is_over:
+            break
+        asker.next_query(now_s=0.0)
+        metadata = {**sample_metadata(), "agent_metadata": bytes(reply_bytes)}
+        envelope = Codec().encode_envelope(metadata, FACTORS, dialect=14, rank=rank)
+        asker.receive_message((envelope, encode_clock(0.0)), now_s=1.0)
+    return asker
+
+
+@pytest.mark.parametrize(("ranks", "reply_bytes"), [(17, 4_000_000), (68, 1_000_000), (4096, 16_384)])
+def test_the_replies_of_a_handshake_have_so_many_bytes_in_all(ranks, reply_bytes):
+    asker = with_replies(ranks, reply_bytes)
+    assert asker.error.code == "oversized-reply"
+    assert sum(len(peer.agent_metadata) for peer in asker.peers.values()) <= MAX_HANDSHAKE_BYTES
+
+
+@pytest.mark.parametrize(("ranks", "reply_bytes"), [(64, 300_000), (200, 300_000), (4096, 10_000)])
+def test_large_honest_engines_are_met(ranks, reply_bytes):
+    asker = with_replies(ranks, reply_bytes)
+    assert (asker.error, len(asker.peers)) == (None, ranks)
 
 
 def test_oversized_reply_is_noticed_before_its_end():

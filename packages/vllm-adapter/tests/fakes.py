@@ -121,6 +121,9 @@ class FakePlanner:
             raise CodedFailure("too-many-ranks")
         return [*self.made.producer_ranks, *self.made.notify_only_ranks]
 
+    def geometry(self, document: Any, rank: Any) -> Any:
+        return document
+
     def plan(self, local: Any, peers: Any, *, peer_tp: int) -> Plan:
         if self.refusal is not None:
             raise self.refusal

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fakes import CodedFailure, Metadata, Outcome, Plan, Stall, order, peer
+from fakes import CodedFailure, FakePlanner, Metadata, Outcome, Plan, Stall, order, peer
 from lease_bench import FENCE
 from lease_bench import Bench as LeaseBench
 from read_bench import KEY, Bench
@@ -166,10 +166,20 @@ def planner(theirs: dict[str, Any]) -> PeerPlanner:
         def document(self, *_: object) -> dict[str, Any]:
             return {"groups": [theirs]}
 
+        def value_count(self, _: object) -> int:
+            return 1
+
     document: Any = {"groups": [GROUP]}
     geometry: Any = Geometry()
-    unused: Any = None
-    return PeerPlanner(document, geometry, unused, "DRAM")
+    plans: Any = FakePlanner()
+    return PeerPlanner(document, geometry, plans, "DRAM")
+
+
+def can_stream(theirs: dict[str, Any], metadata: Any, plan: Any) -> bool:
+    by = planner(theirs)
+    ranks = by.ranks(peer(), metadata)
+    by.plan(ranks)
+    return by.can_stream(ranks, plan)
 
 
 @pytest.mark.parametrize(
@@ -186,16 +196,16 @@ def planner(theirs: dict[str, Any]) -> PeerPlanner:
 def test_groups_must_be_the_same_one_by_one(change: dict[str, Any], can: bool) -> None:
     plan: Any = Plan()
     metadata: Any = {(0, 0): Metadata(streams=STREAMS)}
-    assert planner({**GROUP, **change}).can_stream(peer(), metadata, plan) == can
+    assert can_stream({**GROUP, **change}, metadata, plan) == can
 
 
 def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole() -> None:
     plan: Any = Plan()
     without: Any = {(0, 0): Metadata()}
-    assert not planner(GROUP).can_stream(peer(), without, plan)
+    assert not can_stream(GROUP, without, plan)
     plan.is_staged = True
     with_memory: Any = {(0, 0): Metadata(streams=STREAMS)}
-    assert not planner(GROUP).can_stream(peer(), with_memory, plan)
+    assert not can_stream(GROUP, with_memory, plan)
 
 
 def test_groups_that_cannot_be_compared_cost_the_stream_and_nothing_else() -> None:

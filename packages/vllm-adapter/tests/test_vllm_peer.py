@@ -271,5 +271,5 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     assert caught.value.code in {"pipeline-size-differs", "pipeline-regions-ambiguous"}
     if not can_be_told:
         with pytest.raises(AdapterError) as caught:
-            planner.plan(told, {(0, 0): first, (1, 0): first})
+            planner.plan(planner.ranks(told, {(0, 0): first, (1, 0): first}))
         assert caught.value.code == "pipeline-regions-ambiguous"

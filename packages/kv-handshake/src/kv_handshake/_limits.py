@@ -9,6 +9,7 @@ __all__ = [
     "MAX_ENGINE_ID_CHARS",
     "MAX_ENVELOPE_BYTES",
     "MAX_FACTORS",
+    "MAX_HANDSHAKE_BYTES",
     "MAX_HEARTBEAT_IDS",
     "MAX_LIST_BYTES",
     "MAX_NOTIFICATION_BYTES",
@@ -33,6 +34,9 @@ MAX_ASK_REPLY_BYTES = 1024 * 1024
 
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """Bytes of a rank's envelope. A thousand regions and a dozen network rails stay below a tenth of this."""
+
+MAX_HANDSHAKE_BYTES = 64 * 1024 * 1024
+"""Bytes of all envelopes of a handshake, which are kept until its last rank has answered: 200 ranks of 300 kB take 60 MB."""
 
 MAX_REGIONS = 16_384
 """Entries of each list in the agent metadata."""

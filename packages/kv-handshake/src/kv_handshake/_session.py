@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, without_frames
 from kv_handshake._judging import Judge
-from kv_handshake._limits import MAX_REPLY_BYTES
+from kv_handshake._limits import MAX_HANDSHAKE_BYTES, MAX_REPLY_BYTES
 from kv_handshake._queries import Rank, check_rank_count, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
 from kv_handshake._repeated import Repeated
@@ -94,6 +94,7 @@ class ClientSession:
         self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
+        self._taken_bytes = 0
         self._repeated = Repeated(repeated)
         self._judge = Judge(offer, version, self._repeated)
         self._error: HandshakeError | None = None
@@ -239,6 +240,10 @@ class ClientSession:
 
     def _take_reply(self, frames: Sequence[bytes], now_s: float) -> None:
         rank, sent_s = self._outstanding[0]
+        self._taken_bytes += sum(map(len, frames))
+        if self._taken_bytes > MAX_HANDSHAKE_BYTES:
+            self.fail(WireError("oversized-reply", f"the replies of one handshake exceed {MAX_HANDSHAKE_BYTES} bytes"))
+            return
         try:
             metadata = self._accepted(rank, frames)
             self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 from kv_topology._document import from_document, to_document
 from kv_topology._errors import TopologyError
+from kv_topology._model import RankGeometry
 from kv_topology._plan import plan_transfer
 from kv_topology._readers import target_ranks
 from kv_topology._reshard import reshard
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology._estimate import CostModel
-    from kv_topology._model import RankGeometry
     from kv_topology._plan import Staging, TransferPlan
     from kv_topology._reshard import RankShapeLike
 
@@ -40,11 +40,24 @@ class Planner:
         """Return the (pp, tp) ranks whose metadata this rank needs before it can plan."""
         return target_ranks(from_document(local), peer_tp=peer_tp, peer_pp=peer_pp, peer_dcp=peer_dcp)
 
+    def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> RankGeometry:
+        """Return a peer rank's geometry for `plan`, which then need not read all documents at once; raises as `from_document`."""
+        try:
+            return from_document(document)
+        except TopologyError as error:
+            raise error.blamed_on("peer", rank=rank) from None
+
     def plan(
-        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int
     ) -> TransferPlan:
-        """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does."""
-        geometries = {rank: _peer_geometry(rank, document) for rank, document in peers.items()}
+        """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does.
+
+        Args:
+            local: This rank's document.
+            peers: Documents by (pp, tp), or what `geometry` returned for them.
+            peer_tp: Tensor-parallel size of the producer.
+        """
+        geometries = {rank: self._geometry(peer, rank) for rank, peer in peers.items()}
         return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
 
     def reshard(self, local: Mapping[str, object], shape: RankShapeLike) -> dict[str, object]:
@@ -55,9 +68,5 @@ class Planner:
         """
         return to_document(reshard(from_document(local), shape))
 
-
-def _peer_geometry(rank: tuple[int, int], document: Mapping[str, object]) -> RankGeometry:
-    try:
-        return from_document(document)
-    except TopologyError as error:
-        raise error.blamed_on("peer", rank=rank) from None
+    def _geometry(self, peer: object, rank: tuple[int, int]) -> RankGeometry:
+        return peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)

@@ -63,6 +63,11 @@ class PeerGeometry:
         return derive_document(local, facts, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
 
     @staticmethod
+    def value_count(metadata: PeerMetadata) -> int:
+        """Return how many values the document of a peer rank has, roughly; 0 where it sends none."""
+        return _count_values(metadata.geometry) if metadata.geometry is not None else 0
+
+    @staticmethod
     def memory_kind(metadata: PeerMetadata) -> MemoryKind:
         """Return where the peer's pages live; DRAM where it does not say."""
         kinds = set(metadata.region_mem_types or ("DRAM",))
@@ -77,9 +82,9 @@ class PeerGeometry:
 
 
 def _unpack(raw: bytes) -> Mapping[str, object]:
-    values = sum(raw.count(mark) for mark in (b",", b"[", b"{")) if len(raw) <= _MAX_DOCUMENT_BYTES else None
+    is_short = len(raw) <= _MAX_DOCUMENT_BYTES and _count_values(raw) <= _MAX_DOCUMENT_VALUES
     try:
-        document: object = json.loads(raw) if values is not None and values <= _MAX_DOCUMENT_VALUES else None
+        document: object = json.loads(raw) if is_short else None
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
@@ -90,3 +95,7 @@ def _unpack(raw: bytes) -> Mapping[str, object]:
             context={"length_bytes": len(raw)},
         )
     return cast("dict[str, object]", document)
+
+
+def _count_values(raw: bytes) -> int:
+    return sum(raw.count(mark) for mark in (b",", b"[", b"{"))

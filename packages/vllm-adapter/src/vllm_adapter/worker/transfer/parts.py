@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
         GeometryDocument,
+        GroupDocument,
         HandshakeClient,
         MemoryKind,
         PeerAddress,
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     )
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "TransferParts"]
+__all__ = ["PeerPlanner", "PeerRanks", "TransferParts"]
+
+_MOST_VALUES = 1 << 22
+"""Values in the geometry documents of all ranks of a peer; those of 64 ranks with 300 KB each have a third."""
 
 
 @final
@@ -92,39 +97,84 @@ class PeerPlanner:
             if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
                 raise
 
-    def plan(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerPlan:
-        """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
-        documents = {
-            rank: self.peer_geometry.document(self.document, entry, rank, peer) for rank, entry in metadata.items()
-        }
-        return self.planner.plan(self.document, documents, peer_tp=peer.tp)
+    def ranks(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerRanks:
+        """Return what `plan` needs of a peer's ranks, none of which has been read yet."""
+        return PeerRanks(self, peer, metadata)
 
-    def can_stream(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata], plan: PeerPlan) -> bool:
+    def plan(self, ranks: PeerRanks) -> PeerPlan:
+        """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
+        ranks.read_all()
+        return self.planner.plan(self.document, ranks.geometries, peer_tp=ranks.peer.tp)
+
+    def can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
         """Tell whether prompts can be read from a peer in parts, while it computes them.
 
         It must have stream memory, its pages must need no conversion, and its groups must be ours, one by one: the peer's
         table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become whole
         together, so such a peer is read once its prompts are finished.
         """
-        if plan.is_staged or any(metadata[rank].streams is None for rank in plan.producer_ranks):
+        if plan.is_staged or any(ranks.metadata[rank].streams is None for rank in plan.producer_ranks):
             return False
-        ours = _spans(self.document)
-        for rank in plan.producer_ranks:
-            document = self.peer_geometry.document(self.document, metadata[rank], rank, peer)
-            if _spans(cast("GeometryDocument", document)) != ours:
-                return False
-        return True
+        ours = _spans(self.document["groups"])
+        return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
 
     def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
         """Return where a peer rank's pages live."""
         return self.peer_geometry.memory_kind(metadata)
 
 
-def _spans(document: GeometryDocument) -> list[tuple[bool, int, int]]:
+@final
+class PeerRanks:
+    """The geometry of a peer's ranks, read rank by rank: a document may take some 80 ms, and a peer may have many.
+
+    Attributes:
+        peer: The engine as its tickets name it.
+        metadata: Metadata of the ranks, by (pp, tp).
+        geometries: Of those that have been read, for the planner.
+        groups: The cache groups of those that have been read, as their documents have them.
+    """
+
+    def __init__(self, planner: PeerPlanner, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> None:
+        self.peer = peer
+        self.metadata = metadata
+        self.geometries: dict[Rank, object] = {}
+        self.groups: dict[Rank, Any] = {}
+        self._planner = planner
+        self._left = deque(metadata)
+        self._values = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all ranks have been read."""
+        return not self._left
+
+    def read_next(self) -> None:
+        """Read a further rank; raises a coded error for metadata that does not fit."""
+        rank = self._left.popleft()
+        entry, geometry = self.metadata[rank], self._planner.peer_geometry
+        self._values += geometry.value_count(entry)
+        if self._values > _MOST_VALUES:
+            raise AdapterError(
+                f"the geometry documents of {len(self.metadata)} ranks have more than {_MOST_VALUES} values",
+                code="bad-geometry-document",
+                fault="peer",
+                context={"ranks": len(self.metadata)},
+            )
+        document = geometry.document(self._planner.document, entry, rank, self.peer)
+        self.geometries[rank] = self._planner.planner.geometry(document, rank)
+        self.groups[rank] = document.get("groups")
+
+    def read_all(self) -> None:
+        """Read the ranks that are left."""
+        while self._left:
+            self.read_next()
+
+
+def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
     """Return (whether it keeps states, tokens per block over all context ranks, window) of each group."""
     return [
         (group["kind"] == "state", group["block_tokens"] * group["context"][0], group["window_tokens"])
-        for group in document["groups"]
+        for group in groups
     ]
 
 

@@ -22,12 +22,12 @@ from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.limits import PeerLimits
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+    from vllm_adapter.worker.transfer.parts import PeerPlanner, PeerRanks, TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
 __all__ = ["PEER_DRAINING", "PeerDirectory", "PeerEvents"]
@@ -212,8 +212,18 @@ class PeerDirectory:
             else:
                 self._fail(engine, outcome.code, outcome.message)
             return
+        self._read_on(engine, self._planner.ranks(engine.address, outcome.peers), told_s)
+
+    def _read_on(self, engine: PeerEngine, ranks: PeerRanks, told_s: float) -> None:
+        """Read a rank's geometry, and wire the engine up after the last; other work of this thread has its turns in between."""
+        if self._engines.get(engine.address) is not engine:
+            return
         try:
-            self._wire_up(engine, outcome.peers)
+            ranks.read_next()
+            if not ranks.is_read:
+                self._parts.agent.call_soon(lambda: self._read_on(engine, ranks, told_s))
+                return
+            self._wire_up(engine, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
@@ -225,12 +235,12 @@ class PeerDirectory:
             read.times.told_s, read.times.planned_s = told_s, engine.last_answer_s
             self._events.ready(read, engine)
 
-    def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata]) -> None:
+    def _wire_up(self, engine: PeerEngine, ranks: PeerRanks) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
-        plan = self._planner.plan(engine.address, metadata)
+        plan, metadata = self._planner.plan(ranks), ranks.metadata
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
-        engine.can_stream = self._can_stream(engine, metadata, plan)
+        engine.can_stream = self._can_stream(ranks, plan)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
                 PeerSpec(
@@ -253,9 +263,9 @@ class PeerDirectory:
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
 
-    def _can_stream(self, engine: PeerEngine, metadata: Mapping[Rank, PeerMetadata], plan: PeerPlan) -> bool:
+    def _can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
         try:
-            return self._planner.can_stream(engine.address, metadata, plan)
+            return self._planner.can_stream(ranks, plan)
         except Exception as error:  # noqa: BLE001  (it can be read from as a whole all the same)
             self._parts.recorder.trouble("comparison of cache groups", error)
             return False
