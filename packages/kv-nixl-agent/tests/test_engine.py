@@ -218,9 +218,39 @@ def test_a_peer_with_its_own_agents_name_takes_it_over_from_one_that_squats_on_i
         assert pair.consumer.statistics()["peers_retiring"] == 0
 
 
-def test_two_keys_cannot_share_an_agent():
+@pytest.mark.parametrize("prefix", ["", "producer"])
+@pytest.mark.parametrize("is_reading", [False, True])
+@pytest.mark.parametrize("first_to_go", ["p", "q"])
+def test_two_keys_share_an_agent_whose_metadata_is_the_same(prefix, is_reading, first_to_go):
     pair = make_pair()
+    pair.consumer.add_peer(pair.spec(pair.producer, "p", agent_prefix=prefix))
+    if is_reading:
+        pair.fabric.agent("producer").stop()
+        pair.consumer.post(order("held", [0], [0], peer="p"))
+        pair.run(3)
+    pair.consumer.add_peer(pair.spec(pair.producer, "q", agent_prefix=prefix))
+    if is_reading:
+        pair.fabric.agent("producer").resume()
+    pair.consumer.post(order("by another name", [1], [2], peer="q", notification=b"n"))
+    pair.run(10, step_s=0.01)
+    assert {pair.results[each].outcome for each in ("by another name", *(["held"] * is_reading))} == {"done"}
+    assert list(pair.producer.take_notifications()) == [("consumer", b"n")]
+    left = "q" if first_to_go == "p" else "p"
+    pair.consumer.remove_peer(first_to_go)
+    assert pair.consumer.statistics()["agents_waiting"] == 0
+    pair.consumer.post(order("after", [3], [4], peer=left))
+    pair.run(10, step_s=0.01)
+    assert pair.results["after"].outcome == "done"
+    pair.consumer.remove_peer(left)
+    assert pair.consumer.statistics()["agents_waiting"] == 1
+
+
+def test_two_keys_cannot_share_an_agent_of_other_metadata():
+    pair = make_pair()
+    spec = pair.spec(pair.producer, "p")
     pair.connect("p")
+    pair.producer.register([(*Pages(8, 64).region[:3], "VRAM")])
+    assert pair.producer.agent_metadata() != spec.agent_metadata
     assert code_of(lambda: pair.connect("q")) == "peer-known"
     assert pair.consumer.has_peer("p")
     assert not pair.consumer.has_peer("q")

@@ -302,6 +302,15 @@ def test_no_secret_is_shown(caplog):
             pickle.dumps(value)
 
 
+@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1", "FD00::0:1", "[fd00::1]", "Node-1.example"])
+def test_a_seal_holds_for_the_host_as_its_engine_spells_it(host):
+    ticket = ticket_of(prefill(host=host), [[1, 2, 3]])
+    assert code_of(ticket) == ""
+    for other in ("10.0.0.1", "::ffff:10.0.0.1", "::FFFF:a00:1", "fd00::1", "fd00:0::1", "node-1.example"):
+        if other != host:
+            assert code_of({**ticket, "remote_host": other}) == "ticket-seal"
+
+
 @pytest.mark.parametrize("name", VECTORS)
 def test_golden_seals(name):
     vector = VECTORS[name]
@@ -311,7 +320,7 @@ def test_golden_seals(name):
     kind = reader.classify(params)
     assert kind == "handoff" or kind == "readback"  # noqa: PLR1714  (a form that type checkers follow)
     ticket = reader.read(params, kind)
-    message = canonical_ticket(ticket)
+    message = canonical_ticket(ticket, params["remote_host"])
     assert message.hex() == vector["bytes"]
     assert hmac.digest(vector["secret"].encode(), message, "sha256").hex() == params["kv_seal"]
     assert TicketSeal([vector["secret"].encode()]).opened(reader, params, kind) == ticket
@@ -321,7 +330,8 @@ def test_the_example_of_the_layout_is_true():
     params = consumer_params(
         remote_engine_id="p0", remote_request_id="r", kv_nonce="n", kv_first_tokens=[0], kv_span_tokens=[16]
     )
-    assert len(canonical_ticket(TicketReader(config()).read(params, "handoff"))) == 228
+    ticket = TicketReader(config()).read(params, "handoff")
+    assert len(canonical_ticket(ticket, ticket.peer.host)) == 228
 
 
 @pytest.mark.parametrize("is_early", [False, True])

@@ -253,6 +253,20 @@ def test_addresses_of_one_link_are_allowed_by_name_alone(host, networks, is_allo
             policy.require(host)
 
 
+SPELLINGS = {
+    "10.0.0.1": ("10.0.0.1", "::ffff:10.0.0.1", "::FFFF:A00:1", "0:0:0:0:0:ffff:10.0.0.1", "[::ffff:a00:1]"),
+    "fd00::1": ("fd00::1", "FD00::1", "fd00:0:0::1", "fd00:0000::0001", "[fd00::1]", "fd00::0.0.0.1"),
+    "node-1.example": ("node-1.example",),
+}
+
+
+@pytest.mark.parametrize(("host", "spelling"), [(host, each) for host, all_ in SPELLINGS.items() for each in all_])
+def test_an_engine_has_one_address_however_a_ticket_spells_it(host, spelling):
+    ticket = TicketReader(config()).read(consumer_params(remote_host=spelling), "handoff")
+    assert ticket.peer == TicketReader(config()).read(consumer_params(remote_host=host), "handoff").peer
+    assert ticket.peer.host == host
+
+
 def test_ports_have_a_range():
     policy = HostPolicy(ports=(5600, 5699))
     policy.require_port(5600)

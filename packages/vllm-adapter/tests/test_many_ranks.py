@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 
 
@@ -133,3 +135,18 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
             peers[stage, rank] = Metadata(geometry=raw)
     ranks = planner.ranks(peer(tp=tp, pp=pp), peers)
     assert planner.plan(ranks).producer_ranks == tuple((0, rank) for rank in range(tp))
+
+
+@pytest.mark.parametrize("told", [1, 2, 4])
+@pytest.mark.parametrize("true", [1, 2, 4])
+def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, true: int) -> None:
+    """A client that changes `dcp_size` would have the same engine met twice."""
+    group = CacheGroup("attention", TOKENS, 0, 0, ("layers.0",))
+    nobody: Any = None
+    ours = local_document(facts(tp=4, groups=(group,)), [attention_cache("layers.0", address=1 << 40, heads=1)])
+    theirs = facts(tp=4, dcp=true, heads=1, groups=(group,))
+    raw = pack_document(local_document(theirs, [attention_cache("layers.0", address=1 << 40, heads=1)]))
+    metadata: dict[tuple[int, int], Any] = {(0, 0): Metadata(geometry=raw)}
+    ranks = PeerPlanner(ours, PeerGeometry(nobody, (True,)), Planner(), "DRAM").ranks(peer(tp=4, dcp=told), metadata)
+    with nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true}$"):
+        ranks.read_next()

@@ -169,6 +169,9 @@ def planner(theirs: dict[str, Any]) -> PeerPlanner:
         def value_count(self, _: object) -> int:
             return 1
 
+        def check_context(self, *_: object) -> None:
+            pass
+
     document: Any = {"groups": [GROUP]}
     geometry: Any = Geometry()
     plans: Any = FakePlanner()

@@ -54,7 +54,12 @@ _FIRST = (
         r"cannot be asked for now",
         "no text is wrong: these prompts are computed by the decode engine; look the code up in [Troubleshoot](troubleshoot.md)",
     ),
-    (r"^peer \{key\} is known|is already the peer", _CALLER),
+    (r"^peer \{key\} is known", _CALLER),
+    (
+        r"is already the peer",
+        "nothing, if it passes: reads of before the peer registered its memory anew are still on the wire; else two engines have "
+        "the same id",
+    ),
     (r"^reads are one-sided|^\{host\}, NIXL is \{loaded\}|^\{free\} MiB free", "nothing: it is as it should be"),
     (r"cannot serve on", "choose another `--port`, or end the process that has this one"),
     (

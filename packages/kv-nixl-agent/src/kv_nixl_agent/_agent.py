@@ -176,8 +176,7 @@ class TransferAgent:
                 `peer-rows-unregistered`, `bad-fence`; nothing is kept then.
         """
         self._refuse_closed()
-        squatter = self._peers.squatter_of(spec)
-        if squatter is not None:
+        for squatter in self._peers.squatters_of(spec):
             self.remove_peer(squatter)
         peer = self._peers.add(spec)
         if self._options.wire_up and peer.touch_row is not None:

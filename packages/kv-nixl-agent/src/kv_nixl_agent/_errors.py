@@ -51,7 +51,9 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         "metadata-rejected": _facts("peer", None, "NIXL cannot use the peer's agent metadata"),
         "agent-name": _facts("peer", False, "the agent metadata names another agent than the peer's"),
         "unknown-peer": _facts("local", False, "no peer is known under that key"),
-        "peer-known": _facts("local", False, "the peer key, or its agent name, is in use; replace or remove it first"),
+        "peer-known": _facts(
+            "local", False, "the peer key, or its agent name with other metadata, is in use; replace or remove it first"
+        ),
         "peer-removed": _facts("local", None, "the peer was removed or replaced while a transfer was on its way"),
         "peer-disconnected": _facts("peer", True, "the connection to the peer is gone"),
         "notification-failed": _facts("peer", True, "a notification could not be sent"),

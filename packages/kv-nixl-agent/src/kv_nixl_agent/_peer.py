@@ -40,6 +40,7 @@ class Peer:
     """A peer rank: its agent, its row tables, its prepared lists, and the handles that are outstanding."""
 
     __slots__ = (
+        "agent_digest",
         "agent_name",
         "agent_prefix",
         "fence",
@@ -64,6 +65,8 @@ class Peer:
         _check_fence(spec.key, spec.fence)
         self.streams: StreamLocation | None = spec.streams
         check_streams(spec.key, spec.streams)
+        self.agent_digest = b""
+        """Digest of the metadata that the peer's NIXL agent was loaded from."""
         self.agent_name = ""
         """Name of the peer's NIXL agent, once it is loaded."""
         self.lists: PeerLists | None = None

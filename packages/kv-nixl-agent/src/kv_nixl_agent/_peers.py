@@ -8,12 +8,15 @@ sides (5 per round over CMA, 10 over TCP, measured with bare NIXL 1.5.1); loadin
 back its lists, and its agent waits by name for the peer's return. It is unloaded when NIXL has reported its process as
 disconnected, when another process takes the name, when too many wait, or when everything is closed.
 
+Peers share an agent if its metadata is the same: tickets may name an engine by several addresses.
+
 A removed peer whose handles have not all ended is *retiring*: its lists are released with the last handle.
 """
 
 from __future__ import annotations
 
 import contextlib
+from hashlib import sha256
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -63,7 +66,8 @@ class PeerTable:
         self._options = options
         self._last_look = last_look
         self._by_key: dict[str, Peer] = {}
-        self._by_name: dict[str, Peer] = {}
+        self._by_name: dict[str, list[Peer]] = {}
+        """Peers that can be used, by the agent that they share."""
         self._retiring: set[Peer] = set()
         self._waiting_agents: dict[str, None] = {}
         """Names of loaded agents without a peer, the longest waiting first."""
@@ -126,11 +130,11 @@ class PeerTable:
         self._by_key[peer.key] = peer
         return peer
 
-    def squatter_of(self, spec: PeerDescription) -> str | None:
-        """Return the key of a peer that holds the agent's name without having proved it, where this one proves it."""
+    def squatters_of(self, spec: PeerDescription) -> list[str]:
+        """Return the keys of peers that hold the agent's name without having proved it, where this one proves it."""
         name = peek_agent_name(spec.agent_metadata) if spec.agent_prefix else None
-        holder = self._by_name.get(name) if name is not None and name.startswith(spec.agent_prefix) else None
-        return None if holder is None or holder.agent_prefix else holder.key
+        holders = self._by_name.get(name, []) if name is not None and name.startswith(spec.agent_prefix) else []
+        return [holder.key for holder in holders if not holder.agent_prefix]
 
     def _load(self, peer: Peer, blob: bytes) -> None:
         name = peek_agent_name(blob)
@@ -141,13 +145,20 @@ class PeerTable:
                 "it is another engine's",
                 peer=peer.key,
             )
-        holder = None if name is None else self._by_name.get(name)
-        if holder is not None:
-            raise AgentError(
-                "peer-known",
-                f"agent {name!r} is already the peer {holder.key!r}, it cannot be {peer.key!r} too; replace that peer",
-                peer=peer.key,
-            )
+        peer.agent_digest = sha256(blob).digest()
+        holders = self._by_name.get(name, []) if name is not None else []
+        if holders:
+            holder = holders[0]
+            if (holder.agent_digest, holder.agent_prefix) != (peer.agent_digest, peer.agent_prefix):
+                raise AgentError(
+                    "peer-known",
+                    f"agent {name!r} is already the peer {holder.key!r}, whose metadata is another; it cannot be {peer.key!r} "
+                    "too; replace that peer",
+                    peer=peer.key,
+                )
+            peer.agent_name = holder.agent_name
+            holders.append(peer)
+            return
         try:
             peer.agent_name = self._load_agent(name, blob)
         except AgentError as error:
@@ -159,7 +170,7 @@ class PeerTable:
                 "that both sides run compatible NIXL builds",
                 peer=peer.key,
             ) from error
-        self._by_name[peer.agent_name] = peer
+        self._by_name[peer.agent_name] = [peer]
         self._waiting_agents.pop(peer.agent_name, None)
 
     def _load_agent(self, name: str | None, blob: bytes) -> str:
@@ -192,8 +203,11 @@ class PeerTable:
 
     def _retire_later(self, peer: Peer) -> None:
         peer.is_removed = True
-        if self._by_name.get(peer.agent_name) is peer:
-            del self._by_name[peer.agent_name]
+        holders = self._by_name.get(peer.agent_name, [])
+        if peer in holders:
+            holders.remove(peer)
+            if not holders:
+                del self._by_name[peer.agent_name]
         self._retiring.add(peer)
         self.retire(peer)
 

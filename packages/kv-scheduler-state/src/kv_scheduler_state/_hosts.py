@@ -13,7 +13,7 @@ from typing import Final, final
 
 from kv_scheduler_state._errors import InvalidConfig, TicketError, quote
 
-__all__ = ["HostPolicy"]
+__all__ = ["HostPolicy", "canonical_host"]
 
 _NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?\Z")
 _NUMBER: Final = re.compile(r"(?:.*\.)?(?:0[xX][0-9A-Fa-f]*|[0-9]+)\.?\Z")
@@ -121,7 +121,7 @@ class HostPolicy:
         if host in self._hosts:
             return ""
         try:
-            address = ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+            address = _parsed(host)
         except ValueError:
             if len(host) > _MAX_HOST_CHARS or not _NAME.match(host) or _NUMBER.match(host):
                 return "is neither an IP address nor a host name"
@@ -143,6 +143,23 @@ class HostPolicy:
         """Return False for a special address, unless a network that holds nothing but such addresses allows it."""
         around = next((special for special in _SPECIAL if address in special), None)
         return around is None or any(address in network and _is_within(network, around) for network in self._networks)
+
+
+def canonical_host(host: str) -> str:
+    """Return the one spelling of an IP address that a policy allows; a name stays as it is.
+
+    Example: ``::ffff:10.0.0.1`` and ``10.0.0.1`` are the same engine, which must not be met twice.
+    """
+    try:
+        address = _parsed(host)
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _parsed(host: str) -> _Address:
+    return ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
 
 
 def _embedded(address: _Address) -> _IPv4 | None:

@@ -60,7 +60,7 @@ class PeerAddress(NamedTuple):
 
     Attributes:
         engine_id: Its name (`remote_engine_id`).
-        host: Address of its side channel (`remote_host`).
+        host: Address of its side channel (`remote_host`); of the spellings of an IP address always the same.
         port: Port of its side channel (`remote_port`).
         tp: Its tensor-parallel size (`tp_size`, 1 if absent).
         pp: Its pipeline-parallel size (`pp_size`, 1 if absent).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final
 from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._config import MAX_PEER_GENERATION
 from kv_scheduler_state._errors import TicketError, quote
-from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state._hosts import HostPolicy, canonical_host
 from kv_scheduler_state._peer_blocks import PeerBlocks
 from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, PeerAddress, TicketKind
 
@@ -226,7 +226,7 @@ class TicketReader:
         generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)
         return PeerAddress(
             self._text("remote_engine_id", fields.get("remote_engine_id")),
-            host,
+            canonical_host(host),
             port,
             _integer(fields, "tp_size", 1, most) or 1,
             _integer(fields, "pp_size", 1, most) or 1,

@@ -9,9 +9,9 @@ from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from vllm_adapter.ports import GeometryDocument, MemoryKind, PeerMetadata, PeerSizes, Reshard
+    from vllm_adapter.ports import GeometryDocument, GroupDocument, MemoryKind, PeerMetadata, PeerSizes, Reshard
 
 __all__ = ["PeerGeometry", "pack_document"]
 
@@ -61,6 +61,20 @@ class PeerGeometry:
             return _unpack(metadata.geometry)
         facts: dict[str, object] = {name: getattr(metadata, name) for name in _SENT}
         return derive_document(local, facts, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
+
+    def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
+        """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.
+
+        A client may change an unsealed ticket, and an engine is not to be met twice under two sizes.
+        """
+        context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
+        if any(self._dealt_groups) and context != sizes.dcp:
+            raise AdapterError(
+                f"a ticket says that the peer has {sizes.dcp} context ranks, but its pages are those of {context}",
+                code="context-size-differs",
+                fault="peer",
+                context={"dcp": sizes.dcp, "found": context},
+            )
 
     @staticmethod
     def value_count(metadata: PeerMetadata) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.errors import AdapterError
 
@@ -138,7 +138,7 @@ class PeerRanks:
         self.peer = peer
         self.metadata = metadata
         self.geometries: dict[Rank, object] = {}
-        self.groups: dict[Rank, Any] = {}
+        self.groups: dict[Rank, Sequence[GroupDocument]] = {}
         self._planner = planner
         self._left = deque(metadata)
         self._values = 0
@@ -162,7 +162,8 @@ class PeerRanks:
             )
         document = geometry.document(self._planner.document, entry, rank, self.peer)
         self.geometries[rank] = self._planner.planner.geometry(document, rank)
-        self.groups[rank] = document.get("groups")
+        self.groups[rank] = cast("Sequence[GroupDocument]", document.get("groups", ()))
+        geometry.check_context(self.groups[rank], self.peer)
 
     def read_all(self) -> None:
         """Read the ranks that are left."""
