@@ -57,8 +57,7 @@ _FIRST = (
     (r"^peer \{key\} is known", _CALLER),
     (
         r"is already the peer",
-        "nothing, if it passes: reads of before the peer registered its memory anew are still on the wire; else two engines have "
-        "the same id",
+        "nothing, if it passes: reads of before the peer registered its memory anew still run; else two engines have the same id",
     ),
     (r"^reads are one-sided|^\{host\}, NIXL is \{loaded\}|^\{free\} MiB free", "nothing: it is as it should be"),
     (r"cannot serve on", "choose another `--port`, or end the process that has this one"),
