@@ -262,3 +262,27 @@ def test_only_copies_and_words_of_streams_ask_nothing_of_the_transfer_thread() -
     assert words == {"voids", "opens", "chunks"}
     assert StepPlan().is_local
     assert not StepPlan(streams=StreamPlan(opens=something), heartbeats=something).is_local
+
+
+@pytest.mark.parametrize("entry_tokens", [1, 16, 128])
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 16, 200])
+@pytest.mark.parametrize("period_s", [1.0, 29.0, 59.0])
+def test_a_stream_that_creeps_is_given_up(entry_tokens, tokens_per_step, period_s):
+    """A peer that raised its progress by a token every 59 s held a place of the reserve for days."""
+    readers = StreamReaders(60.0)
+    prompt_tokens = 100_000
+    readers.watch("s", Stream(9, 9, prompt_tokens, entry_tokens), 0.0)
+    now_s = tokens = 0.0
+    while readers.state_of("s") == "watching":
+        now_s += period_s
+        tokens += tokens_per_step
+        part = readers.observed("s", 9, min(int(tokens), prompt_tokens), now_s)
+        if part is not None:
+            readers.landed("s", is_good=True, now_s=now_s)
+        readers.tick(now_s)
+    assert now_s <= 120.0 + prompt_tokens / 100 + period_s
+    if tokens_per_step * (60 / period_s + 1) < entry_tokens:
+        assert now_s <= 60.0 + period_s, "tokens that complete no entry are no progress"
+    assert (readers.state_of("s") == "fencing") == (tokens >= prompt_tokens)
+    if tokens < prompt_tokens:
+        assert [report.is_done for report in readers.take_reports()] == [False]

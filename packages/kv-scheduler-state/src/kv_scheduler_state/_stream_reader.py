@@ -11,7 +11,7 @@ the last window. A prefix that the consumer holds itself (`first_entry`) is neve
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 from kv_scheduler_state._errors import DuplicateRequest, UnknownRequest
 from kv_scheduler_state._machine import GONE, NEW, Table, Transition
@@ -19,6 +19,9 @@ from kv_scheduler_state._stream_tables import STREAM_READER_TABLE
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 
 __all__ = ["Stream", "StreamReaders", "StreamReport"]
+
+_SLOWEST_TOKENS_PER_S: Final = 100
+"""Pace below which a prompt is given up, however steadily it goes on: a stream holds a place of the reserve."""
 
 
 class StreamFacts(Protocol):
@@ -57,7 +60,7 @@ class StreamReport(NamedTuple):
 
 @final
 class _Reading:
-    __slots__ = ("in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
+    __slots__ = ("began_s", "in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
 
     def __init__(self, stream: StreamFacts, state: str, now_s: float) -> None:
         self.stream = stream
@@ -65,7 +68,18 @@ class _Reading:
         self.tokens = 0
         self.next_entry = stream.first_entry
         self.in_flight = 0
-        self.progress_s = now_s
+        self.began_s = self.progress_s = now_s
+
+    def is_stalled(self, now_s: float, stall_s: float) -> bool:
+        """Tell whether no further entry has become whole for so long, or the prompt is computed too slowly as a whole.
+
+        Example: at `stall_s` 60, a prompt of 6000 tokens is given up 60 s after its latest entry, and after 180 s in any case
+        unless the peer has computed all of it by then.
+        """
+        if self.state == "breaking":
+            return False
+        whole_s = 2 * stall_s + self.stream.prompt_tokens / _SLOWEST_TOKENS_PER_S
+        return now_s - self.progress_s >= stall_s or (self.state == "watching" and now_s - self.began_s >= whole_s)
 
 
 @final
@@ -73,7 +87,7 @@ class StreamReaders:
     """Readers of one worker.
 
     Args:
-        stall_s: Seconds without progress after which a stream is given up.
+        stall_s: Seconds without a further whole entry after which a stream is given up.
         table: Its transitions; tests plant bugs there.
     """
 
@@ -119,8 +133,9 @@ class StreamReaders:
             return None
         if tokens == reading.tokens:
             return None
+        if tokens == stream.prompt_tokens or tokens // stream.entry_tokens > reading.tokens // stream.entry_tokens:
+            reading.progress_s = now_s
         reading.tokens = tokens
-        reading.progress_s = now_s
         if tokens == stream.prompt_tokens:
             row = self._step(stream_id, reading, "whole")
             return self._order_last_part(reading) if "order-last-part" in row.effects else None
@@ -162,9 +177,9 @@ class StreamReaders:
             self._step(stream_id, reading, "cancel")
 
     def tick(self, now_s: float) -> None:
-        """Give up the streams that made no progress in time."""
+        """Give up the streams that made no progress in time, or too little."""
         for stream_id, reading in list(self._readings.items()):
-            if reading.state != "breaking" and now_s - reading.progress_s >= self._stall_s:
+            if reading.is_stalled(now_s, self._stall_s):
                 self._step(stream_id, reading, "stall")
 
     def take_fences(self) -> list[str]:
