@@ -112,6 +112,8 @@ def test_an_answer_that_is_none_is_a_trouble_of_that_process(name: str, tmp_path
 @example(("leased_bytes",), 10**400)
 @example(("thread",), {"state": "dead"})
 @example(("figures", "recent_bytes_per_s"), math.nan)
+@example(("figures", "recent_bytes_per_s"), None)
+@example(("figures", "transfers_done"), None)
 @example(("schema",), math.nan)
 def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
     folder: Path, place: tuple[Any, ...], odd: object

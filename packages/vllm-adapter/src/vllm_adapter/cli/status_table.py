@@ -177,10 +177,10 @@ def _held(answer: Answer, name: str) -> str:
 
 
 def _moved(figures: dict[str, Any]) -> str:
-    done = int(figures.get("transfers_done", 0))
+    done = int(figures.get("transfers_done") or 0)
     if not done:
         return ""
-    speed = float(figures.get("recent_bytes_per_s", 0.0))
+    speed = float(figures.get("recent_bytes_per_s") or 0.0)
     return f"{done} in {size_text(figures.get('bytes_moved', 0))}" + (
         f", {speed / 1e9:.2f} GB/s lately" if speed else ""
     )
