@@ -6,7 +6,9 @@ Between two messages it costs nothing, and a private in-process endpoint wakes i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import secrets
 import threading
 import uuid
 from collections import OrderedDict
@@ -35,9 +37,6 @@ _SHARED_FROM_BYTES = 1024
 """Replies that wait for their readers share the bytes of frames from here on: one then takes some 300 bytes more."""
 
 _MOST_SHARED = 128
-_CHOSEN = slice(0, 1)
-"""An identity that begins with a zero byte is libzmq's own and belongs to one connection for ever; a peer chooses others."""
-
 _RECEIVE_TIMEOUT_MS = 1000
 _KNOWN_SENDERS = 4096
 _MAX_FRAMES = 2
@@ -101,6 +100,7 @@ class RouterSocket:
     ) -> None:
         endpoint = port.endpoint
         self._context = zmq.Context()
+        _seed_routing_ids()
         self._socket = self._context.socket(zmq.ROUTER)
         self._caller = self._context.socket(zmq.DEALER)
         self._caller_lock = threading.Lock()
@@ -158,10 +158,8 @@ class RouterSocket:
         """
         try:
             identity = self._socket.recv()
-            sender = self._senders.get(identity)
             part = self._socket.recv(copy=False)  # a frame knows whether another one follows it
-            if sender is None or identity[_CHOSEN] != b"\0":
-                sender = self._remember(identity, part)
+            sender = self._sender(identity, part)
             frames = [part.bytes]
             sender.queries += 1
             surplus = 0
@@ -234,10 +232,12 @@ class RouterSocket:
         self._socket.curve_server = True
         self._socket.curve_publickey = security.public_key.encode("ascii")
         self._socket.curve_secretkey = security.secret_key.encode("ascii")
-        if not security.admits_any_client:
-            self._socket.zap_domain = DOMAIN.encode("ascii")
-            self._key_check = ClientKeyCheck(self._context, security.authorized)
-            self._key_check.start()
+        self._socket.zap_domain = DOMAIN.encode("ascii")
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._key_check = ClientKeyCheck(
+            self._context, security.authorized, admits_any_client=security.admits_any_client
+        )
+        self._key_check.start()
 
     def _refresh_keys(self) -> bool:
         """Take changed key files over; return whether connections may stand that would not be let in any more.
@@ -262,7 +262,8 @@ class RouterSocket:
             self.is_outdated = True
         return self._key_check is not None and self._key_check.admit(self.security.authorized)
 
-    def _remember(self, identity: bytes, frame: zmq.Frame) -> Sender:
+    def _sender(self, identity: bytes, frame: zmq.Frame) -> Sender:
+        """Return the connection that a message came from; a peer chooses its identity, even one that another had before."""
         try:
             descriptor = int(frame.get(zmq.SRCFD))
             known = self._senders.get(identity)
@@ -277,3 +278,11 @@ class RouterSocket:
         if len(self._senders) > _KNOWN_SENDERS:
             self._senders.popitem(last=False)
         return sender
+
+
+def _seed_routing_ids() -> None:
+    """Let the routing ids of the next socket begin at a number that nobody can guess.
+
+    libzmq counts from a `rand()` that it never seeds, and ends the process when its counter meets an id that a peer has chosen.
+    """
+    ctypes.CDLL(None).srand(secrets.randbits(32))
