@@ -12,7 +12,6 @@ open asks gives its place up, or one that has said nothing for `_PATIENCE_S`; if
 from __future__ import annotations
 
 import random
-import resource
 import threading
 import time
 from collections import Counter, deque
@@ -22,7 +21,7 @@ from kv_handshake._ask_session import AskSession, OpenAsk
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._names import Names
 from kv_handshake._pacing import Backoff
-from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried
+from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried, most_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,9 +43,6 @@ _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _PATIENCE_S = 0.5
 """A peer that has not answered its first query by then gives its place up if another one wants it."""
-_DESCRIPTORS_EACH = 4
-_DESCRIPTOR_SHARE = 2
-"""Connections take at most one descriptor in this many that the process may open."""
 _READ_AT_ONCE = 64
 """Replies of one peer that are read before other peers have their turn."""
 _UNSUPPORTED_S = 30.0
@@ -84,7 +80,7 @@ class Asker:
         self._log = log
         self._backoff = Backoff(timing.hold_first_s, timing.hold_most_s)
         self._opening_s = timing.attempt_s
-        self._most_connections = _most_connections(timing.connections)
+        self._most_connections = most_connections(timing.connections)
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._lock = threading.Lock()
         self._inbox: deque[tuple[Endpoint, OpenAsk | int]] = deque()
@@ -355,10 +351,3 @@ class Asker:
 def _is_opening(peer: _Peer) -> bool:
     """Whether the peer has a connection over which it has said nothing yet."""
     return peer.connection is not None and not peer.session.is_greeted
-
-
-def _most_connections(wanted: int) -> int:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return wanted
-    return min(wanted, max(8, files // (_DESCRIPTORS_EACH * _DESCRIPTOR_SHARE)))

@@ -64,6 +64,9 @@ class Client:
         timing: Deadlines, retries and limits.
         security: Keys of an encrypted side channel; plain TCP without.
         seed: Seed of the jitter, for reproducible tests.
+
+    Raises:
+        TransportError: ``transport-failed``: too few files may be opened.
     """
 
     def __init__(
@@ -193,6 +196,7 @@ class Client:
 
         Raises:
             ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``, before anything is sent.
+            TransportError: ``transport-failed``: too few files may be opened for the first ask.
         """
         endpoint = endpoint_of(host, port)
         encode_ask(1, payload)

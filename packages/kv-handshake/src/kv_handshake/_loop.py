@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
 from kv_handshake._names import Names
-from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried
+from kv_handshake._zmq import NOTHING_TRIED, Connection, Hub, Tried, most_connections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +62,7 @@ class Loop:
         allows_link_local_names: bool = True,
     ) -> None:
         self._timing = timing
+        self._connections = most_connections(timing.connections)
         self._log = log
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._counts = {"attempts": 0, "restarts": 0}
@@ -209,9 +210,9 @@ class Loop:
         The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
         448, the next one at most 32, the one after that 16.
         """
-        free = self._timing.connections - len(self._running) - len(self._lookups)
+        free = self._connections - len(self._running) - len(self._lookups)
         if self._places[host]:
-            return free > self._timing.connections // _RESERVE or self._places[host] <= free
+            return free > self._connections // _RESERVE or self._places[host] <= free
         return free > 0 or self._displace(now_s)
 
     def _displace(self, now_s: float) -> bool:
@@ -353,7 +354,7 @@ class Loop:
 
     def _next_deadline_s(self) -> float:
         times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
-        if len(self._running) + len(self._lookups) < self._timing.connections:
+        if len(self._running) + len(self._lookups) < self._connections:
             # A task that was due and got no place waits for the end of another, not for a time.
             times += [
                 task.next_attempt_s if task.next_attempt_s > self._started_s else task.deadline_s

@@ -26,8 +26,8 @@ class Timing:
         hold_most_s: Longest wait between two background attempts.
         forget_s: A failed peer that no request has named for this long is forgotten.
         pipeline: Queries that may be under way at once on one connection.
-        connections: Peers that are talked to at once. Further handshakes wait for a place until their deadline, further asks do
-            not; they end with ``too-many-peers``.
+        connections: Peers that are talked to at once; fewer where the process may open few files. Further handshakes wait for a
+            place until their deadline, further asks do not; they end with ``too-many-peers``.
     """
 
     deadline_s: float = 15.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kv_handshake._zmq._connections import NOTHING_TRIED, Connection, Tried
 from kv_handshake._zmq._curve import generate_keypair
+from kv_handshake._zmq._descriptors import most_connections
 from kv_handshake._zmq._hub import Hub
 from kv_handshake._zmq._key_files import write_keypair
 from kv_handshake._zmq._keys import ClientSecurity, ServerSecurity
@@ -22,5 +23,6 @@ __all__ = [
     "TooManyFrames",
     "Tried",
     "generate_keypair",
+    "most_connections",
     "write_keypair",
 ]

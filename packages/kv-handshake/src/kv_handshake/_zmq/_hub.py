@@ -12,6 +12,7 @@ import zmq
 
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
 from kv_handshake._zmq._connections import NOTHING_TRIED, Connection, Tried
+from kv_handshake._zmq._descriptors import refuse_without_descriptors
 from kv_handshake._zmq._grip import CAN_LOOK, Grip
 from kv_handshake._zmq._wakeup import WakeupPipe
 
@@ -40,11 +41,20 @@ wait: either takes as long as several replies (see ``tools/bench/handshake.py``)
 
 @final
 class Hub:
-    """A poll over many connections and a wake-up, for one thread; only `wake` may be called from others."""
+    """A poll over many connections and a wake-up, for one thread; only `wake` may be called from others.
+
+    Raises:
+        TransportError: ``transport-failed``: too few files may be opened.
+    """
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
+        try:
+            refuse_without_descriptors()
+        except OSError as error:
+            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._context.socket(zmq.PAIR).close()  # starts the context, while the descriptors are there
         self._security = security
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, Connection] = {}

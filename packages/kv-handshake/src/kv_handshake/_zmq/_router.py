@@ -19,12 +19,14 @@ import zmq
 
 from kv_handshake._errors import ConfigurationError, TransportError
 from kv_handshake._zmq._curve import DOMAIN, ClientKeyCheck
+from kv_handshake._zmq._descriptors import refuse_without_descriptors
 from kv_handshake._zmq._options import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 from kv_handshake._zmq._watch import ConnectionLimits, ConnectionWatch, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kv_handshake._endpoint import Endpoint
     from kv_handshake._zmq._keys import ServerSecurity
     from kv_handshake._zmq._port import ListeningPort
 
@@ -99,6 +101,10 @@ class RouterSocket:
         closed: Callable[[int], None] = lambda _descriptor: None,
     ) -> None:
         endpoint = port.endpoint
+        try:
+            refuse_without_descriptors()
+        except OSError as error:
+            raise _bind_failed(endpoint, error) from error
         self._context = zmq.Context()
         _seed_routing_ids()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -142,13 +148,7 @@ class RouterSocket:
             self._caller.connect(self._wakeup_url)
         except (zmq.ZMQError, OSError, RuntimeError) as error:  # also: no descriptor or thread left
             self.close()
-            raise TransportError(
-                "bind-failed",
-                f"cannot listen on {endpoint.host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}",
-                host=endpoint.host,
-                port=endpoint.port,
-                errno=getattr(error, "errno", None),
-            ) from error
+            raise _bind_failed(endpoint, error) from error
 
     def receive(self) -> Incoming | None:
         """Return the next message, or None about once a second and when woken.
@@ -286,3 +286,13 @@ def _seed_routing_ids() -> None:
     libzmq counts from a `rand()` that it never seeds, and ends the process when its counter meets an id that a peer has chosen.
     """
     ctypes.CDLL(None).srand(secrets.randbits(32))
+
+
+def _bind_failed(endpoint: Endpoint, error: Exception) -> TransportError:
+    return TransportError(
+        "bind-failed",
+        f"cannot listen on {endpoint.host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}",
+        host=endpoint.host,
+        port=endpoint.port,
+        errno=getattr(error, "errno", None),
+    )
