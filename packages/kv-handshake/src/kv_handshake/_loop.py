@@ -37,7 +37,7 @@ _LOOK_S = 0.02
 
 _RESERVE = 8
 _PATIENCE_S = 0.5
-"""An attempt that has no connection after this gives its place up if a host without any place wants it."""
+"""A look-up or an attempt that nothing was heard of for so long gives its place up if a host without any place wants it."""
 
 
 @final
@@ -173,12 +173,11 @@ class Loop:
             if lookup.done():
                 del self._lookups[task]
                 self._begin(task, lookup.result())
-        for _ in range(len(self._waiting)):
-            task = self._waiting.popleft()
+        for task in list(self._waiting):  # not those that give their places up in turn: they wait behind all others
             is_due = task.next_attempt_s <= now_s < task.deadline_s
             if not is_due or not self._make_room(task.request.endpoint.host, now_s):
-                self._waiting.append(task)
                 continue
+            self._waiting.remove(task)
             self._places[task.request.endpoint.host] += 1
             task.begin_attempt(now_s)
             with self._lock:
@@ -205,7 +204,7 @@ class Loop:
         self._end_attempt(task)
 
     def _make_room(self, host: str, now_s: float) -> bool:
-        """Return whether a host may have a place more; for one that has none the oldest silent attempt of others is ended.
+        """Return whether a host may have a place more; for one that has none a silent attempt of another is ended.
 
         The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
         448, the next one at most 32, the one after that 16.
@@ -216,21 +215,27 @@ class Loop:
         return free > 0 or self._displace(now_s)
 
     def _displace(self, now_s: float) -> bool:
-        """End the oldest attempt without a connection, of the host with most places; return False if there is none."""
-        for host, count in self._places.most_common():
-            for connection, task in self._running.items():
-                is_silent = not connection.is_open and now_s - task.attempt_began_s > _PATIENCE_S
-                if count > 1 and is_silent and task.request.endpoint.host == host:
-                    task.session.fail(
-                        task.transport_error(
-                            "timed-out",
-                            f"no answer from {task.peer} so far, and another peer needs its place here",
-                            now_s,
-                        )
-                    )
-                    self._hang_up(connection, task)
-                    return True
-        return False
+        """End the look-up or attempt that has been silent longest, of a host with most places; return False if none is silent."""
+        running = [(task, connection.is_open, connection) for connection, task in self._running.items()]
+        looked_up = [(task, False, None) for task in self._lookups]
+        task, _, connection = min(
+            (each for each in (*running, *looked_up) if now_s - each[0].heard_s >= _PATIENCE_S),
+            key=lambda each: (-self._places[each[0].request.endpoint.host], each[1], each[0].heard_s),
+            default=(None, False, None),
+        )
+        if task is None:
+            return False
+        task.session.fail(
+            task.transport_error(
+                "timed-out", f"no answer from {task.peer} so far, and another peer needs its place here", now_s
+            )
+        )
+        if connection is not None:
+            self._hang_up(connection, task)
+        else:
+            del self._lookups[task]
+            self._end_attempt(task)
+        return True
 
     def _begin(self, task: Task[Any], addresses: list[str]) -> None:
         """Connect to the first of the addresses."""
@@ -362,6 +367,8 @@ class Loop:
             ]
         else:
             times += [task.deadline_s for task in self._waiting]
+            silent_s = (task.heard_s + _PATIENCE_S for task in self._lookups) if self._waiting else ()
+            times += [time_s for time_s in silent_s if time_s > self._started_s]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
 
     def _end_attempt(self, task: Task[Any]) -> None:

@@ -170,7 +170,7 @@ class Task(Generic[S]):
         self.deadline_s = now_s + timing.deadline_s
         self.next_attempt_s = now_s
         self.attempt_deadline_s = now_s
-        self.attempt_began_s = now_s
+        self.heard_s = now_s
         self.attempts = 0
         self.session = request.new_session()
 
@@ -184,11 +184,11 @@ class Task(Generic[S]):
         if self.attempts:
             self.session = self.request.new_session()
         self.attempts += 1
-        self.attempt_began_s = now_s
         self.extend_attempt(now_s)
 
     def extend_attempt(self, now_s: float) -> None:
         """Allow the attempt its full time again: a reply has come, or it has just begun."""
+        self.heard_s = now_s
         self.attempt_deadline_s = min(self.deadline_s, now_s + self._timing.attempt_s)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
