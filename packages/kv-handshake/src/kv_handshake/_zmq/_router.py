@@ -106,8 +106,7 @@ class RouterSocket:
         except OSError as error:
             raise _bind_failed(endpoint, error) from error
         self._context = zmq.Context()
-        _seed_routing_ids()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = _make_router(self._context)
         self._caller = self._context.socket(zmq.DEALER)
         self._caller_lock = threading.Lock()
         self._wakeup_url = f"inproc://wake-{uuid.uuid4().hex}"
@@ -280,12 +279,18 @@ class RouterSocket:
         return sender
 
 
-def _seed_routing_ids() -> None:
-    """Let the routing ids of the next socket begin at a number that nobody can guess.
+def _make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Return a socket whose routing ids begin at a number that nobody can guess.
 
     libzmq counts from a `rand()` that it never seeds, and ends the process when its counter meets an id that a peer has chosen.
+    Later numbers of `rand()`, which others may show, tell nothing about this one.
     """
-    ctypes.CDLL(None).srand(secrets.randbits(32))
+    seed = ctypes.CDLL(None).srand
+    seed(secrets.randbits(32))
+    try:
+        return context.socket(zmq.ROUTER)
+    finally:
+        seed(secrets.randbits(32))
 
 
 def _bind_failed(endpoint: Endpoint, error: Exception) -> TransportError:
