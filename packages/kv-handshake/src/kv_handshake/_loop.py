@@ -76,6 +76,8 @@ class Loop:
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
         self._started_s = 0.0
+        # Time at which nobody was silent: none of the other tasks that wait need look again in that turn.
+        self._all_heard_s = 0.0
         self._names = Names(self._hub.wake, allows_link_local=allows_link_local_names)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
@@ -216,6 +218,8 @@ class Loop:
 
     def _displace(self, now_s: float) -> bool:
         """End the look-up or attempt that has been silent longest, of a host with most places; return False if none is silent."""
+        if now_s == self._all_heard_s:
+            return False
         running = [(task, connection.is_open, connection) for connection, task in self._running.items()]
         looked_up = [(task, False, None) for task in self._lookups]
         task, _, connection = min(
@@ -224,6 +228,7 @@ class Loop:
             default=(None, False, None),
         )
         if task is None:
+            self._all_heard_s = now_s
             return False
         task.session.fail(
             task.transport_error(
