@@ -303,7 +303,8 @@ def test_a_hand_over_without_an_answer_of_the_prefill_engine_fails(monkeypatch: 
     assert len(hand_over(pair_of(""), [[1], [2]])) == 2
     with pytest.raises(DevError, match="engine did not answer"):
         hand_over(pair_of(""), [[1], [0]])
-    early = EarlyTickets(["http://p"], [("127.0.0.1", 5600)])  # whose answer may come after the last token
+    # Of a pair that reads meanwhile the prefill engine may answer after the last token.
+    early = EarlyTickets(["http://p"], [("127.0.0.1", 5600)])
     assert [answer.prefill_ms for answer in hand_over(replace(pair_of(""), early=early), [[1], [0]])] == [1, 0]
 
 

@@ -47,7 +47,7 @@ class CountingPlanner:
                 raise CodedFailure("document-malformed")
             return plain(document, rank)
 
-        bench.planner.geometry = geometry  # type: ignore[method-assign]
+        bench.planner.geometry = geometry
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ class TicketSeal:
 
     def of_params(self, params: Mapping[str, object], peer: PeerAddress) -> str:
         """Return the seal of a ticket that this engine has just written under its own address, as 64 hexadecimal digits."""
-        return self._keys[0].mac(canonical_ticket(_written(params, peer), peer.host))
+        return self._keys[0].mac(canonical_ticket(_written(params, peer)))
 
     def covers(self, message: bytes, mac: object) -> bool:
         """Return whether a fleet secret made this MAC, 64 hexadecimal digits, of a message; its tag says what kind it is of."""
@@ -179,8 +179,11 @@ class _Key:
         return outer.hexdigest()
 
 
-def canonical_ticket(ticket: HandoffTicket, host: str) -> bytes:
-    """Return the bytes under a ticket's seal, with the host as the ticket spells it; see the top of this module."""
+def canonical_ticket(ticket: HandoffTicket, host: str = "") -> bytes:
+    """Return the bytes under a ticket's seal, with the host as the ticket spelled it, if otherwise than `ticket` does.
+
+    See the top of this module.
+    """
     kind, peer, request_id, groups, tokens, lease_s, fence, nonce, prompt, spans, expiry_s, mode, _ = ticket
     slot, word = (-1, -1) if fence is None else fence
     parts = [
@@ -201,7 +204,7 @@ def canonical_ticket(ticket: HandoffTicket, host: str) -> bytes:
             -1.0 if expiry_s is None else expiry_s,
         ),
     ]
-    for text in (peer.engine_id, host, request_id, nonce):
+    for text in (peer.engine_id, host or peer.host, request_id, nonce):
         data = text.encode("utf-8", "surrogatepass")
         parts += _NUMBER.pack(len(data)), data
     parts += (_ABSENT,) if prompt is None else (_NUMBER.pack(len(prompt)), prompt.encode())

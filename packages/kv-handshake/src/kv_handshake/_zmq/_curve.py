@@ -109,7 +109,8 @@ class ClientKeyCheck(ThreadAuthenticator):
         """Answer a request, with the routing id of the connection."""
         name = user_id.encode("ascii", "replace") if status_code == _LET_IN else b""
         routing_id = _routing_id_property(b"\x01" + secrets.token_bytes(_ID_BYTES))
-        self.zap_socket.send_multipart([_ZAP_VERSION, request_id, status_code, status_text, name, routing_id])
+        reply = [_ZAP_VERSION, request_id, status_code, status_text, name, routing_id]
+        self.zap_socket.send_multipart(reply)  # pyright: ignore[reportUnknownMemberType]
 
     def denied(self) -> Mapping[str, int]:
         """Return the refusals so far, by address and key."""

@@ -243,7 +243,7 @@ class Planner(Protocol):
         ...
 
     def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> object:
-        """What `plan` needs of a peer's document, for `plan` alone to understand; raises coded errors."""
+        """Facts of a peer's document that `plan` needs, for it alone to understand; raises coded errors."""
         ...
 
     def plan(self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int) -> PeerPlan:
