@@ -22,6 +22,7 @@ HANDSHAKE = "packages/kv-handshake/tests"
 SIMULATION = "integration_tests/sim"
 REAL = "integration_tests/real_io"
 INSIDE = "integration_tests/host/inside"
+INSIDE = "integration_tests/host/inside"
 ENGINES = "integration_tests/host/engines"
 
 INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
@@ -49,6 +50,14 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (NEVER_WRONG, "test_context_parallel_ranks_take_turns_block_by_block"),
         (ADAPTER, "test_context_parallel_tokens_land_where_the_host_keeps_them"),
         (ADAPTER, "test_a_group_that_context_parallelism_leaves_whole_is_told"),
+    )),
+    "the last token of a prompt sees what it should": ("A8", (
+        (INSIDE, "test_every_token_that_the_first_one_sees_was_handed_over"),
+        (STATE, "test_a_producer_stops_early_where_its_engine_gives_up_what_the_last_token_sees"),
+        (ADAPTER, "test_tokens_that_the_peer_offers_beyond_the_read_are_waited_for_and_left"),
+    )),
+    "an engine that only produces reads nothing": ("A9", (
+        (STATE, "test_an_engine_that_only_produces_reads_nothing"),
     )),
     "block lists are aligned by their first token": ("A3", (
         (NEVER_WRONG, "test_a_spare_local_block_shifts_nothing"),
@@ -211,7 +220,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     )),
 }  # fmt: skip
 
-MARKS = [*(f"A{n}" for n in range(1, 8)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
+MARKS = [*(f"A{n}" for n in range(1, 10)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
 
 
 @cache

@@ -37,6 +37,7 @@ def _first_seen(spec: Any, token: int) -> int:
     return 0
 
 
+@pytest.mark.never_wrong("A8")
 @pytest.mark.parametrize("peer", ["ours", "of vLLM's kind"])
 @pytest.mark.parametrize(
     "reach",

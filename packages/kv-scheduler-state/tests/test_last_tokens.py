@@ -24,6 +24,7 @@ def test_a_state_is_handed_over_one_token_early(prompt_tokens, truncated, loaded
     assert state.external_tokens("d1", computed_tokens=0) == loaded
 
 
+@pytest.mark.never_wrong("A8")
 @pytest.mark.parametrize(
     ("group", "prompt_tokens", "left"),
     [

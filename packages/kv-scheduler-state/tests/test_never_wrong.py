@@ -421,6 +421,9 @@ def test_an_id_that_returns_before_its_end_was_taken_breaks_no_promise():
     assert table.check_invariants() == ()
 
 
+# ---- roles
+
+
 READ_BY: dict[str, dict[str, object]] = {
     "plain": consumer_params(),
     "early": early(serves=False),
@@ -428,6 +431,7 @@ READ_BY: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.never_wrong("A9")
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kind", READ_BY)
 def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> None:

@@ -189,6 +189,7 @@ def test_what_is_here_already_is_not_read() -> None:
     assert bench.posts() == [([12], [502], None)]
 
 
+@pytest.mark.never_wrong("A8")
 def test_tokens_that_the_peer_offers_beyond_the_read_are_waited_for_and_left() -> None:
     """The peer's 113 tokens have 8 places, of which the last is left; its word says 113 at the end, not 100."""
     bench = Bench(more=13)
