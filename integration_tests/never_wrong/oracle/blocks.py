@@ -88,6 +88,16 @@ def consumer_lists(case: Case, request: Request, pool: Pool, hit: int, end: int,
     return Lists(tuple(ids), tuple(hits), end)
 
 
+def blank_lists(case: Case, end: int) -> Lists:
+    """Return the consumer's blocks as its host lays them out for `end` tokens without a prefix hit; any real block is 1."""
+    ids: list[tuple[int, ...]] = []
+    for number, group in enumerate(case.model.groups):
+        span = 1 if group.kind == "state" else span_tokens(case.model, case.consumer, number)
+        count, nulls = (1, 0) if group.kind == "state" else (-(-end // span), first_needed(group, end) // span)
+        ids.append((*(0 for _ in range(nulls)), *(1 for _ in range(count - nulls))))
+    return Lists(tuple(ids), tuple(0 for _ in ids), end)
+
+
 def owed(case: Case, number: int, lists: Lists, tokens: int) -> tuple[Array, Array]:
     """Return (tokens that must be the producer's, tokens that may be either) of one group after a read up to `tokens`.
 

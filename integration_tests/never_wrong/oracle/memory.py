@@ -264,6 +264,7 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port
             group.reach if group.kind == "window" else 0,
             side.scratch[number],
             tuple(names[number]),
+            chunk_tokens=group.reach if group.kind == "chunked" else 0,
         )
         for number, group in enumerate(model.groups)
     )

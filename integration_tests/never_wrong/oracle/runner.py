@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oracle.blocks import Lists, consumer_lists, owed, producer_lists, refusal_is_fair
+from oracle.blocks import Lists, blank_lists, consumer_lists, first_needed, owed, producer_lists, refusal_is_fair
 from oracle.engines import LEASE_S, Engine
 from oracle.fabric import Fabric
 from oracle.geometry import Case, Request, draw, shrink
@@ -53,6 +53,8 @@ class _Handover:
     theirs: Lists
     prompt: list[int]
     ticket: dict[str, object]
+    dropped: int
+    """Prompt tokens that the producer left to the consumer."""
     mine: Lists | None = None
     tokens: int = 0
     refused: str = ""
@@ -133,14 +135,14 @@ class Play:
             self.outcome.codes[withheld] += 1
             return None
         ticket = json.loads(self.router(json.dumps(ticket)))
-        return _Handover(request, source, f"d{number}", content, theirs, prompt, ticket)
+        return _Handover(request, source, f"d{number}", content, theirs, prompt, ticket, dropped)
 
     # ------------------------------------------------------------------------------------------------- consumer
 
     def decode(self, handover: _Handover) -> None:
         case, engine, request = self.case, self.consumer, handover.request
         if request.fate == "foreign":
-            other = self.rng.randrange(len(handover.prompt) - case.has_state)
+            other = self.rng.randrange(len(handover.prompt) - handover.dropped)
             handover.prompt[other] += 1000
         handover.refused, _ = engine.arrive(handover.reader, handover.ticket, handover.prompt)
         spans = [
@@ -150,7 +152,9 @@ class Play:
         external = engine.external_tokens(handover.reader, hit)
         assert external is not None
         handover.tokens = hit + external
-        handover.mine = consumer_lists(case, request, engine.pool, hit, max(handover.tokens, request.prompt), self.rng)
+        # The host lays blocks out for the token behind those that it has, or loads.
+        end = handover.tokens if external else request.prompt
+        handover.mine = consumer_lists(case, request, engine.pool, hit, end, self.rng)
         handover.is_hit = not external
         if not (handover.refused and self.rng.random() < 0.5):
             engine.allocate(handover.reader, handover.mine, external)
@@ -264,15 +268,16 @@ class Play:
             raise Wrong(f"{handover.source} was read, and kept its blocks until its lease ended")
         if handover.is_hit and not code:
             self.outcome.hits += 1
-            ends = len(handover.prompt) - self.case.has_state
+            ends = len(handover.prompt) - self.case.last_tokens
             # The machine decides at arrival, before it knows of a prefix hit.
-            without_hit = replace(handover.mine, hits=tuple(0 for _ in handover.mine.hits))
+            without_hit = blank_lists(self.case, ends)
             is_fair = self._may_keep_holes() or refusal_is_fair(self.case, handover.theirs, without_hit, ends)
             if handover.tokens < ends and not is_fair:
                 raise Wrong(f"{handover.reader} is computed locally, for no reason")
             return
         if not code:
             self.outcome.read += 1
+            self._judge_first_token(handover, handover.mine)
             return
         self.outcome.codes[code] += 1
         if "uncoded" in code or not all(part and part == part.lower() for part in code.split(",")):
@@ -283,6 +288,16 @@ class Play:
         is_asked_for = self.is_expired or self.is_hostile
         if not is_asked_for and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
             raise Wrong(f"{handover.reader} is refused for no reason: {code}")
+
+    def _judge_first_token(self, handover: _Handover, mine: Lists) -> None:
+        """Refuse a read after which the first token to be computed, the last one if all were read, does not see all it should."""
+        first = min(handover.tokens, len(handover.prompt) - 1)
+        for number, group in enumerate(self.case.model.groups):
+            if group.kind != "state":
+                span = span_tokens(self.case.model, self.case.consumer, number)
+                unseen = [t for t in range(first_needed(group, first), first) if not mine.ids[number][t // span]]
+                if unseen:
+                    raise Wrong(f"{handover.reader}: token {first} sees {unseen} of group {number} in no block")
 
     def _may_keep_holes(self) -> bool:
         """Return whether the first local block of a window may be larger than what the peer lists of it.

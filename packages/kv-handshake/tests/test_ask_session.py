@@ -99,7 +99,7 @@ def test_what_is_no_answer_is_refused(frame):
 
 
 @pytest.mark.parametrize(
-    "code", ["\n2026 ERROR", "\x1b[2J", "x" * 65, "x" * 100_000, "of-a-later-release", "timed-out\0"]
+    "code", ["\n2026 ERROR", "\x1b[2J", "x" * 64, "of-a-later-release", "timed-out\0"]
 )
 def test_a_code_that_is_not_known_is_no_text_of_the_peers(code):
     frame = msgspec.msgpack.encode((b"ask", 1, code, 0.5))

@@ -39,6 +39,7 @@ _ASK = b"ask"
 _CANCEL = b"cancel_ask"
 _HEADS = (b"\x93\xc4\x03ask", b"\x92\xc4\x0acancel_ask")
 _OVERHEAD_BYTES = 32
+_LONGEST_CODE = 64
 _OTHER_CODE = "refused"
 """Stands for every code of a refusal that this release does not know: a code is no place for a peer's own words."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -148,7 +149,7 @@ def parse_answer(frame: bytes) -> AskReply:
             case [b"ask", int() as number, bytes() as payload] if _is_number(number):
                 return AskReply(number, payload)
             case [b"ask", int() as number, str() as code, float() as wait_s] if _is_number(number):
-                if code and math.isfinite(wait_s) and wait_s >= 0:
+                if 0 < len(code) <= _LONGEST_CODE and math.isfinite(wait_s) and wait_s >= 0:
                     return AskReply(number, code=code if code in CODES else _OTHER_CODE, retry_after_s=wait_s)
             case _:
                 pass

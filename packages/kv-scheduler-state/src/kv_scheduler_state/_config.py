@@ -294,15 +294,21 @@ class SchedulerConfig:
     def left_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt the producer leaves to the consumer.
 
-        One, too, if its engine gives up a block with the prompt's end that the last token sees. Example: a window of 32, blocks
-        of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46 sees 15; at the end of 46 it is
-        kept. A peer of another kind counts on the blocks of the whole prompt, so their number must not change by it.
+        One, too, if its engine gives up a block with the prompt's end that the last token sees. A peer of another kind counts on
+        the blocks of the whole prompt, so their number must not change by it.
         """
         left, last = self.backoff_tokens, prompt_tokens - 1
-        attention = [group for group in self.groups if group.kind != "state"]
-        if left or last < 1 or any(last % group.span_tokens == 0 for group in attention):
+        if left or any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
             return left
-        return int(any(group.first_kept(prompt_tokens) > group.first_seen(last) for group in attention))
+        return int(self.gives_up_early(prompt_tokens))
+
+    def gives_up_early(self, tokens: int) -> bool:
+        """Whether an engine gives up a block with the end of so many tokens that the last one of them sees.
+
+        Example: a window of 32, blocks of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46
+        sees 15; at the end of 46 it is kept.
+        """
+        return any(group.first_kept(tokens) > group.first_seen(tokens - 1) for group in self.groups if tokens > 1)
 
     @property
     def unread_tokens(self) -> int:

@@ -93,8 +93,11 @@ class Consumers:
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's own names come with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
-        record = ConsumerRecord(arrival, ticket, max(0, prompt_tokens - self._config.unread_tokens), now_s)
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
+        loadable_tokens = max(0, prompt_tokens - self._config.unread_tokens)
+        if loadable_tokens < offered_tokens and self._config.gives_up_early(offered_tokens):
+            loadable_tokens = 0  # a block that is needed goes once the peer has finished, maybe before it is read
+        record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
         record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
         self.streams.begin(record.stream)
         return record
