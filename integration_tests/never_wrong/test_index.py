@@ -54,7 +54,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "the last token of a prompt sees what it should": ("A8", (
         (INSIDE, "test_every_token_that_the_first_one_sees_was_handed_over"),
         (STATE, "test_a_producer_stops_early_where_its_engine_gives_up_what_the_last_token_sees"),
-        (ADAPTER, "test_tokens_that_the_peer_offers_beyond_the_read_are_waited_for_and_left"),
+        (STATE, "test_a_prompt_whose_peer_gives_up_a_block_at_its_end_is_not_read_meanwhile"),
     )),
     "an engine that only produces reads nothing": ("A9", (
         (STATE, "test_an_engine_that_only_produces_reads_nothing"),

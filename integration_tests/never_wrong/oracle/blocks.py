@@ -88,6 +88,21 @@ def consumer_lists(case: Case, request: Request, pool: Pool, hit: int, end: int,
     return Lists(tuple(ids), tuple(hits), end)
 
 
+def last_tokens(case: Case, prompt: int) -> int:
+    """Return the trailing tokens of a prompt that a consumer computes itself.
+
+    One with states, and one where the host, which lays blocks out for the token behind the prompt, keeps none of a token that
+    the last one sees.
+    """
+    for number, group in enumerate(case.model.groups):
+        if group.kind == "state":
+            return 1
+        span = span_tokens(case.model, case.consumer, number)
+        if prompt > 1 and first_needed(group, prompt) // span > first_needed(group, prompt - 1) // span:
+            return 1
+    return 0
+
+
 def blank_lists(case: Case, end: int) -> Lists:
     """Return the consumer's blocks as its host lays them out for `end` tokens without a prefix hit; any real block is 1."""
     ids: list[tuple[int, ...]] = []

@@ -140,11 +140,6 @@ class Case:
     def has_state(self) -> bool:
         return any(group.kind == "state" for group in self.model.groups)
 
-    @property
-    def last_tokens(self) -> int:
-        """Trailing prompt tokens that a consumer computes itself: one, where some layers do not see every token."""
-        return int(any(group.kind in {"state", "window", "chunked"} for group in self.model.groups))
-
 
 def is_fair(heads: int, tp: int) -> bool:
     """Return whether an engine of `tp` ranks can serve `heads` KV heads: evenly dealt, or each held by several ranks."""

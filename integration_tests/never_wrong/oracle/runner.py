@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oracle.blocks import Lists, blank_lists, consumer_lists, first_needed, owed, producer_lists, refusal_is_fair
+from oracle.blocks import (
+    Lists,
+    blank_lists,
+    consumer_lists,
+    first_needed,
+    last_tokens,
+    owed,
+    producer_lists,
+    refusal_is_fair,
+)
 from oracle.engines import LEASE_S, Engine
 from oracle.fabric import Fabric
 from oracle.geometry import Case, Request, draw, shrink
@@ -268,7 +277,7 @@ class Play:
             raise Wrong(f"{handover.source} was read, and kept its blocks until its lease ended")
         if handover.is_hit and not code:
             self.outcome.hits += 1
-            ends = len(handover.prompt) - self.case.last_tokens
+            ends = len(handover.prompt) - last_tokens(self.case, len(handover.prompt))
             # The machine decides at arrival, before it knows of a prefix hit.
             without_hit = blank_lists(self.case, ends)
             is_fair = self._may_keep_holes() or refusal_is_fair(self.case, handover.theirs, without_hit, ends)

@@ -98,9 +98,7 @@ def test_what_is_no_answer_is_refused(frame):
     assert refused.value.code == "malformed-answer"
 
 
-@pytest.mark.parametrize(
-    "code", ["\n2026 ERROR", "\x1b[2J", "x" * 64, "of-a-later-release", "timed-out\0"]
-)
+@pytest.mark.parametrize("code", ["\n2026 ERROR", "\x1b[2J", "x" * 64, "of-a-later-release", "timed-out\0"])
 def test_a_code_that_is_not_known_is_no_text_of_the_peers(code):
     frame = msgspec.msgpack.encode((b"ask", 1, code, 0.5))
     reply = parse_answer(frame)

@@ -126,26 +126,27 @@ def test_a_list_says_with_which_token_it_begins_on_both_sides():
     assert (params["kv_first_tokens"], params["kv_span_tokens"], params["kv_null_block"]) == ([0, 48], [16, 16], 0)
     state = scheduler(groups=groups, **NULLS)
     state.arrive("d1", params, prompt_tokens=90, now_s=0.0)
-    assert state.external_tokens("d1", computed_tokens=32) == 57
+    assert state.external_tokens("d1", computed_tokens=32) == 58
     state.allocate(
         "d1",
         block_ids=[[11, 12, 13, 14, 15, 16], [0, 0, 0, 17, 18, 19]],
         new_block_ids=[[13, 14, 15, 16], [17, 18, 19]],
-        external_tokens=57,
+        external_tokens=58,
         now_s=0.0,
     )
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert order.local_blocks == (BlockList((13, 14, 15, 16), 32, 0), BlockList((17, 18, 19), 48, 0))
     assert order.peer_blocks == (BlockList((1, 2, 3, 4, 5, 6), 0, 0), BlockList((7, 8, 9), 48, 0))
-    assert order.tokens == 89  # the last token is computed here
+    assert order.tokens == 90
 
 
 @pytest.mark.never_wrong("A3")
 @pytest.mark.parametrize(
-    ("held", "prompt", "loaded"), [(90, 90, 89), (90, 80, 79), (90, 70, 0), (90, 95, 90), (64, 64, 63), (64, 63, 0)]
+    ("held", "prompt", "loaded"),
+    [(90, 90, 90), (90, 80, 80), (90, 70, 0), (90, 95, 90), (64, 64, 64), (64, 63, 0), (79, 79, 0)],
 )
 def test_a_regenerated_turn_is_only_read_back_if_the_window_reaches_back(held, prompt, loaded):
-    """The peer went on to 90 tokens; its window of 32 begins with token 59, its blocks with 48. A prompt of 70 needs 38 to 68."""
+    """The peer went on to 90 tokens; its window of 32 begins with token 59, its blocks with 48. A prompt of 70 needs 39 to 69."""
     groups = (FULL, WINDOW)
     state = scheduler(groups=groups, bidirectional=True, recompute_threshold_tokens=0, **NULLS)
     count = -(-held // 16)

@@ -284,7 +284,7 @@ def test_a_hybrid_hand_over_is_clipped_on_both_sides():
     params = finish(state, "p1", blocks=[[1, 2, 3, 4], [0, 6, 7, 8]], tokens=64).params
     assert params["remote_block_ids"] == [[1, 2, 3, 4], [6, 7, 8]]
     state.arrive("d1", params, prompt_tokens=64, now_s=0.0)
-    allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=63)
+    allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=64)
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert ids(order.local_blocks) == ((11, 12, 13, 14), (16, 17, 18))
     assert [blocks.first_token for blocks in order.local_blocks] == [0, 16]

@@ -150,7 +150,7 @@ def test_a_window_takes_only_the_blocks_that_it_sees():
     peer.scheduled("p1", new_block_ids=blocks, is_prompt_complete=False, computed_tokens=48)
     peer.stream_question("a", question())
     state.stream_answered("d1", asked.number, answer_of(peer), now_s=0.0)
-    assert state.external_tokens("d1", computed_tokens=0) == 99
+    assert state.external_tokens("d1", computed_tokens=0) == 100
     assert state.stream_blocks_held == 22
 
 

@@ -100,7 +100,7 @@ def test_words_are_stored_in_the_order_that_makes_them_safe():
 
 def watch(request_id="r"):
     read = ReadOrder(request_id, PeerAddress("p", "10.0.0.1", 1), "p1", (), (), 16, (0, 1), "n", 1.0, is_reported=True)
-    return StreamPlan(watches=(StreamOrder(read, 1, 0, 16),))
+    return StreamPlan(watches=(StreamOrder(read, 1, 0),))
 
 
 def test_a_worker_whose_fence_held_tells_the_engine_once():

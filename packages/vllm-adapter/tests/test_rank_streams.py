@@ -69,7 +69,7 @@ class Rank:
 
     def watch(self, request_id: str = "r1") -> None:
         here: Any = order(request_id)
-        self.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0, here.tokens),))))
+        self.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
 
     def end(self, code: str = "", request_id: str = "r1") -> None:
         self.streams.ended(FinishedRead(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0)))
@@ -187,7 +187,7 @@ def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
 
 def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
-    watch = StreamOrder(here, 7, 0, here.tokens)
+    watch = StreamOrder(here, 7, 0)
     rank.streams.apply(StepPlan(streams=StreamPlan(watches=(watch,))))
     rank.streams.fail([watch], 5.0, "asleep", "gone")
     assert rank.take().ends == (("r1", False),)

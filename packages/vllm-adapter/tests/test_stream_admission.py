@@ -26,7 +26,6 @@ class Order:
     read: Any
     tag: int = 9
     start: int = 0
-    offered_tokens: int = 32
 
 
 def stream(request_id: str = "r1", **changes: Any) -> Order:

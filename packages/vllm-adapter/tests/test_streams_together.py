@@ -36,10 +36,6 @@ class Order:
     tag: int
     start: int = 0
 
-    @property
-    def offered_tokens(self) -> int:
-        return int(self.read.tokens)
-
 
 class Plan:
     """A block is a page on both sides."""

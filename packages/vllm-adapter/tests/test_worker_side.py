@@ -232,7 +232,7 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
 
     assert not rest_s(is_empty=True)
     assert not rest_s(is_empty=True), "nothing is read"
-    side._awaited.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0, 16),))))
+    side._awaited.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))))
     assert rest_s(is_empty=True) == 0.01, "a prompt that is still computed"
     side._awaited.ordered(StepPlan(reads=(order("r"),)))
     assert rest_s(is_empty=True) == 0.005, "the end of a plain read is near"

@@ -281,16 +281,6 @@ class SchedulerConfig:
             return self.state_backoff_tokens
         return 1 if self.has_state else 0
 
-    @property
-    def recomputed_tokens(self) -> int:
-        """Trailing prompt tokens, 1 or 0, that the consumer computes itself though the peer has them.
-
-        An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
-        behind it. Example: a window of 32, blocks of 16, a prompt of 47 tokens, all loaded. Token 46 sees tokens 15 to 46, but
-        for token 47, which sees 16 to 47, no block of tokens 0 to 15 was kept. With 46 tokens loaded all are there.
-        """
-        return int(any(group.sees_a_part for group in self.groups))
-
     def left_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt the producer leaves to the consumer.
 
@@ -310,10 +300,13 @@ class SchedulerConfig:
         """
         return any(group.first_kept(tokens) > group.first_seen(tokens - 1) for group in self.groups if tokens > 1)
 
-    @property
-    def unread_tokens(self) -> int:
-        """Trailing prompt tokens that are not read: those that the producer leaves, or that the consumer recomputes."""
-        return max(self.backoff_tokens, self.recomputed_tokens)
+    def unread_tokens(self, prompt_tokens: int) -> int:
+        """Return how many trailing tokens of a prompt are not read: those that the producer leaves, or the last one.
+
+        An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
+        behind it: it must not load the whole of one at whose end it gives a block up that the last token sees.
+        """
+        return max(self.backoff_tokens, int(self.gives_up_early(prompt_tokens)))
 
     @property
     def reads_streams(self) -> bool:

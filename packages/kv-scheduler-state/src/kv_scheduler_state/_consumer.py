@@ -94,8 +94,8 @@ class Consumers:
         # The peer's own names come with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        loadable_tokens = max(0, prompt_tokens - self._config.unread_tokens)
-        if loadable_tokens < offered_tokens and self._config.gives_up_early(offered_tokens):
+        loadable_tokens = max(0, prompt_tokens - self._config.unread_tokens(prompt_tokens))
+        if loadable_tokens < offered_tokens:
             loadable_tokens = 0  # a block that is needed goes once the peer has finished, maybe before it is read
         record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
         record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
@@ -264,9 +264,9 @@ class Consumers:
             # only a prompt that goes on after all it has seen. Example: one of 12 tokens fits a prompt of 13, not one of 12.
             if held is None or (self._has_state and held >= prompt_tokens):
                 return 0
-            tokens = min(held, prompt_tokens - self._config.recomputed_tokens)
+            tokens = min(held, prompt_tokens - self._config.gives_up_early(prompt_tokens))
         else:
-            loadable = prompt_tokens - self._config.unread_tokens
+            loadable = prompt_tokens - self._config.unread_tokens(prompt_tokens)
             if self._has_state and held is not None and held > loadable:
                 return 0  # a state of more tokens than are wanted: it cannot be set back, see above
             # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.

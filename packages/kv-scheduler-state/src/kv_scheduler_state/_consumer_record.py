@@ -91,7 +91,7 @@ class ConsumedStream:
         self.early = early
         self.digest = digest
         self.prompt_tokens = prompt_tokens
-        # Tokens under the digest, which the peer offers; the request may read fewer.
+        # Tokens under the digest, which the peer offers, and of which all are read or none.
         self.offered_tokens = offered_tokens
         # Number of the question that is out; 0 if none is.
         self.number = 0

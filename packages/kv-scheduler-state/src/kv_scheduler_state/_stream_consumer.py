@@ -145,7 +145,7 @@ class StreamConsumers:
             nonce=ticket.nonce,
             lease_s=ticket.lease_s,
         )
-        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start, stream.offered_tokens)
+        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
         self.outbox.stream().watches[stream.request_id] = order
 
     def order_final(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:

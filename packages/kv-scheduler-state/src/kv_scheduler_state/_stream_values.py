@@ -127,14 +127,12 @@ class StreamChunk(NamedTuple):
 class StreamOrder(NamedTuple):
     """Order: read behind a peer's progress word.
 
-    `read` is the whole read without the peer's blocks, which its table lists. `start` is the first token to read. The peer offers
-    `offered_tokens`: its word says so many at the end, and its table has places for them. The read may need fewer.
+    `read` is the whole read without the peer's blocks, which its table lists. `start` is the first token to read.
     """
 
     read: ReadOrder
     tag: int
     start: int
-    offered_tokens: int
 
 
 class StreamPlan(NamedTuple):

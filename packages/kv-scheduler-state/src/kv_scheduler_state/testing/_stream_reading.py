@@ -101,7 +101,7 @@ class Reader:
         for order in watches:
             request_id = order.read.request_id
             self._begin(request_id, order.read)
-            stream = Stream(self._generation(request_id), order.tag, order.offered_tokens, 1, order.start)
+            stream = Stream(self._generation(request_id), order.tag, order.read.tokens, 1, order.start)
             self.streams.watch(request_id, stream, now_s)
         for request_id in cancels:
             self.streams.cancel(request_id)

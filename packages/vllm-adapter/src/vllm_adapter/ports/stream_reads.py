@@ -45,11 +45,6 @@ class StreamOrder(Protocol):
         """First token to read."""
         ...
 
-    @property
-    def offered_tokens(self) -> int:
-        """Tokens that the peer's word says at the end, and that its table has places for."""
-        ...
-
 
 class StreamPart(Protocol):
     """Entries that are to be read now."""

@@ -169,7 +169,7 @@ class StreamCoordinator:
             self._report(stream)
             return
         entry_tokens = self._shape.entry_tokens
-        facts = StreamFacts(fence[1], order.tag, order.offered_tokens, entry_tokens, order.start // entry_tokens)
+        facts = StreamFacts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
         try:
             self._follow_ranks(stream, facts)
         except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
@@ -189,7 +189,7 @@ class StreamCoordinator:
 
     def _watch(self, following: _Following, slot: int) -> None:
         try:
-            key, tokens = following.stream.engine.key(following.rank), following.stream.order.offered_tokens
+            key, tokens = following.stream.engine.key(following.rank), following.stream.read.order.tokens
             following.watch = self._parts.agent.watch_stream(key, slot, following, tokens=tokens)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be watched ends its streams, never this thread)
             self._give_up(following.stream, code_of(error), str(error))
@@ -273,11 +273,11 @@ class StreamCoordinator:
         self._settle()
 
     def _order(self, following: _Following, part: StreamPart) -> None:
-        order, span = following.stream.order, self._shape.entry_tokens
-        stop = min(part.stop * span, order.read.tokens)
+        tokens, span = following.stream.read.order.tokens, self._shape.entry_tokens
+        stop = min(part.stop * span, tokens)
         if part.is_last:
             following.stream.note_whole()
-        asked = _Part(self._shape.parts(order.offered_tokens, part.first * span, stop, is_last=part.is_last), stop)
+        asked = _Part(self._shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
         following.parts.append(asked)
         if following.watch is None:
             return
