@@ -36,6 +36,7 @@ class EngineChecks:
         self._engine = engine
         self._world = engine.fleet.world
         self._promised_s: float | None = None
+        self._in_the_way: tuple[str, int] | None = None
         self._unfenced: set[str] = set()
         self.fairness = Fairness(engine)
 
@@ -190,6 +191,19 @@ class EngineChecks:
                         f"{place}, group {number}) holds {self._engine.fleet.whose(wrong)}",
                     )
                     return
+
+    def round_ended(self, request: Request) -> None:
+        """A prompt that is still computed elsewhere does not keep those behind it for two steps in a row."""
+        steps = self._engine.host.steps
+        known = self._engine.side._state._requests.get(request.request_id)
+        if known is None or known.consumer is None or known.consumer.state != "offered":
+            return
+        if self._in_the_way == (request.request_id, steps - 1):
+            self._world.violated(
+                "in-the-way",
+                f"{self._engine.name}: {request.request_id} has no blocks in two steps in a row, and nobody behind it any turn",
+            )
+        self._in_the_way = request.request_id, steps
 
     def relief_promised(self) -> None:
         """Blocks that a revoked lease is to free come back soon, not when the lease would have ended by itself.

@@ -6,7 +6,7 @@ them as a hit in that very step, and the step writes them whatever became of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -59,12 +59,24 @@ class Holdings:
         """Return the blocks of a group that so many tokens take: of a state one, whatever it has seen."""
         return 1 if self._groups[number].kind == "state" else -(-tokens // self._size)
 
-    def take(self, request: Request, tokens: int, hits: Sequence[Sequence[int]] = ()) -> bool:
-        """Give a request blocks for so many tokens, those of a hit first; False, and nothing changed, if too few are free."""
+    def promised(self, requests: Iterable[Request]) -> int:
+        """Return the blocks that prompts under way will need: vLLM parks nothing in their place."""
+        return sum(
+            max(0, self._wanted(number, one.prompt_tokens) - len(group))
+            for one in requests
+            if one.status == "parked" or (one.status == "running" and one.scheduled < one.prompt_tokens)
+            for number, group in enumerate(one.blocks)
+        )
+
+    def take(self, request: Request, tokens: int, hits: Sequence[Sequence[int]] = (), reserved: int = 0) -> bool:
+        """Give a request blocks for so many tokens, those of a hit first; False, and nothing changed, if too few are free.
+
+        As many as are reserved stay free.
+        """
         had = [list(hit) for hit in hits] or request.blocks or [[] for _ in self._groups]
         missing = [max(0, self._wanted(number, tokens) - len(group)) for number, group in enumerate(had)]
         shared = [block for hit in hits for block in hit if block]
-        if sum(missing) + self.pool.idle_count(shared) > len(self.pool.free):
+        if sum(missing) + self.pool.idle_count(shared) + reserved > len(self.pool.free):
             return False
         self.pool.share(request, shared)
         request.blocks = had

@@ -9,6 +9,7 @@ preempted, unless leases are about to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 from blocks import BlockPool
@@ -132,7 +133,8 @@ class Host:
         work = self._schedule()
         preempted, self._preempted = self._preempted + self.reset_preempted, []
         self.reset_preempted = []
-        orders = self.engine.side.build_step(preempted, [item.chunk for item in work])
+        orders = self.engine.side.build_step(preempted, [item.chunk for item in work], is_empty=not work)
+        orders = replace(orders, rest_s=0.0)  # workers would wait for it in real time
         self.settle()
         self.engine.on_workers("before_forward", orders)
         if not self.plan.applies_late:
@@ -264,9 +266,10 @@ class Host:
             if not external and self.holdings.prefix.needs_read:
                 hits, local = [], 0
         first = min(len(request.ids), local + self.plan.chunk_tokens)
-        if not self.holdings.take(request, max(local + external, request.computed, first), hits):
-            if side.has_pending_block_frees():
-                self.engine.checks.relief_promised()
+        reserved = self.holdings.promised(self.requests.values()) if external else 0
+        if not self.holdings.take(request, max(local + external, request.computed, first), hits, reserved):
+            # No word to the connector: vLLM asks for blocks of leases for running requests alone.
+            self.engine.checks.round_ended(request)
             return False
         self._adopt(request, local, external)
         if external:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from draw_streams import AIMED
+import pytest
+from draw_streams import AIMED, draw_stream_plan
+from episode import play
 from many import play_many
 
 SEEDS = int(os.environ.get("FLEET_SIM_STREAM_SEEDS", "2500" if os.environ.get("KVDEV_LONG") else "120"))
@@ -32,6 +34,14 @@ def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
         assert found.counts[f"fault {kind}"] > SEEDS / 10, kind
     for name in ("latent", "state", "window", "mirror", "unequal-tp"):
         assert found.counts[f"accepted-streamed {name}"] > SEEDS / 200, name
+
+
+@pytest.mark.parametrize("seed", [101, 157, 309, 353, 847])
+def test_engines_that_read_from_each_other_never_wait_for_each_other(seed: int) -> None:
+    """All blocks of both are leased, to requests that wait for blocks of their own engine, and nothing runs."""
+    plan = draw_stream_plan(seed)
+    assert plan.fleet.answer_s, "a pair"
+    assert not play(plan).violations
 
 
 def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:

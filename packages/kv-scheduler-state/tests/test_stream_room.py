@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from consumer_helpers import BLOCKS, arrive, ask, asking, at, final_answer, finish, load, states
 from stream_helpers import Prompt, answer_of, consumer, early, offered, producer, question
@@ -176,19 +178,38 @@ def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
     assert state.external_tokens("d1", computed_tokens=0) == 100
 
 
-@pytest.mark.parametrize(("waited_s", "is_revoked"), [(0.5, False), (1.5, True)])
-def test_an_offer_that_waits_for_free_blocks_asks_own_leases_back(waited_s, is_revoked):
-    """Two engines whose blocks are all leased to each other would wait for ever."""
-    state, asked = asking()
-    state.arrive("p9", {"do_remote_decode": True}, prompt_tokens=16, identity=Prompt(), now_s=0.0)
-    state.allocate("p9", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
-    state.take_step_plan(now_s=0.0)
-    state.finish("p9", reason="length", block_ids=[[1]], computed_tokens=16, identity=Prompt(), now_s=0.0)
-    state.take_step_plan(now_s=0.0)
-    state.bind_free_blocks(lambda: 3)
-    _, offer = offered()
-    assert state.stream_answered("d1", asked.number, offer, now_s=0.0)
-    assert state.external_tokens("d1", computed_tokens=0) is None
-    state.take_step_plan(now_s=waited_s)
-    state.take_stream_questions()
-    assert bool(state.take_step_plan(now_s=waited_s).revokes) == is_revoked
+def step_ends(state, *, now_s):
+    state.take_step_plan(now_s=now_s)
+    assert state.take_stream_questions() == []
+
+
+@pytest.mark.parametrize(("free_blocks", "answer", "lacks"), [(6, None, True), (7, 100, True), (7, 100, False)])
+def test_an_offer_lacks_blocks_that_are_not_free_or_that_the_engine_does_not_give(free_blocks, answer, lacks):
+    """The engine keeps free blocks for prompts that run already, for drafts and for a watermark."""
+    state, _ = at("offered")
+    state.bind_free_blocks(lambda: free_blocks)
+    assert not state.streams_lack_blocks
+    assert state.external_tokens("d1", computed_tokens=0) == answer
+    if not lacks:
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=100, now_s=0.0)
+    step_ends(state, now_s=0.1)
+    assert state.streams_lack_blocks == lacks
+    step_ends(state, now_s=0.2)
+    assert not state.streams_lack_blocks, "nobody asked for it"
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.02, 0.1])
+def test_an_offer_without_blocks_keeps_those_behind_it_for_few_steps(step_s):
+    """The engine looks at nobody behind a request that it has no blocks for."""
+    state, _ = at("offered")
+    answers = []
+    for number in range(1, round(2 / step_s)):
+        answers.append(state.external_tokens("d1", computed_tokens=0))
+        step_ends(state, now_s=number * step_s)
+        assert state.streams_lack_blocks
+        assert state.stream_blocks_held == 0, "others may have its share"
+    assert 4 <= answers.count(100) <= 8
+    assert all(None in two for two in pairwise(answers))
+    step_ends(state, now_s=3.0)
+    load(state, now_s=3.0)
+    assert state.stream_blocks_held == 7

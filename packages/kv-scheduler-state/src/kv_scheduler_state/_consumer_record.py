@@ -63,6 +63,7 @@ class ConsumedStream:
         "digest",
         "done",
         "early",
+        "hold_s",
         "is_too_large",
         "number",
         "offered_tokens",
@@ -100,6 +101,8 @@ class ConsumedStream:
         self.since_s = now_s
         # More blocks than all streams may hold together: it would wait for room in vain.
         self.is_too_large = False
+        # Until then the engine is not told again that it may begin; None if it is.
+        self.hold_s: float | None = None
         self.retry_s: float | None = None
         # The read as it was ordered first: every later one fills the same blocks.
         self.read: ReadOrder | None = None

@@ -84,11 +84,15 @@ class SchedulerStreams(SchedulerBase):
         Times are those of the latest event, so call it once a step, after `take_step_plan`.
         """
         now_s = self._clock.observed_s
+        self._consumers.streams.step_ended(now_s)
         for stream, event in self._consumers.streams.due(now_s):
             self._step(stream, event, now_s)
-        if self._consumers.streams.lack_blocks(now_s):
-            self._producers.relieve(now_s)
         return self._consumers.streams.take_questions()
+
+    @property
+    def streams_lack_blocks(self) -> bool:
+        """Whether an offer waited for blocks in the latest step; call `relieve` if no step can give it any."""
+        return self._consumers.streams.lacks_blocks
 
     def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
         """Return (request, number) of questions that nobody waits for any more, each once."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["StreamConsumers"]
 
 _WAITS: Final = UNRESERVED | {"awaiting"}
-_PATIENCE_S: Final = 1.0
+_HOLD_S: Final = 0.25
+"""How long an offer is held back whose blocks the engine did not give after all; each try may keep those behind for a step."""
 
 
 @final
@@ -42,7 +43,9 @@ class StreamConsumers:
         "_questions",
         "_short",
         "_streams",
+        "_told",
         "free_blocks",
+        "lacks_blocks",
         "outbox",
         "reserve",
         "table",
@@ -59,8 +62,11 @@ class StreamConsumers:
         self._number = 0
         self._questions: list[StreamQuestion] = []
         self._cancels: list[tuple[str, int]] = []
-        # Offers that found too few free blocks in this step.
+        # Offers that found too few free blocks in this step, and those that the engine was told to begin.
         self._short: list[ConsumedStream] = []
+        self._told: list[ConsumedStream] = []
+        # Whether an offer waited for blocks in the latest step.
+        self.lacks_blocks = False
 
     def begin(self, stream: ConsumedStream) -> None:
         """Begin with a question."""
@@ -98,9 +104,14 @@ class StreamConsumers:
         blocks = self._blocks(stream, computed_tokens)
         free = blocks if self.free_blocks is None else self.free_blocks()
         stream.is_too_large = blocks > self.reserve.limit
-        if blocks > free:
+        if blocks > free or stream.hold_s is not None:
             self._short.append(stream)
-        return tokens if self.reserve.take(stream.request_id, blocks, free) else None
+            self.reserve.give_back(stream.request_id)
+            return None
+        if not self.reserve.take(stream.request_id, blocks, free):
+            return None
+        self._told.append(stream)
+        return tokens
 
     def follow(self, request_id: str, row: Transition, effect: str) -> None:
         """Do what an effect of streams demands."""
@@ -187,14 +198,19 @@ class StreamConsumers:
             for group, span in zip(self._config.groups, ticket.span_tokens, strict=True)
         )
 
-    def lack_blocks(self, now_s: float) -> bool:
-        """Whether an offer has waited long for free blocks, and was asked for since the last call.
+    def step_ended(self, now_s: float) -> None:
+        """Hold back for a while what the engine was told to begin in this step and did not allocate.
 
-        The engine asks its leases back where an allocation fails, and none is tried for an offer without room. Of two engines
-        whose blocks are all leased to each other neither would read.
+        Free blocks are not all that an engine looks at: it keeps some for prompts that run, for drafts and for a watermark.
+        Nobody behind a request without blocks has a turn, so an offer that is named in every step would be in the way.
         """
-        short, self._short = self._short, []
-        return any(each.record.state == "offered" and now_s - each.since_s >= _PATIENCE_S for each in short)
+        refused = [stream for stream in self._told if stream.record.state == "offered"]
+        for stream in refused:
+            stream.hold_s = now_s + _HOLD_S
+            self.reserve.give_back(stream.request_id)
+        self.lacks_blocks = bool(refused) or any(stream.record.state == "offered" for stream in self._short)
+        self._short.clear()
+        self._told.clear()
 
     def due(self, now_s: float) -> list[tuple[ConsumedStream, str]]:
         """Return the streams that wait for nothing more, with the event that is due: `retry` or `expire`."""
@@ -202,6 +218,8 @@ class StreamConsumers:
         for stream in self._streams.values():
             if stream.record.state not in _WAITS:
                 continue
+            if stream.hold_s is not None and now_s >= stream.hold_s:
+                stream.hold_s = None
             if now_s - stream.since_s >= self._config.stream_ask_s or stream.is_too_large:
                 due.append((stream, "expire"))
             elif stream.retry_s is not None and now_s >= stream.retry_s:

@@ -201,6 +201,11 @@ class SchedulerState(StreamState, Protocol):
         ...
 
     @property
+    def streams_lack_blocks(self) -> bool:
+        """Whether a streamed read of this engine waited for blocks in the latest step."""
+        ...
+
+    @property
     def stream_blocks_held(self) -> int:
         """Blocks that streamed reads of this engine hold before their data is whole."""
         ...

@@ -18,6 +18,7 @@ from vllm_adapter.scheduler.gauges import Gauges
 from vllm_adapter.scheduler.hook_guards import HookGuards
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.shortage import Shortage
 from vllm_adapter.scheduler.side_channel import SideChannel
 from vllm_adapter.scheduler.status import scheduler_status
 from vllm_adapter.scheduler.stream_channel import StreamChannel
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
         self._trail = Trail(self._stats.hand_overs, now_s)
+        self._shortage = Shortage()
         self._followed: set[str] = set()
         # Steps without work in a row, while some of this side waits for the workers.
         self._empty_steps = 0
@@ -171,6 +173,7 @@ class SchedulerSide:
             self._streaming.receive(self._now_s())
             with self._guards("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
+        self._shortage.told(tokens)
         return tokens, bool(tokens)
 
     def allocated(
@@ -191,6 +194,7 @@ class SchedulerSide:
             external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
             preemptions: How often the host has preempted the request so far.
         """
+        self._shortage.allocated(request_id)
         self._trail.allocated(request_id, external_tokens=external_tokens)
         with self._guards("allocation", request_id):
             self._state.allocate(
@@ -213,6 +217,7 @@ class SchedulerSide:
         self._streaming.publish()
         if request_id in self._followed:
             self._followed.discard(request_id)
+            self._shortage.finished(request_id)
             self._trail.finished(request_id)
         self._chunks.forget(request_id)
         self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
@@ -283,6 +288,9 @@ class SchedulerSide:
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
+        is_lacking = self._state.streams_lack_blocks
+        if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
+            self.has_pending_block_frees()
         return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s)
 
     @property
@@ -336,6 +344,7 @@ class SchedulerSide:
             self._streaming.publish()
             self._trail.reported(sent_ids, "freed")
             self._trail.reported(ended, "reported")
+            self._shortage.loaded(self._followed.intersection(ended).difference(broken))
         self._links.sent(sent_ids)
         self._awaited.log_failures(broken, self._followed)
 
