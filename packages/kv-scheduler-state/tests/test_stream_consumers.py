@@ -122,17 +122,43 @@ def test_a_busy_peer_is_asked_again_and_a_late_answer_means_nothing(name):
     assert not state.stream_answered("other", 1, RETRY, now_s=2.0)
 
 
-def test_questions_that_are_asked_again_do_not_move_the_deadline():
-    state = consumer()
-    arrive(state)
-    for second in range(10):
+def answered_until_it_ends(name, reason):
+    """Answer every question with a no, once a second; return the second in which nobody waits any more, and the state then."""
+    state, number = at("offered" if name == "asking-final" else name, load_failure_policy="fail")
+    begun = 10 if name == "asking-final" else 0
+    if name == "asking-final":
+        state.take_step_plan(now_s=10.0)
+        number = ask(state).number
+    for second in range(begun, 1000):
         state.take_step_plan(now_s=float(second))
         for asked in state.take_stream_questions():
-            state.stream_answered("d1", asked.number, RETRY, now_s=float(second))
-    assert states(state) == ["consumer-asking"]
-    state.take_step_plan(now_s=10.0)
+            number = asked.number
+        if states(state) != [f"consumer-{name}"]:
+            return second - begun, *states(state)
+        state.stream_answered("d1", number, {"kind": "no", "reason": reason}, now_s=float(second))
+    return None
+
+
+@pytest.mark.parametrize(("name", "target"), [("asking", "local"), ("asking-final", "local"), ("awaiting", "stopping")])
+@pytest.mark.parametrize(("reason", "end_s"), [("unanswered", 10), ("busy", 100)])
+def test_only_the_word_of_a_peer_that_goes_on_moves_the_deadline_and_not_for_ever(name, target, reason, end_s):
+    assert answered_until_it_ends(name, reason) == (end_s, f"consumer-{target}")
+
+
+def test_a_peer_that_does_not_know_the_id_yet_does_not_move_the_deadline():
+    assert answered_until_it_ends("asking", "unknown-id") == (10, "consumer-local")
+
+
+@pytest.mark.parametrize("name", ["asking", "awaiting"])
+def test_a_deadline_counts_from_the_last_word(name):
+    state, number = at(name)
+    state.stream_answered("d1", number, RETRY, now_s=8.0)
+    state.take_step_plan(now_s=17.9)
+    number = ask(state).number
+    assert states(state) == [f"consumer-{name}"]
+    state.take_step_plan(now_s=18.0)
     assert state.take_stream_questions() == []
-    assert states(state) == ["consumer-local"]
+    assert state.take_stream_cancels() == [("d1", number)]
 
 
 ENDS = [

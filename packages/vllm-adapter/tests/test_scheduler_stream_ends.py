@@ -190,6 +190,67 @@ def test_no_answer_in_time_means_that_the_prompt_is_computed_here(make: Any) -> 
     assert not stream.parked, "the peer keeps no place for it"
 
 
+def whole(make: Any) -> StreamPair:
+    """Let a request wait for the final ticket of a prompt that has begun, from an engine that offers none early."""
+    pair: StreamPair = make(prefill={"whole_reason": "its states cannot be told apart"}, decode=FAILS)
+    pair.arrive()
+    pair.admit()
+    pair.start()
+    pair.chunk(is_fresh=True)
+    return pair
+
+
+def without_room(make: Any) -> StreamPair:
+    """Let it wait for the final ticket because it needs more than the share of blocks."""
+    pair: StreamPair = make(decode={**FAILS, "stream_reserve_fraction": 0.1})
+    pair.arrive()
+    pair.admit()
+    pair.start()
+    pair.chunk(is_fresh=True)
+    pair.until(lambda: (pair.matched(), pair.decode.state.state_counts().get("consumer-asking-final"))[1])
+    return pair
+
+
+def interrupted(make: Any) -> StreamPair:
+    """Let it wait for another start of a prompt that was preempted."""
+    pair: StreamPair = make(decode=FAILS)
+    streaming(pair, 2)
+    pair.prefill.step(preempted=("p",))
+    pair.told(is_done=False)
+    return pair
+
+
+FAILS = {"load_failure_policy": "fail"}
+
+
+@pytest.mark.parametrize("situation", [whole, without_room, interrupted])
+def test_a_prompt_that_its_peer_goes_on_with_is_waited_for(make: Any, situation: Any) -> None:
+    """For four times as long as for an answer, of an engine that ends requests whose KV does not come."""
+    pair = situation(make)
+    waits = pair.states()[1]
+    for second in range(40):
+        pair.decode.now_s = pair.prefill.now_s = float(second)
+        pair.prefill.step()
+        pair.decode.step()
+        assert pair.states()[1] == waits
+    if situation is interrupted:
+        pair.start(preemptions=1)
+        pair.chunk(is_fresh=True)
+    for _ in range(2):
+        pair.chunk()
+    pair.finish()
+    reads = []
+    for second in range(40, 50):
+        pair.decode.now_s = pair.prefill.now_s = float(second)
+        pair.prefill.step()
+        if situation is not interrupted and pair.matched():
+            pair.load()
+        plan = pair.decode.step()
+        reads += [*plan.reads, *[order.read for order in plan.streams.watches]]
+    assert len(reads) == 1
+    assert not reads[0].is_notify_only
+
+
 @pytest.mark.parametrize("wire", [InMemory, OverZeroMq])
 def test_an_engine_that_does_not_stream_is_said_once(make: Any, caplog: pytest.LogCaptureFixture, wire: Any) -> None:
     pair = make(wire(), streams=(False, True))

@@ -22,13 +22,14 @@ from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq._router import Incoming
 from kv_handshake._zmq._watch import Sender
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.stream_channel import StreamChannel
+from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel
 
 SECRETS = (b"a fleet secret, 16+",)
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}
 OFFER = {"kind": "offer", "request_id": "p-1", "slot": 3, "generation": 5, "tag": 5, "ticket": TICKET}
 FINAL = {"kind": "final", "request_id": "p-1", "slot": 3, "generation": 5, "ticket": TICKET}
 BUSY, PLAIN = {"kind": "no", "reason": "busy"}, {"kind": "no", "reason": "not-streamed"}
+UNANSWERED = {"kind": "no", "reason": "unanswered"}
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,20 @@ def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
     pair.there.send()
     pair.here.close()
     pair.here.close()
-    assert pair.answered() == ("d-1", 1, BUSY)
+    assert pair.answered() == ("d-1", 1, UNANSWERED)
+
+
+@pytest.mark.parametrize("code", sorted(_AGAIN))
+def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
+    """Its word that the prompt is on its way makes the machines wait for longer."""
+    pair = Pair(InMemory())
+    pair.here._on_answer(("d-1", 1), ("127.0.0.1", 5600), {"wants_final": False}, code, b"")
+    pair.turn()
+    assert pair.consumer.answered == [("d-1", 1, UNANSWERED)]
+    pair.ask()
+    pair.producer.answers.append(Answer(pair.asker(), {**BUSY}))
+    pair.consumer.answered.clear()
+    assert pair.answered()[2]["reason"] == "busy"
 
 
 def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:

@@ -158,7 +158,8 @@ class SchedulerConfig:
         stream_table_entries: Block ids that a stream's table holds; a longer prompt is handed over plain.
         stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
         cache_blocks: Blocks of the engine's pool.
-        stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks.
+        stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks; ten times as long for a
+            peer that says that the prompt is on its way.
         stream_retry_s: Time between two questions to a peer that does not know the id yet.
         stream_max_breaks: Broken streams of one request after which only its final ticket is asked for.
         trace_length: Transitions that are remembered per request and machine.

@@ -115,7 +115,7 @@ class Consumers:
         if event == "final":
             record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
         if row.target != record.state:
-            stream.since_s = now_s
+            stream.entered_s = stream.since_s = now_s
         self.settle(stream.request_id, record, row, now_s)
 
     def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:

@@ -63,6 +63,7 @@ class ConsumedStream:
         "digest",
         "done",
         "early",
+        "entered_s",
         "hold_s",
         "is_too_large",
         "number",
@@ -97,8 +98,9 @@ class ConsumedStream:
         # Number of the question that is out; 0 if none is.
         self.number = 0
         self.breaks = 0
-        # Time from which the deadline of this state counts; questions that are asked again do not move it.
-        self.since_s = now_s
+        # Begin of this state, and time from which its deadline counts: questions that are asked again do not move it, but the
+        # peer's word that the prompt is on its way does.
+        self.entered_s = self.since_s = now_s
         # More blocks than all streams may hold together: it would wait for room in vain.
         self.is_too_large = False
         # Until then the engine is not told again that it may begin; None if it is.

@@ -34,7 +34,7 @@ class SchedulerStreams(SchedulerBase):
         Raises:
             InvalidEvent: `invalid-event`, for a number that is none.
         """
-        self._producers.streams.ask(asker, question)
+        self._producers.streams.ask(asker, question, self._clock.observed_s)
 
     def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
         """Forget a question that nobody waits for any more."""
@@ -52,7 +52,7 @@ class SchedulerStreams(SchedulerBase):
 
     def take_stream_answers(self) -> Sequence[StreamAnswer]:
         """Return new answers, each once."""
-        return self._producers.streams.take_answers()
+        return self._producers.streams.take_answers(self._clock.observed_s)
 
     def take_stream_standings(self) -> Sequence[StreamStanding]:
         """Return the answers that stand from now on for every further question for an id, and those that stand no more.
@@ -101,7 +101,8 @@ class SchedulerStreams(SchedulerBase):
     def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
         """Take the answer to a question; False for one to another than the latest, which means nothing any more.
 
-        An answer that cannot be trusted is taken for a refusal.
+        An answer that cannot be trusted is taken for a refusal. A "no" for the reason "unanswered" stands for no answer at all:
+        the peer is asked again, as after its own "busy", which tells besides that it knows the prompt and goes on with it.
 
         Raises:
             InvalidEvent: `invalid-event`, for a kind of answer that there is not.
@@ -154,8 +155,10 @@ class SchedulerStreams(SchedulerBase):
     # ---- helpers
 
     def _refused(self, stream: ConsumedStream, reason: str, now_s: float) -> None:
+        if reason == "busy":
+            stream.since_s = now_s
         # An id that is not known *yet* is asked for again; one that is not known any more has ended.
-        if reason == "busy" or (reason == "unknown-id" and stream.record.state == "asking"):
+        if reason in {"busy", "unanswered"} or (reason == "unknown-id" and stream.record.state == "asking"):
             stream.retry_s = now_s + self._config.stream_retry_s
             return
         stream.number = 0

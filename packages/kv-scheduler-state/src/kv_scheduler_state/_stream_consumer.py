@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["StreamConsumers"]
 
 _WAITS: Final = UNRESERVED | {"awaiting"}
+_MOST_WAITS: Final = 10
+"""How many times as long as for its answer a request waits for a peer that says again and again that the prompt is on its way."""
 _HOLD_S: Final = 0.25
 """How long an offer is held back whose blocks the engine did not give after all; each try may keep those behind for a step."""
 
@@ -220,7 +222,9 @@ class StreamConsumers:
                 continue
             if stream.hold_s is not None and now_s >= stream.hold_s:
                 stream.hold_s = None
-            if now_s - stream.since_s >= self._config.stream_ask_s or stream.is_too_large:
+            longest_s = self._config.stream_ask_s
+            is_over = now_s - stream.since_s >= longest_s or now_s - stream.entered_s >= _MOST_WAITS * longest_s
+            if is_over or stream.is_too_large:
                 due.append((stream, "expire"))
             elif stream.retry_s is not None and now_s >= stream.retry_s:
                 stream.retry_s = None

@@ -33,8 +33,10 @@ _RUNNING: Final = frozenset({"offered", "complete"})
 _PARKED_PER_REQUEST: Final = 8
 _REMEMBERED_IDS: Final = 1024
 
-Question = tuple[int, bool]
-"""Number of a parked question, and whether only the final ticket is of use."""
+_LONGEST_SILENCE_S: Final = 2.0
+
+Question = tuple[int, bool, float]
+"""Number of a parked question, whether only the final ticket is of use, and when it was asked."""
 
 
 @final
@@ -211,7 +213,7 @@ class StreamProducers:
 
     # ---- the consumers' questions
 
-    def ask(self, asker: str, question: Mapping[str, object]) -> None:
+    def ask(self, asker: str, question: Mapping[str, object], now_s: float) -> None:
         """Answer a question, or park it until the next chunk or the end."""
         hand_over_id, digest = str(question["hand_over_id"]), str(question["digest"])
         number, wants_final = question["number"], bool(question["wants_final"])
@@ -225,7 +227,7 @@ class StreamProducers:
         elif len(stream.parked) >= _PARKED_PER_REQUEST and asker not in stream.parked:
             self._refuse(asker, number, "busy")
         else:
-            stream.parked[asker] = number, wants_final
+            stream.parked[asker] = number, wants_final, now_s
             self._answer_parked(stream)
 
     def cancel(self, asker: str, hand_over_id: str) -> None:
@@ -234,11 +236,18 @@ class StreamProducers:
         if stream is not None:
             stream.parked.pop(asker, None)
 
-    def take_answers(self) -> list[StreamAnswer]:
-        """Return new answers, each once."""
+    def take_answers(self, now_s: float) -> list[StreamAnswer]:
+        """Return new answers, each once; among them "busy" to those who have waited for a prompt that has begun.
+
+        Only so do they learn that it is on its way, and go on waiting. Of a prompt in the queue there is nothing to tell.
+        """
         for stream in self._streams.values():
-            if stream.parked and stream.record.state == "streamed":
+            if not stream.parked:
+                continue
+            if stream.record.state == "streamed":
                 self._answer_parked(stream)
+            elif stream.record.state != "early":
+                self._put_off(stream, now_s)
         answers, self._answers = self._answers, []
         return [StreamAnswer(*each) for each in answers]
 
@@ -276,15 +285,23 @@ class StreamProducers:
             self._answer_all(stream, _granting("final", stream, stream.ticket))
         elif state in _RUNNING and stream.ticket is not None:
             offer = _granting("offer", stream, stream.ticket)
-            for asker, (number, wants_final) in list(stream.parked.items()):
+            for asker, (number, wants_final, _) in list(stream.parked.items()):
                 if not wants_final:
                     del stream.parked[asker]
                     self._answers.append((asker, number, offer))
         elif state in {"voiding", "taken-back"}:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
 
+    def _put_off(self, stream: ProducedStream, now_s: float) -> None:
+        """Let those ask again who have waited for a third of the time that a question may take."""
+        silence_s = min(_LONGEST_SILENCE_S, self._config.stream_ask_s / 3)
+        for asker, (number, _, asked_s) in list(stream.parked.items()):
+            if now_s - asked_s >= silence_s:
+                del stream.parked[asker]
+                self._refuse(asker, number, "busy")
+
     def _answer_all(self, stream: ProducedStream, answer: dict[str, object]) -> None:
-        self._answers += [(asker, number, answer) for asker, (number, _) in stream.parked.items()]
+        self._answers += [(asker, number, answer) for asker, (number, _, _) in stream.parked.items()]
         stream.parked.clear()
 
     def _refuse(self, asker: str, number: int, reason: NoReason) -> None:

@@ -163,8 +163,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0.1,
             le=30,
-            description="Seconds that a question for a hand-over may wait for its answer, and its request for the answer, for "
-            "free blocks and for another start of a prompt that was interrupted, before the prompt is computed here.",
+            description="Seconds that a question for a hand-over may wait for its answer, and its request for free blocks or for "
+            "word that the prompt is on its way, before the prompt is computed here; ten times as long in all.",
         ),
     ] = 30.0
     max_inflight_bytes: Annotated[

@@ -134,7 +134,7 @@ class StreamWorld:
             raise ModelViolation(f"slots {slots} are held once each")
         for stream in streams:
             state = stream.record.state
-            for asker, (_, wants_final) in stream.parked.items():
+            for asker, (_, wants_final, _) in stream.parked.items():
                 is_early = state in {"early", "opening", "plain", "plain-again", "voided", "stale"} or wants_final
                 is_awaited = self.decode.state_of(asker) in {"asking", "asking-final", "awaiting"}
                 is_answered = state in {"streamed", "voiding", "taken-back"}

@@ -288,7 +288,7 @@ class StreamChannel:
     def _on_answer(
         self, key: tuple[str, int], peer: tuple[str, int], question: Mapping[str, object], code: str, payload: bytes
     ) -> None:
-        answer: Mapping[str, object] = {"kind": "no", "reason": "busy"}
+        answer: Mapping[str, object] = {"kind": "no", "reason": "unanswered"}
         if not code:
             try:
                 answer = self._codec.read_answer(payload, question, self._secrets())
