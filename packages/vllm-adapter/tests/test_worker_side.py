@@ -16,7 +16,7 @@ from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
-from kv_scheduler_state._stream_values import StreamOrder, StreamPlan
+from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.awaited import AwaitedReports
@@ -252,3 +252,27 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     untyped: Any = side._streaming
     untyped._channel = SimpleNamespace(is_asking=True, has_received=False, send=lambda: None)
     assert rest_s(is_empty=True) == 0.005, "a peer is asked"
+
+
+WORDS = [
+    StreamPlan((StreamVoid("r", 1, 9, 9, ends=True),)),
+    StreamPlan((), (StreamOpen("r", 1, 9, 9),)),
+    StreamPlan((), (), (StreamChunk("r", 1, 9, (), 16),)),
+]
+
+
+@pytest.mark.parametrize("brought", ["nothing", "other orders", "its orders"])
+@pytest.mark.parametrize(("streams", "has_words"), [(StreamPlan(), False), *[(streams, True) for streams in WORDS]])
+def test_words_that_move_after_the_forward_pass_are_said_once(
+    caplog: pytest.LogCaptureFixture, streams: StreamPlan, has_words: bool, brought: str
+) -> None:
+    """As under a host that does not call the hook before its forward pass, or calls it with another step's orders."""
+    worker = _worker()
+    for _ in range(3):
+        orders = StepOrders(StepPlan(streams=streams))
+        if brought != "nothing":
+            worker.before_forward(orders if brought == "its orders" else StepOrders(StepPlan()))
+        worker.apply(orders)
+    told = [record for record in caplog.records if "(words-late)" in record.getMessage()]
+    assert len(told) == (has_words and brought != "its orders")
+    assert all(record.levelname == "ERROR" for record in told)

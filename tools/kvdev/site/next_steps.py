@@ -188,6 +188,7 @@ _BY_CODE = (
 )
 
 _BY_TEXT = (
+    (r"words of streams move after", "set `streaming` to false, restart the engine, and report it with vLLM's version"),
     (r"is streamed already", "report it: the scheduler ordered one stream twice"),
     (r"could not be left out here", "report it, with the model's name and vLLM's version"),
     (

@@ -100,6 +100,7 @@ class WorkerSide:
         self._streams = RankStreams(parts.make_stream_ends(), self._recorder)
         self._marks = ChunkMarks(None, self._recorder.trouble)
         self._begun: StepOrders | None = None
+        self._are_words_late = False
         self._rest_s = 0.0
         self._has_ended = threading.Event()
         # Reads whose end is still to be taken, and those of them whose end must be a bad one.
@@ -239,7 +240,8 @@ class WorkerSide:
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
-        if self._begun is not orders:  # a host that has no hook before the forward pass
+        if self._begun is not orders:
+            self._tell_late_words(orders.plan)
             self.before_forward(orders)
         self._begun = None
         self._rest_s = orders.rest_s
@@ -275,6 +277,17 @@ class WorkerSide:
             self._note_death()
             self._refuse(plan, reads)
         self._streams.forget(grant.request_id for grant in plan.grants)
+
+    def _tell_late_words(self, plan: StepPlan) -> None:
+        """Say once that the host has no hook before the forward pass, or calls it with other orders."""
+        streams = plan.streams
+        if not self._are_words_late and (streams.voids or streams.opens or streams.chunks):
+            self._are_words_late = True
+            self._recorder.error(
+                "words-late",
+                "words of streams move after the forward pass that they are for, because the host did not call "
+                "handle_preemptions with this step's orders: peers may read pages that it has written anew (words-late)",
+            )
 
     def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
         """Answer a step's orders while nothing is registered: no word stands, so no block is read."""
