@@ -1,0 +1,130 @@
+"""Prompts that are read while they are computed, in vLLM's own scheduler: what waits behind them, and when words move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine import BLOCK, prompt
+
+HAND_OVER = "0f" * 16
+STREAMING: dict[str, Any] = {"streaming": True, "remote_hosts": ["127.0.0.0/8"], "stream_reserve_fraction": 1.0}
+LONG = prompt(10 * BLOCK, seed=1)
+
+
+def early(port: int, *, serves: bool) -> dict[str, Any]:
+    """Return the params of a request that is read from an engine at this port, or served there."""
+    stream = {"id": HAND_OVER, "host": "127.0.0.1", "port": port}
+    return {"do_remote_decode": serves, "do_remote_prefill": not serves, "kv_stream": stream}
+
+
+class Pair:
+    """A prefill engine that computes two blocks of a prompt in a step, and a decode engine that reads them meanwhile."""
+
+    def __init__(self, make: Callable[..., Any], **decode: Any) -> None:
+        self.prefill = make("P", batch_tokens=2 * BLOCK, **STREAMING)
+        self.decode = make("D", **{**STREAMING, **decode})
+        self.port = self.prefill.prefill("first", prompt(BLOCK, seed=9))["remote_port"]
+        self.answers: list[int | None] = []
+        matched = self.decode.connector.get_num_new_matched_tokens
+
+        def noted(request: Any, computed: int) -> Any:
+            answer = matched(request, computed)
+            if request.request_id == "d1":
+                self.answers.append(answer[0])
+            return answer
+
+        self.decode.connector.get_num_new_matched_tokens = noted
+
+    def begin(self) -> None:
+        """Compute the first blocks of the prompt, and queue its reader."""
+        self.prefill.add("p1", LONG, max_tokens=1, params=early(self.port, serves=True))
+        self.decode.add("d1", LONG, params=early(self.port, serves=False))
+        self.prefill.step()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end_s, (self.answers[-5:], self.decode.state.state_counts())
+            self.decode.step()
+            time.sleep(0.002)
+
+    @property
+    def is_offered(self) -> bool:
+        return "consumer-offered" in self.decode.state.state_counts()
+
+
+def leased(pair: Pair) -> None:
+    """Let too few blocks be free: those of a lease are not."""
+    pair.decode.prefill("lease", prompt(5 * BLOCK, seed=2))
+    assert pair.decode.free_blocks < 10
+
+
+def kept(pair: Pair) -> None:
+    """Let enough be free, of which vLLM keeps some for prompts under way."""
+    pair.decode.scheduler._inflight_prefill_reserved_blocks = lambda: 5
+    assert pair.decode.free_blocks >= 10
+
+
+@pytest.mark.parametrize(("shortage", "is_told"), [(leased, False), (kept, True)])
+def test_a_request_behind_an_offer_without_blocks_has_its_turn(
+    make: Callable[..., Any], shortage: Callable[[Pair], None], is_told: bool
+) -> None:
+    """vLLM's round ends at the first request without blocks: one of which it is told that it may begin."""
+    pair = Pair(make, blocks=14)
+    shortage(pair)
+    pair.begin()
+    pair.until(lambda: pair.is_offered)
+    began_s, steps, ran = time.monotonic(), 30, 0
+    for number in range(steps):
+        pair.decode.add(f"own{number}", prompt(BLOCK, seed=20 + number), max_tokens=1)
+        ran += f"own{number}" in pair.decode.step()
+    assert pair.is_offered
+    rounds = 2 + (time.monotonic() - began_s) / 0.25 if is_told else 0
+    assert len([answer for answer in pair.answers if answer is not None]) <= rounds
+    assert ran >= steps - rounds
+
+
+def test_a_waiting_request_gets_the_blocks_of_a_lease_where_nothing_runs(make: Callable[..., Any]) -> None:
+    """vLLM asks for those of leases for running requests alone."""
+    engine = make("E", blocks=14)
+    assert engine.prefill("lease", prompt(5 * BLOCK, seed=2)) is not None
+    engine.add("own", prompt(10 * BLOCK, seed=3), max_tokens=1)
+    began_s = time.monotonic()
+    while "own" not in engine.outputs:
+        assert time.monotonic() - began_s < 10, "its lease lasts for 30 s"
+        engine.step()
+        time.sleep(0.002)
+    assert engine.sent == ["lease"]
+    assert time.monotonic() - began_s > 0.9, "a read may end meanwhile"
+
+
+def test_the_word_of_a_preempted_prompt_moves_before_the_step_writes_into_its_blocks(make: Callable[..., Any]) -> None:
+    """A running request takes the last block, so that the prompt behind it is preempted at its last chunk."""
+    engine = make("E", blocks=14, batch_tokens=2 * BLOCK, **STREAMING)
+    engine.add("own", prompt(3 * BLOCK - 2, seed=4), max_tokens=32)
+    engine.step()
+    engine.step()
+    fences = engine.side._registration.agent._loop.agent._memory.fences
+    stand: dict[int, int] = {}
+    moved: list[int] = []
+    computes = engine._compute
+
+    def seen(request_id: str, tokens: int) -> None:
+        """Look at the words while the step writes."""
+        streams = engine.plans[-1].plan.streams
+        for void in streams.voids:
+            assert fences.read(void.slot) != stand[void.slot], "a peer would take what is written now for its prompt"
+            moved.append(stand.pop(void.slot))
+        stand.update((opening.slot, opening.generation) for opening in streams.opens)
+        assert {slot: fences.read(slot) for slot in stand} == stand
+        computes(request_id, tokens)
+
+    engine._compute = seen
+    engine.add("p1", LONG, max_tokens=1, params=early(5600, serves=True))
+    for _ in range(12):
+        engine.step()
+    assert moved
+    assert engine.scheduler.requests["own"].num_preemptions == 0
