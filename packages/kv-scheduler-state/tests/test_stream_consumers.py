@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from consumer_helpers import BLOCKS, RETRY, arrive, ask, asking, at, final_answer, finish, load, states
-from stream_helpers import DIGEST, HAND_OVER, Prompt, consumer, early, offered
+from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, consumer, early, offered, question, run
 
 from kv_scheduler_state import SchedulerStateError
 from kv_scheduler_state._plan import EMPTY_PLAN
@@ -359,3 +359,46 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
             "consumer-streaming",
             "consumer-awaiting",
         }.intersection(state.state_counts())
+
+
+def streamed(state, offer, ending):
+    """Let `d1` read a stream to its end, well or badly, and end."""
+    assert state.stream_answered("d1", ask(state).number, offer, now_s=0.0)
+    load(state)
+    if ending == "good, of an aborted request":
+        finish(state)
+    elif ending == "good, given up meanwhile":
+        state.reset(now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    state.stream_ended("d1", (0, 0), is_done=ending != "bad")
+    if ending == "bad":
+        number = ask(state).number
+        state.stream_answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
+    state.report(sent=[], received=["d1"], failed=["d1"] if ending == "bad" else [])
+    if ending != "good, of an aborted request":
+        finish(state)
+    state.take_step_plan(now_s=5.0)
+
+
+@pytest.mark.parametrize("late", ["a plain ticket", "an offer", "the final ticket"])
+@pytest.mark.parametrize("ending", ["good", "good, of an aborted request", "good, given up meanwhile", "bad"])
+def test_a_prompt_that_was_streamed_is_read_by_nobody_who_comes_late(late, ending):
+    """Its peer frees the blocks: a read of them fails, and the policy may end the request."""
+    peer, offer = offered()
+    run(peer, ["plan", "last-chunk", "plan"])
+    params = run(peer, ["length"]).params
+    peer.stream_question("final", question(2))
+    final = answer_of(peer)
+    state = consumer(load_failure_policy="fail")
+    arrive(state)
+    streamed(state, offer, ending)
+    if late == "a plain ticket":
+        state.arrive("d2", params, prompt_tokens=100, identity=Prompt(), now_s=5.0)
+    else:
+        arrive(state, request_id="d2", now_s=5.0)
+        assert state.stream_answered("d2", ask(state).number, offer if late == "an offer" else final, now_s=5.0)
+    assert state.external_tokens("d2", computed_tokens=0) == (100 if ending == "bad" else 0)
+    if ending != "bad":
+        state.allocate("d2", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=5.0)
+        assert states(state) == ["consumer-local"]
+        assert state.take_step_plan(now_s=5.0) == EMPTY_PLAN

@@ -131,6 +131,8 @@ class Consumers:
         elif effect == "order-final":
             self.streams.order_final(record.stream, record.ticket)
         else:
+            if effect == "end-stream" and row.event == "done":
+                self.hand_overs.note_read(record.ticket)
             self.streams.follow(request_id, row, effect)
 
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:

@@ -95,7 +95,7 @@ class HandOvers:
     def join(self, record: Holder) -> None:
         """Note one more waiting holder of the record's ticket."""
         ticket = record.ticket
-        if ticket.peer_request_id in self._read and self._read[ticket.peer_request_id] == key_of(ticket):
+        if self.was_read(ticket):
             hand_over = record.hand_over = HandOver(ticket)
             hand_over.waiting, hand_over.is_spent = 1, True
             return
@@ -140,9 +140,7 @@ class HandOvers:
         """Note the end of a read; unless it is passed on, the ticket is used up, and after a good one for those to come, too."""
         hand_over = record.hand_over
         if is_good:
-            self._read[record.ticket.peer_request_id] = key_of(record.ticket)
-            if len(self._read) > _REMEMBERED:
-                self._read.popitem(last=False)
+            self.note_read(record.ticket)
         if hand_over is None:
             self._remove(record)
             return
@@ -150,6 +148,16 @@ class HandOvers:
         if not is_passed:
             hand_over.is_spent = True
         self._forget(hand_over)
+
+    def note_read(self, ticket: HandoffTicket) -> None:
+        """Note that a ticket was read to the end."""
+        self._read[ticket.peer_request_id] = key_of(ticket)
+        if len(self._read) > _REMEMBERED:
+            self._read.popitem(last=False)
+
+    def was_read(self, ticket: HandoffTicket) -> bool:
+        """Whether a ticket was read to the end, as far as that is remembered."""
+        return ticket.peer_request_id in self._read and self._read[ticket.peer_request_id] == key_of(ticket)
 
     def _forget(self, hand_over: HandOver) -> None:
         if not hand_over.waiting and not hand_over.reading:

@@ -127,6 +127,10 @@ class SchedulerStreams(SchedulerBase):
             self._find(request_id, "answer").rejected_code = error.code
             self._refused(stream, "digest-mismatch", at_s)
             return True
+        if self._consumers.hand_overs.was_read(ticket):
+            # By a request that has ended since: the peer may not have heard yet that its blocks are not needed any more.
+            self._refused(stream, "withdrawn", at_s)
+            return True
         if kind == "offer" and not self._consumers.streams.fits(ticket):
             # Nothing is reserved yet: its final ticket makes it a plain hand-over, which needs no share.
             self._consumers.step_early(stream, "misfit", ticket, at_s)
