@@ -428,33 +428,3 @@ def test_answers_that_stand_are_bounded_whether_or_not_anybody_takes_them():
         assert len(left) == 1024
         assert f"{1499:032x}" in left
         assert f"{0:032x}" not in left
-
-
-BEGUN = {
-    "opening": ["arrive", "allocate"],
-    "offered": OPENED,
-    "complete": WHOLE,
-    "voided": [*OPENED, "preempt"],
-}
-
-
-@pytest.mark.parametrize(("ask_s", "silence_s"), [(30.0, 2.0), (3.0, 1.0)])
-@pytest.mark.parametrize("state_name", ["early", "plain", *BEGUN])
-def test_who_waits_for_a_prompt_that_has_begun_is_told_so(state_name, ask_s, silence_s):
-    """In time: a peer that hears nothing gives up. Of a prompt in the queue there is nothing to tell."""
-    state = producer(stream_slots=1, stream_ask_s=ask_s)
-    if state_name == "plain":
-        state.arrive("p0", early(serves=True, hand_over_id="a" * 32), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-        run(state, ["allocate"], "p0")
-    run(state, BEGUN.get(state_name, ["arrive", "allocate"] if state_name == "plain" else ["arrive"]))
-    assert f"producer-{state_name}" in states(state)
-    state.stream_question("a", question(1, wants_final=True))
-    state.take_step_plan(now_s=silence_s - 0.1)
-    assert state.take_stream_answers() == []
-    state.stream_question("b", question(2, wants_final=True))
-    state.take_step_plan(now_s=silence_s)
-    told = [("a", 1, {"kind": "no", "reason": "busy"})] if state_name != "early" else []
-    assert state.take_stream_answers() == told
-    state.stream_cancelled("a", HAND_OVER)
-    state.take_step_plan(now_s=2 * silence_s)
-    assert [each.asker for each in state.take_stream_answers()] == (["b"] if state_name != "early" else [])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from scheduler_engine import BLOCK, Engine, Prompt
-from stream_wires import Wire
+from stream_wires import InMemory, Wire
 
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.values import Arrival, Ending
@@ -130,3 +131,28 @@ class StreamPair:
         for engine in (self.decode, self.prefill):
             engine.side.close()
         self.wire.close()
+
+
+def streaming(pair: StreamPair, chunks: int) -> None:
+    """Let a request read a prompt of which so many chunks are scheduled."""
+    pair.arrive()
+    pair.admit()
+    pair.start()
+    for number in range(chunks):
+        pair.chunk(is_fresh=number == 0)
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    assert pair.decode.step().streams.watches
+
+
+@pytest.fixture(name="make")
+def make_pairs() -> Iterator[Any]:
+    made: list[StreamPair] = []
+
+    def build(wire: Any = None, **changes: Any) -> StreamPair:
+        made.append(StreamPair(wire or InMemory(), **changes))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
