@@ -23,7 +23,7 @@ from oracle.runner import Outcome, Play, Router, run
 
 from kvdev.gotool import build_go
 
-SEEDS = (0, 1, 2, 5, 11)
+SEEDS = (2, 8, 9, 13, 19)  # of each at least one prompt is read; `draw` decides
 # Both ask for a ticket with these six keys. Source: llm-d-router pkg/sidecar/proxy/connector_nixlv2.go; Dynamo
 # components/src/dynamo/vllm/kv_connector_protocols.py, NixlConnectorProtocol.
 SIX_KEYS: dict[str, object] = {
@@ -175,15 +175,13 @@ def test_a_ticket_passes_through_go_unchanged_and_is_read(sidecar: Sidecar, seed
         seen.append((text, sidecar.carry(text)))
         return seen[-1][1]
 
-    assert play(seed, carried).codes == run(draw(seed)).codes
+    outcome = play(seed, carried)
+    assert outcome.codes == run(draw(seed)).codes
+    assert outcome.read >= 1
     assert seen
     for before, after in seen:
         assert json.loads(before) == json.loads(after)
         assert _integers(before) <= _integers(after)  # 30.0 becomes 30; no 5600 becomes 5600.0 or 5.6e+03
-
-
-def test_tickets_that_passed_through_go_are_read(sidecar: Sidecar) -> None:
-    assert sum(play(seed, sidecar.carry).read for seed in SEEDS) >= 3
 
 
 def test_dynamo_hands_the_ticket_on_as_the_engine_returned_it() -> None:
