@@ -142,7 +142,8 @@ class _Run:
         if hand_overs_ms := _hand_overs_ms(answers):
             note("hand-over", kind, self.setting, case, statistics.median(hand_overs_ms))
         note("first token", kind, self.setting, case, statistics.median(answer.first_token_ms for answer in answers))
-        note("decode step", kind, self.setting, case, statistics.median(answer.step_ms for answer in answers))
+        if steps_ms := _steps_ms(answers):
+            note("decode step", kind, self.setting, case, statistics.median(steps_ms))
         if pair.early:
             early = measures.early_share(before, after, case.tokens * case.at_once)
             note("early bytes", kind, self.setting, case, early)
@@ -216,6 +217,11 @@ class _Run:
 
     def _right(self, prompts: Sequence[list[int]]) -> list[str]:
         return [answer.text for answer in asyncio.run(ask_all(self.fleet.alone.url, prompts))]
+
+
+def _steps_ms(answers: Sequence[Answer]) -> list[float]:
+    """Return the decode steps of those answers whose tokens came in more than one piece; beside 15 others one may not."""
+    return [answer.step_ms for answer in answers if len(answer.times_s) > 1]
 
 
 def _hand_overs_ms(answers: Sequence[Answer]) -> list[float]:
