@@ -39,6 +39,7 @@ ONCE = {
     "vllm_adapter/scheduler/side_channel.py SideChannel.renew": "once per wake-up from sleep, which the host orders",
     "vllm_adapter/scheduler/side_channel.py SideChannel.serve": "once per start",
     "vllm_adapter/scheduler/streaming.py Streaming.arrived": "once per reason, four in all",
+    "vllm_adapter/scheduler/streaming.py Streaming.taken": "once in an engine's life",
     "vllm_adapter/scheduler/ticket_seals.py TicketSeals.accepted": "once per peer, 256 in all",
     "vllm_adapter/scheduler/trail.py _harmless": "once per engine",
     "vllm_adapter/worker/engine_thread.py WorkerSide.unregister": "once per sleep, which the host orders",

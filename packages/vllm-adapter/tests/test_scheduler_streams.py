@@ -230,6 +230,28 @@ def test_a_prompt_whose_last_window_would_be_freed_is_handed_over_whole(make: An
     assert bool(pair.chunk(is_fresh=True).streams.chunks) is (max_tokens == 1)
 
 
+@pytest.mark.parametrize(("is_streaming", "lines"), [(True, 1), (False, 0)])
+def test_an_engine_that_streams_says_once_that_its_router_does_not(
+    make: Any, caplog: pytest.LogCaptureFixture, is_streaming: bool, lines: int
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.vllm_adapter")
+    pair = make(streams=(is_streaming, True))
+    for name in ("first", "second"):
+        pair.prefill.admit(name, {"do_remote_decode": True, "do_remote_prefill": False}, TEXT)
+    assert caplog.text.count("came without an early ticket") == lines
+    assert ("request first came" in caplog.text) is is_streaming
+
+
+def test_an_engine_that_has_streamed_takes_a_whole_hand_over_in_silence(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.vllm_adapter")
+    pair = make()
+    pair.arrive()
+    pair.prefill.admit("whole", {"do_remote_decode": True, "do_remote_prefill": False}, TEXT)
+    assert "came without an early ticket" not in caplog.text
+
+
 def test_an_attention_only_model_streams_also_where_it_generates_more(make: Any) -> None:
     pair = make()
     pair.arrive(max_tokens=100)

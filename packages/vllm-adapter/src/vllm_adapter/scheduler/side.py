@@ -143,6 +143,7 @@ class SchedulerSide:
                 self._trail.arrived(arrival, admission.role, now_s)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
+                self._streaming.taken(arrival)
             tail = admission.truncate_tokens
             is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
             if tail and not is_shortened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Streaming:
         self._channel = channel
         self._guards = guards
         self._logged: set[str] = set()
+        self._is_router_known = False
 
     def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
         """Look at a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
@@ -62,6 +64,19 @@ class Streaming:
         if reason not in self._logged:
             self._logged.add(reason)
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
+
+    def taken(self, arrival: Arrival) -> None:
+        """Say once, of the first hand-over of all, that the router does not stream although this engine does."""
+        if self._channel is None or self._is_router_known:
+            return
+        self._is_router_known = True
+        params = arrival.params
+        if isinstance(params, Mapping) and "kv_stream" not in params:
+            _logger.info(
+                "prompts are handed over whole, not streamed: request %s came without an early ticket, so its router asks "
+                "the decode engine when the prefill engine has answered",
+                arrival.request_id,
+            )
 
     def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
         if self._facts.whole_reason:
