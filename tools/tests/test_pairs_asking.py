@@ -16,7 +16,18 @@ from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 
 from kvdev.early import EarlyTickets
-from kvdev.pairs.asking import Answer, Stream, ask, ask_all, client, made_prompt, running_stream, text_of_event
+from kvdev.pairs.asking import (
+    Answer,
+    Stream,
+    ask,
+    ask_all,
+    client,
+    hand_overs_ms,
+    made_prompt,
+    running_stream,
+    steps_ms,
+    text_of_event,
+)
 from kvdev.pairs.fleet import Pair
 from kvdev.pairs.loading import prefill_rate
 from kvdev.pairs.measures import (
@@ -39,6 +50,16 @@ from kvdev.steps import DevError
 
 def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+
+def test_answers_that_lack_a_moment_are_left_out_of_its_measure() -> None:
+    in_pieces = Answer(began_s=2.0, times_s=[2.25, 2.5, 3.0, 3.25], prefill_ms=125.0)
+    in_one_piece = Answer(began_s=2.0, times_s=[2.5], prefill_ms=250.0)
+    of_one_engine = Answer(began_s=2.0, times_s=[2.5, 2.75])
+    answers = [in_pieces, in_one_piece, of_one_engine]
+    assert steps_ms(answers) == [250.0, 250.0]
+    assert hand_overs_ms(answers) == [125.0, 250.0]
+    assert steps_ms([in_one_piece]) == hand_overs_ms([of_one_engine]) == []
 
 
 def test_text_of_the_lines_of_a_stream() -> None:

@@ -20,7 +20,18 @@ from kvdev.steps import DevError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-__all__ = ["Answer", "Stream", "ask", "ask_all", "client", "made_prompt", "running_stream", "text_of_event"]
+__all__ = [
+    "Answer",
+    "Stream",
+    "ask",
+    "ask_all",
+    "client",
+    "hand_overs_ms",
+    "made_prompt",
+    "running_stream",
+    "steps_ms",
+    "text_of_event",
+]
 
 _PRINTABLE: Final = range(4, 98)
 """Token ids of `!` to `~` in the byte-level tokenizer: each is one character of text, so no token waits for the next one."""
@@ -71,6 +82,16 @@ class Answer:
     def prefilled_s(self) -> float:
         """Moment of the prefill engine's answer."""
         return self.began_s + self.prefill_ms / 1e3
+
+
+def steps_ms(answers: Iterable[Answer]) -> list[float]:
+    """Return the decode steps of those answers whose tokens came in more than one piece; beside 15 others one may not."""
+    return [answer.step_ms for answer in answers if len(answer.times_s) > 1]
+
+
+def hand_overs_ms(answers: Iterable[Answer]) -> list[float]:
+    """Return the times of those hand-overs whose prefill engine's answer was seen."""
+    return [answer.hand_over_ms for answer in answers if answer.prefill_ms]
 
 
 def client() -> aiohttp.ClientSession:

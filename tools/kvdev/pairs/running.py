@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from kvdev.pairs import loading, measures
-from kvdev.pairs.asking import Answer, ask_all, made_prompt
+from kvdev.pairs.asking import Answer, ask_all, hand_overs_ms, made_prompt, steps_ms
 from kvdev.pairs.figures import Book
 from kvdev.pairs.fleet import Fleet, Pair, started_fleet
 from kvdev.pairs.kinds import ALONE
@@ -103,7 +103,7 @@ class _Run:
             for engine in (pair.prefill, pair.decode):  # an engine's own first steps, whoever its peer is
                 asyncio.run(ask_all(engine.url, [made_prompt(f"{self.seed} warm {engine.spec.name}", _CONTACT.tokens)]))
             answers = measures.hand_over(pair, prompts)
-            self.book.add("first contact", kind, self.setting, None, *_hand_overs_ms(answers))
+            self.book.add("first contact", kind, self.setting, None, *hand_overs_ms(answers))
             self.exam.note("contact", kind, _CONTACT, prompts, answers)
         self._judge()
 
@@ -139,11 +139,11 @@ class _Run:
         after = measures.counts_of(pair.decode)
         note = self.book.add
         note("recomputed", kind, self.setting, case, after.recomputed - before.recomputed)
-        if hand_overs_ms := _hand_overs_ms(answers):
-            note("hand-over", kind, self.setting, case, statistics.median(hand_overs_ms))
+        if overs_ms := hand_overs_ms(answers):
+            note("hand-over", kind, self.setting, case, statistics.median(overs_ms))
         note("first token", kind, self.setting, case, statistics.median(answer.first_token_ms for answer in answers))
-        if steps_ms := _steps_ms(answers):
-            note("decode step", kind, self.setting, case, statistics.median(steps_ms))
+        if gaps_ms := steps_ms(answers):
+            note("decode step", kind, self.setting, case, statistics.median(gaps_ms))
         if pair.early:
             early = measures.early_share(before, after, case.tokens * case.at_once)
             note("early bytes", kind, self.setting, case, early)
@@ -217,13 +217,3 @@ class _Run:
 
     def _right(self, prompts: Sequence[list[int]]) -> list[str]:
         return [answer.text for answer in asyncio.run(ask_all(self.fleet.alone.url, prompts))]
-
-
-def _steps_ms(answers: Sequence[Answer]) -> list[float]:
-    """Return the decode steps of those answers whose tokens came in more than one piece; beside 15 others one may not."""
-    return [answer.step_ms for answer in answers if len(answer.times_s) > 1]
-
-
-def _hand_overs_ms(answers: Sequence[Answer]) -> list[float]:
-    """Return the times of those hand-overs whose prefill engine's answer was seen."""
-    return [answer.hand_over_ms for answer in answers if answer.prefill_ms]
