@@ -59,12 +59,7 @@ def test_closing_either_side_in_mid_stream_is_quiet(make: Any, wire: Any) -> Non
 
 def test_an_engine_that_closes_asks_for_nothing_any_more(make: Any) -> None:
     pair = make()
-    pair.arrive()
-    pair.admit()
-    pair.decode.step()
-    pair.prefill.step()
-    stream = pair.prefill.state._producers.streams._by_id[HAND_OVER]
-    assert stream.parked
+    stream = pair.park()
     pair.decode.side.close()
     pair.prefill.step()
     assert not stream.parked

@@ -151,12 +151,7 @@ def test_without_a_free_slot_the_final_ticket_answers(make: Any) -> None:
 
 def test_no_answer_in_time_means_that_the_prompt_is_computed_here(make: Any) -> None:
     pair = make()
-    pair.arrive()
-    pair.admit()
-    pair.decode.step()
-    pair.prefill.step()
-    stream = pair.prefill.state._producers.streams._by_id[HAND_OVER]
-    assert len(stream.parked) == 1
+    stream = pair.park()
     pair.decode.now_s = 10.0
     pair.decode.step()
     assert pair.matched() == 0
