@@ -36,12 +36,12 @@ class Consumers:
         "_arrival",
         "_config",
         "_has_state",
-        "_has_windows",
         "_is_renewed",
         "_on_finish",
         "_on_hit",
         "_outbox",
         "_rules",
+        "_sees_parts",
         "failure_event",
         "hand_overs",
         "heartbeats",
@@ -66,7 +66,7 @@ class Consumers:
         self._arrival = table.on("arrive").get(NEW)
         self._is_renewed = self._arrival is not None and "start-heartbeat" in self._arrival.effects
         self._has_state = config.has_state
-        self._has_windows = any(group.sees_a_part for group in config.groups)
+        self._sees_parts = any(group.sees_a_part for group in config.groups)
         self.streams = StreamConsumers(config, table, outbox)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
         self.hand_overs = HandOvers()
@@ -273,7 +273,7 @@ class Consumers:
                 return 0  # a state of more tokens than are wanted: it cannot be set back, see above
             # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
             tokens = held if held and held <= loadable else max(0, loadable)
-        return tokens if not self._has_windows or self._covers_windows(ticket, tokens) else 0
+        return tokens if not self._sees_parts or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
         """Return whether the peer's window lists reach back to the local block of the first token that the next token sees.
