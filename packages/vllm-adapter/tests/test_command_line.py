@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,37 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
         command.stdout.close()
         assert command.stderr.read() == b""
     assert command.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["config", "--explain"], ["status", "--json"], ["trace"], ["check", "--help"]], ids=" ".join
+)
+def test_a_command_that_asks_no_side_channel_loads_no_library(words: list[str]) -> None:
+    """An operator's look costs no NumPy, no ZMQ, no NIXL, and cannot fall with them."""
+    code = f"""
+import sys
+from vllm_adapter.__main__ import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+heavy = {{"kv_handshake", "kv_nixl_agent", "kv_scheduler_state", "kv_topology", "nixl", "numpy", "torch", "vllm", "zmq"}}
+sys.exit(repr(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "set()"
+
+
+def test_a_crash_of_native_code_shows_where(tmp_path: Path) -> None:
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    with subprocess.Popen([*MODULE, "config", "--check", str(pipe)], stderr=subprocess.PIPE, text=True) as command:
+        with pipe.open("w"):  # opens as soon as the command reads
+            command.send_signal(signal.SIGSEGV)
+            _, said = command.communicate(timeout=30)
+    assert command.returncode == -signal.SIGSEGV
+    assert said.startswith("Fatal Python error: Segmentation fault")
+    assert "vllm_adapter/cli/" in said
 
 
 @pytest.mark.parametrize("page", ["check.md", "status.md", "top.md", "trace.md"])

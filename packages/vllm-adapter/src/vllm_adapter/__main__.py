@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; without the extra `cli`, say what to install and return 2."""
+    """Run the command and return its exit code; without the extra `cli`, say what to install and return 2.
+
+    A crash of native code prints the stack on standard error: without it, an operator sees a bare -11.
+    """
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
     try:
         from vllm_adapter.cli import main as run
     except ModuleNotFoundError as error:
