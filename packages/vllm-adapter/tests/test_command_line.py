@@ -52,7 +52,9 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--version"], ["config", "--explain"], ["status", "--json"], ["trace"], ["check", "--help"]], ids=" ".join
+    "words",
+    [["--version"], ["config", "--explain"], ["status", "--json"], ["trace"], ["check", "--help"]],
+    ids=" ".join,
 )
 def test_a_command_that_asks_no_side_channel_loads_no_library(words: list[str]) -> None:
     """An operator's look costs no NumPy, no ZMQ, no NIXL, and cannot fall with them."""
@@ -73,10 +75,12 @@ sys.exit(repr(heavy & set(sys.modules)))
 def test_a_crash_of_native_code_shows_where(tmp_path: Path) -> None:
     pipe = tmp_path / "config.json"
     os.mkfifo(pipe)
-    with subprocess.Popen([*MODULE, "config", "--check", str(pipe)], stderr=subprocess.PIPE, text=True) as command:
-        with pipe.open("w"):  # opens as soon as the command reads
-            command.send_signal(signal.SIGSEGV)
-            _, said = command.communicate(timeout=30)
+    with (
+        subprocess.Popen([*MODULE, "config", "--check", str(pipe)], stderr=subprocess.PIPE, text=True) as command,
+        pipe.open("w"),  # opens as soon as the command reads
+    ):
+        command.send_signal(signal.SIGSEGV)
+        _, said = command.communicate(timeout=30)
     assert command.returncode == -signal.SIGSEGV
     assert said.startswith("Fatal Python error: Segmentation fault")
     assert "vllm_adapter/cli/" in said
