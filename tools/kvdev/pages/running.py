@@ -31,9 +31,13 @@ __all__ = ["Run", "Workplace", "workplace"]
 _WITHIN_S = 240
 _INTERRUPTIBLE = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "os.execvp('bash', ['bash', '-c', sys.argv[1]])"
+    "os.execvp('bash', ['bash', '-c', sys.argv[1] + '\\nexit $?'])"
 )
-"""Program that runs a line by bash; a job in the background ignores Ctrl-C, and so would everything that it starts."""
+"""Program that runs a line by bash; a job in the background ignores Ctrl-C, and so would everything that it starts.
+
+The line is not bash's last command, so bash stays the parent of what it starts, as a reader's shell does:
+`--install-completion` asks its parents which shell this is.
+"""
 _PROGRAMS = ("vllm-adapter", "kv-nixl", "kv-handshake", "kv-topology")
 _CALL = (
     "import sys; from importlib.metadata import entry_points; sys.argv[0] = {0!r}; "
