@@ -29,7 +29,7 @@ _DIGEST = frozenset("0123456789abcdef")
 
 @final
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine in short.
+    """Summary of an engine.
 
     Attributes:
         engine_id: The engine.
@@ -39,7 +39,7 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
         compatibility_id: Digest of the factors that must match, see `compatibility_id`.
         compatibility_hash: Digest that vLLM's own connector compares; empty if not told.
         generation: Number of the engine's registration, below 2**53.
-        modes: Directions it can do: ``pull`` (the consumer reads), ``push`` (the producer writes).
+        modes: Directions that it supports: ``pull`` (the consumer reads), ``push`` (the producer writes).
         tp_size: Tensor-parallel ranks.
         pp_size: Pipeline-parallel ranks.
         dcp_size: Decode context-parallel ranks.
@@ -93,7 +93,7 @@ class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
         return advertisement
 
     def problems_as_producer_for(self, consumer: Advertisement, *, mode: Mode = "pull") -> tuple[str, ...]:
-        """Return the reasons, in words, not to pair this engine with a consumer; nothing if they may be paired.
+        """Return the reasons, in words, not to pair this engine with a consumer; empty if they may be paired.
 
         Equal advertisements do not promise a transfer: the plan still may find the two layouts impossible to join.
         """

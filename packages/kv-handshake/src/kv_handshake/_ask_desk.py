@@ -27,13 +27,13 @@ _AFTER_BUSY_S = 0.05
 
 @final
 class AskDesk:
-    """Open asks and answers on their way.
+    """Holds open asks, and answers on their way.
 
     Args:
         on_ask: Called with (ask id, payload) on the listener's thread; must not block.
-        on_gone: Called with an ask id whose asker waits no longer, alike.
+        on_gone: Called in the same way with the id of an ask whose asker no longer waits.
         limits: The budget.
-        log: Gets failures of the two.
+        log: Gets failures of the two callbacks.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AskDesk:
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
         self._ended: deque[int] = deque()
-        # Read by the watch's thread; a descriptor that is missed for a moment only waits for its time to be over.
+        # Read by the watch's thread. If it misses a descriptor for a moment, that connection's asks just end by their time limit.
         self._descriptors: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
 
@@ -81,7 +81,7 @@ class AskDesk:
     # Everything below runs on the listener's thread.
 
     def receive(self, incoming: Incoming, query: bytes, now_s: float) -> tuple[bytes, ...]:
-        """Take an ask in; return the frames of an immediate reply, none if it comes later.
+        """Accept an ask; return the frames of an immediate reply, none if the reply comes later.
 
         Raises:
             WireError: As `parse_ask`.
@@ -112,7 +112,7 @@ class AskDesk:
         return (encode_ask_refusal(number, code, retry_after_s=wait_s),)
 
     def take_replies(self, now_s: float) -> list[tuple[Sequence[bytes], tuple[bytes, ...]]]:
-        """Return (envelope, frames) of every reply that is due: answers, and refusals of asks whose time is over."""
+        """Return (envelope, frames) of every reply that is due: answers, and refusals of expired asks."""
         replies: list[tuple[Sequence[bytes], tuple[bytes, ...]]] = []
         with self._lock:
             answers, self._answers = self._answers, deque()
@@ -124,7 +124,7 @@ class AskDesk:
                 replies.append((parked.envelope, (encode_answer(parked.number, payload),)))
         gone = self._parking.take_expired(now_s)
         while self._ended:
-            # Another connection may have this descriptor by now; then its asks hear that they may be asked again.
+            # Another connection may have this descriptor by now; its asks are then refused with a code that permits a retry.
             gone += self._parking.take_of(self._ended.popleft())
         for parked in gone:
             self._lose(parked)

@@ -1,10 +1,10 @@
 """Asks: queries with a payload of the engine's own, whose replies may come later and in another order.
 
-An ask carries a number that its asker chooses, and its reply carries the same one. So many asks of one connection may be open at
-once, beside other queries, whose replies come in their order as ever.
+An ask carries a number that its asker chooses, and its reply carries the same number. So one connection may have many open asks
+at once, beside other queries, whose replies still come in the order of the queries.
 
-The frame of an ask begins with fixed bytes, the shortest encoding of the array's head and of the command: a listener knows by
-them, before it decodes anything, which frames may be longer than other queries.
+The frame of an ask begins with fixed bytes, the shortest encoding of the array's head and of the command. They tell a listener,
+before it decodes anything, which frames may be longer than other queries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 ASK_CAPABILITY = "ask"
-"""Announced in the envelopes of an engine whose listener takes asks. Asked of any other, vLLM's own listener would end."""
+"""Announced in the envelopes of an engine whose listener takes asks. Send asks to no other: vLLM's own listener dies on them."""
 
 _ASK = b"ask"
 _CANCEL = b"cancel_ask"
@@ -41,18 +41,18 @@ _HEADS = (b"\x93\xc4\x03ask", b"\x92\xc4\x0acancel_ask")
 _OVERHEAD_BYTES = 32
 _LONGEST_CODE = 64
 _OTHER_CODE = "refused"
-"""Stands for every code of a refusal that this release does not know: a code is no place for a peer's own words."""
+"""Replaces every refusal code that this release does not know, so that no code carries a peer's own words."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A parsed ask, or the end of one.
+    """A parsed ask or cancellation.
 
     Attributes:
         number: Chosen by the asker, 1 to 2**53 - 1.
-        payload: The engine's own bytes; None takes the ask of this number back.
+        payload: The engine's own bytes; None cancels the ask of this number.
     """
 
     number: int
@@ -78,12 +78,12 @@ class AskReply:
 
 
 def is_ask(frame: bytes) -> bool:
-    """Return whether a query is an ask or takes one back, whatever follows its first bytes."""
+    """Return whether a query is an ask or a cancellation, by its first bytes alone."""
     return frame.startswith(_HEADS)
 
 
 def encode_ask(number: int, payload: bytes) -> bytes:
-    """Return the query that asks.
+    """Return the query that carries an ask.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for a number or a payload that no listener takes.
@@ -93,7 +93,7 @@ def encode_ask(number: int, payload: bytes) -> bytes:
 
 
 def encode_cancel(number: int) -> bytes:
-    """Return the query that takes an ask back."""
+    """Return the query that cancels an ask."""
     return _encode((_CANCEL, number))
 
 
@@ -108,7 +108,7 @@ def encode_answer(number: int, payload: bytes) -> bytes:
 
 
 def encode_ask_refusal(number: int, code: str, *, retry_after_s: float = 0.0) -> bytes:
-    """Return the reply without an answer."""
+    """Return the reply that refuses an ask."""
     return _encode((_ASK, number, code, float(retry_after_s)))
 
 

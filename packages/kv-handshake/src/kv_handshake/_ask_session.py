@@ -1,7 +1,7 @@
-"""The asking side of one peer: its connection, its open asks, and what may be sent. No input or output.
+"""The asking side of one peer: its connection, its open asks, and the queries to send. No input or output.
 
 The first query of each connection asks for the metadata of rank (0, 0), which every listener answers. The envelope tells whether
-the peer takes asks; only then the asks leave. So no ask ever reaches a listener of vLLM itself, which would end on it.
+the peer takes asks; only then are asks sent. So no ask ever reaches vLLM's own listener, which would die on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OpenAsk:
     Attributes:
         number: Its number, in this process never used twice.
         payload: The engine's own bytes.
-        on_reply: Gets (code, payload) once.
+        on_reply: Called once with (code, payload).
         deadline_s: Time at which it ends.
         sendings: Connections on which it was sent.
     """
@@ -67,7 +67,7 @@ class AskSession:
         self.error: HandshakeError | None = None
         self._state: Literal["closed", "greeting", "greeted"] = "closed"
         self._unsent: deque[bytes] = deque()
-        # Replies that may still come to asks that were taken back over this connection: a refusal, and an answer that crossed.
+        # Replies that may still come to asks cancelled on this connection: a refusal, and an answer that crossed the cancel.
         self._late_replies = 0
 
     @property
@@ -76,27 +76,27 @@ class AskSession:
         return self._state == "greeted"
 
     def add(self, ask: OpenAsk) -> None:
-        """Take an ask in."""
+        """Add an ask, and send it if the peer takes asks."""
         self.open[ask.number] = ask
         if self._state == "greeted":
             self._send(ask)
 
     def cancel(self, number: int) -> None:
-        """Forget an ask, and tell the peer if it knows of it."""
+        """Forget an ask, and cancel it at the peer if it was sent."""
         ask = self.open.pop(number, None)
         if ask is not None and ask.sendings and self._state == "greeted":
             self._unsent.append(encode_cancel(number))
             self._late_replies += 2
 
     def connected(self) -> None:
-        """Begin with a new connection."""
+        """Start over on a new connection."""
         self.error = None
         self._state = "greeting"
         self._unsent = deque((_FIRST_QUERY,))
         self._late_replies = 0
 
     def disconnected(self) -> list[OpenAsk]:
-        """Take note of a connection's end; return the asks that end with it, since a second connection failed them, too."""
+        """Note the end of a connection; return the asks that end with it, because a second connection has failed them, too."""
         self._state = "closed"
         self._unsent.clear()
         return self.take([each for each in self.open.values() if each.sendings >= _MOST_SENDINGS])
@@ -110,7 +110,7 @@ class AskSession:
         return self._unsent.popleft() if self._unsent else None
 
     def receive(self, frames: Sequence[bytes]) -> tuple[OpenAsk, str, bytes] | None:
-        """Take in a reply; return (ask, code, payload) if it ends an ask. A peer's fault is left in `error`."""
+        """Process a reply; return (ask, code, payload) if it ends an ask. A peer's fault is stored in `error`."""
         try:
             if self._state == "greeting":
                 self._greeted(frames)

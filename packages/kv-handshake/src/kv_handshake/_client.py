@@ -181,7 +181,7 @@ class Client:
     ) -> Callable[[], None]:
         """Ask an engine of our own kind and return at once; many asks may be open, over one connection per peer.
 
-        A peer is first asked for an envelope, and then only if that announces the capability ``ask``.
+        The client first requests the peer's envelope, and sends asks only if it announces the capability ``ask``.
 
         Args:
             host: The listener's address or name.
@@ -192,7 +192,7 @@ class Client:
             deadline_s: Seconds after which the ask ends with ``timed-out``.
 
         Returns:
-            A function that takes the ask back: `on_reply` is not called any more, unless it is being called.
+            A function that cancels the ask: `on_reply` is not called any more, unless its call is already running.
 
         Raises:
             ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``, before anything is sent.
@@ -298,7 +298,7 @@ class Client:
     def _ask_again(self, question: Question, asked: TaskRequest[HandshakeSession], failure: RememberedFailure) -> None:
         """Plan one background attempt of a request, which keeps its rule about the first rank.
 
-        Without a place for it, the next request after the hold asks itself.
+        If there is no place for it, the next request after the hold asks the peer itself.
         """
         if failure.is_retried or self._memory.retried >= self._timing.connections // _BACKGROUND_SHARE:
             return

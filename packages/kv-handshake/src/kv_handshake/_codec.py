@@ -1,4 +1,4 @@
-"""Every byte outside the side channel's own loops, written and read by one object."""
+"""A single object that writes and reads every byte outside the side channel's own loops."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Codec:
     def answer_payload(
         self, question: Mapping[str, object], answer: Mapping[str, object], secrets: Sequence[bytes]
     ) -> bytes:
-        """Return the payload of the answer to a question, sealed alike.
+        """Return the payload of the answer to a question, sealed in the same way.
 
         Args:
             question: As `read_question` returned it.
@@ -210,7 +210,7 @@ class Codec:
         return answer_payload(question, answer, secrets)
 
     def read_question(self, payload: bytes, secrets: Sequence[bytes]) -> dict[str, object]:
-        """Return the question in an ask's payload; with secrets, only one that one of them has sealed.
+        """Return the question in an ask's payload; with secrets, accept only a question that one of them has sealed.
 
         Raises:
             WireError: ``malformed-hand-over`` or ``hand-over-seal``.

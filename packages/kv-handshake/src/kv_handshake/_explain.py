@@ -1,4 +1,4 @@
-"""Naming the factor that differs when the peer sends nothing but a digest.
+"""Naming the factor that differs when the peer sends only a digest.
 
 vLLM's own connector sends the hash of its factors and not the factors. But most factors can take few values, so they
 can be tried: if this engine's factors with another dtype give exactly the peer's hash, then the dtype is what

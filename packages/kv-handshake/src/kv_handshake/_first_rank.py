@@ -2,7 +2,7 @@
 
 A listener of vLLM itself ends on a query for a rank that it does not have, and every engine has rank (0, 0). So a caller that is
 not sure of an engine's size looks at the metadata of that rank first. The rule belongs to the session, so that every attempt
-keeps it: the first one, one at another address or with another key, a retry, and those in the background. An engine that
+keeps it: the first attempt, an attempt at another address or with another key, a retry, and a background attempt. An engine that
 restarts smaller ends the connection, and the next attempt begins with rank (0, 0) again.
 """
 

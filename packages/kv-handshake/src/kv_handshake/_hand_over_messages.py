@@ -2,10 +2,10 @@
 
 A payload is an array of a seal and a body. The body is a map whose key ``kind`` says which message it is. The seal is
 HMAC-SHA-256 under a fleet secret over the 11 characters ``kv-stream-1``, one zero byte and the body as it came: these messages go
-from engine to engine, so nobody in between writes them anew. Without secrets the seal is empty. An engine with secrets refuses
-what none of them has sealed; an engine without ignores seals.
+from engine to engine, so no intermediary rewrites them. Without secrets the seal is empty. An engine with secrets refuses
+messages that none of them has sealed; an engine without secrets ignores seals.
 
-An answer repeats the id, the number and the nonce of its question, so an answer to another question fits none, however old.
+An answer repeats the id, the number and the nonce of its question, so an answer to another question, however old, does not fit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         hand_over_id: The id that both engines have from the router.
-        number: The question's number; the asker's scheduler tells late answers by it.
+        number: The question's number, by which the asker's scheduler recognises late answers.
         nonce: 128 random bits of the question.
     """
 
@@ -206,7 +206,7 @@ def _opened(payload: bytes, secrets: Sequence[bytes], decoder: msgspec.msgpack.D
     try:
         return decoder.decode(body)
     except DECODE_ERRORS as error:
-        told = shortened(str(error))  # a key that no message has is named in it as the peer wrote it
+        told = shortened(str(error))  # the error quotes an unknown key as the peer wrote it
         raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {told}") from error
 
 

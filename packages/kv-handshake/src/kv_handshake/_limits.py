@@ -66,7 +66,7 @@ MAX_NOTIFICATION_BYTES = 1024 * 1024
 MAX_HEARTBEAT_IDS = 8192
 """Requests that one heartbeat keeps alive: vLLM sends those of all reads at a peer in one. They are read in 10 ms.
 
-The others of a longer one are counted; the next heartbeat may name them."""
+Further ids of a longer heartbeat are only counted; the next heartbeat may name them."""
 
 NUMBER_END = 1 << 53
 """Numbers that travel through JSON stay below this: many readers keep them as 64-bit floats, which are exact up to here."""

@@ -163,17 +163,17 @@ class Listener:
             self._thread.start()
 
     def replace(self, payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> None:
-        """Serve these envelopes by (pp rank, tp rank) from now on; none of them means "not ready"."""
+        """Serve these envelopes by (pp rank, tp rank) from now on; an empty mapping means "not ready"."""
         self._core.replace(payloads, advertisement=advertisement)
 
     def take_asks(
         self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float = 5.0
     ) -> None:
-        """Take asks of peers from now on; call it before `start`. Without it they are refused as an unknown command.
+        """Accept asks from peers; call this before `start`. Without it, asks are refused as an unknown command.
 
         Args:
             on_ask: Called with (ask id, payload) on the listener's thread: it must not block. `answer` sends the answer.
-            on_gone: Called with the id of an ask whose asker waits no longer, alike.
+            on_gone: Called in the same way with the id of an ask whose asker no longer waits.
             wait_s: Seconds after which an ask without an answer is refused, at most 30.
 
         Raises:
@@ -186,7 +186,7 @@ class Listener:
         self._desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
 
     def answer(self, ask_id: int, payload: bytes) -> None:
-        """Send the answer to an ask; to one that has ended it means nothing. Callable from any thread, also in `on_ask`.
+        """Send the answer to an ask, or drop it if the ask has ended. Callable from any thread, also in `on_ask`.
 
         Args:
             ask_id: The id that `on_ask` was given.
@@ -257,7 +257,7 @@ class Listener:
             except TooManyFrames as message:
                 self._counts["refused.wrong-frames"] += 1
                 self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
-                failures = -1  # a peer's doing, which must not make others wait
+                failures = -1  # caused by one peer, which must not make others wait
             except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
                 self._counts["restarts"] += 1
                 failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
@@ -276,13 +276,13 @@ class Listener:
             self._wake()
 
     def _wake(self) -> None:
-        """Let the listener's thread look at its desk; it does so before each wait, so it needs no waking itself."""
+        """Wake the listener's thread to look at its desk; it looks before each wait, so it need not wake itself."""
         sock = self._socket
         if sock is not None and threading.current_thread() is not self._thread:
             sock.wake()
 
     def _take_over_keys(self, sock: RouterSocket) -> bool:
-        """Use the keys of an outdated socket's files from now on; return whether there were any."""
+        """Use the keys that the socket read from its files; return whether the socket is outdated."""
         self._security = sock.security
         return sock.is_outdated
 
@@ -305,7 +305,7 @@ class Listener:
             self._counts["unsent"] += 1
 
     def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
-        """Return the frames of the reply, none for an ask that is open."""
+        """Return the frames of the reply, none for an ask that stays open."""
         now_s = self._clock()
         wait_s = self._wait_s(incoming, now_s)
         if self._desk is not None and incoming.query is not None and is_ask(incoming.query):
@@ -338,7 +338,7 @@ class Listener:
         return self._buckets.wait_s(sender.address, now_s, cost)
 
     def _hung_up(self, cause: str, address: str) -> None:
-        """Count a connection that was shut down, or log trouble with key files or limits; on the thread of the limits."""
+        """Count a connection that was shut down, or log trouble with key files or limits; runs on the watch's thread."""
         if cause in {"keys", "watch"}:
             self._log.warning(cause, address)
             return
@@ -353,7 +353,7 @@ class Listener:
         if self._desk is not None:
             self._desk.drop_all()
         if sock is not None:
-            self._security = sock.security  # as the files were last, also after a failure
+            self._security = sock.security  # the latest keys of the files, also after a failure
             try:
                 sock.close()
             except HandshakeError as error:

@@ -37,7 +37,7 @@ _LOOK_S = 0.02
 
 _RESERVE = 8
 _PATIENCE_S = 0.5
-"""A look-up or an attempt that nothing was heard of for so long gives its place up if a host without any place wants it."""
+"""A look-up or an attempt that has been silent for so long gives up its place if a host without any place needs it."""
 
 
 @final
@@ -76,7 +76,7 @@ class Loop:
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
         self._started_s = 0.0
-        # Time at which nobody was silent: none of the other tasks that wait need look again in that turn.
+        # Time at which no task was silent, so that the other waiting tasks need not look again in the same turn.
         self._all_heard_s = 0.0
         self._names = Names(self._hub.wake, allows_link_local=allows_link_local_names)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
@@ -175,7 +175,9 @@ class Loop:
             if lookup.done():
                 del self._lookups[task]
                 self._begin(task, lookup.result())
-        for task in list(self._waiting):  # not those that give their places up in turn: they wait behind all others
+        for task in list(
+            self._waiting
+        ):  # without tasks that give up their places meanwhile: they wait behind all others
             is_due = task.next_attempt_s <= now_s < task.deadline_s
             if not is_due or not self._make_room(task.request.endpoint.host, now_s):
                 continue
@@ -206,7 +208,7 @@ class Loop:
         self._end_attempt(task)
 
     def _make_room(self, host: str, now_s: float) -> bool:
-        """Return whether a host may have a place more; for one that has none a silent attempt of another is ended.
+        """Return whether a host may take another place; for a host that has none, end a silent attempt of another host.
 
         The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
         448, the next one at most 32, the one after that 16.
@@ -365,7 +367,7 @@ class Loop:
     def _next_deadline_s(self) -> float:
         times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
         if len(self._running) + len(self._lookups) < self._connections:
-            # A task that was due and got no place waits for the end of another, not for a time.
+            # A task that was due but got no place waits for another task to end, not for a time.
             times += [
                 task.next_attempt_s if task.next_attempt_s > self._started_s else task.deadline_s
                 for task in self._waiting

@@ -38,15 +38,15 @@ _TRANSLATED = tuple(map(ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")
 
 @final
 class Names:
-    """Finds the addresses of host names for one thread, which no slow name server keeps waiting.
+    """Finds the addresses of host names for one thread, without making it wait for a slow name server.
 
-    Requests for the same name share one look-up, and its answer for five seconds. So a name that many tickets give takes one of
+    Requests for the same name share one look-up, and its answer for five seconds. So a name in many tickets takes only one of
     the 32 threads.
 
     Args:
         wake: Called when a look-up has ended, from any thread.
         allows_link_local: Whether a name may have an address of one link only. A stranger who gives a name also decides what it
-            resolves to, so without this a stranger's name would lead to services that trust the machine alone.
+            resolves to, so such an address would let a stranger's name lead to services that trust the machine alone.
     """
 
     def __init__(self, wake: Callable[[], None], *, allows_link_local: bool = True) -> None:
@@ -86,9 +86,10 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _is_reachable_for_strangers(text: str) -> bool:
-    """Return whether an address is, and leads to, none of one link; what does not parse is not.
+    """Return whether an address neither is nor leads to an address of one link only; False if it does not parse.
 
-    Examples: 169.254.169.254, ::ffff:169.254.169.254, 64:ff9b::a9fe:a9fe (NAT64) and 2002:a9fe:a9fe::1 (6to4) lead to the same.
+    Examples: 169.254.169.254, ::ffff:169.254.169.254, 64:ff9b::a9fe:a9fe (NAT64) and 2002:a9fe:a9fe::1 (6to4) all lead to
+    169.254.169.254.
     """
     try:
         address = ip_address(text)

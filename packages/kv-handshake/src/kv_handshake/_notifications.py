@@ -254,7 +254,7 @@ def _is_request_id(request_id: str) -> bool:
 
 
 def _are_plain(request_ids: Collection[str]) -> bool:
-    """Return whether all are request ids that are plain ASCII: a look at all of them takes a tenth of 8192 single ones."""
+    """Return whether all are request ids of plain ASCII; one check of all 8192 takes a tenth of as many single checks."""
     return _have_lengths(request_ids, MAX_REQUEST_ID_BYTES) and all(map(str.isascii, request_ids))
 
 
@@ -269,7 +269,7 @@ def _are_plain_pairs(pairs: Collection[tuple[str, str]]) -> bool:
 
 
 def _columns(pairs: Collection[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the first and the second members of the pairs; of 8192 pairs ``zip`` costs eight times as much."""
+    """Return the first and the second members of the pairs; for 8192 pairs, ``zip`` takes eight times as long."""
     return tuple([first for first, _ in pairs]), tuple([second for _, second in pairs])
 
 

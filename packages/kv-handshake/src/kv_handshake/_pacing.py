@@ -56,8 +56,8 @@ class AskLimits:
     Attributes:
         wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
         per_connection: Open asks of one connection: an engine has one.
-        in_all: Open asks of all connections; an address that holds as many as are free takes no more.
-        bytes_in_all: Bytes of their payloads, alike.
+        in_all: Open asks of all connections; an address that holds as many as are free gets no more.
+        bytes_in_all: Bytes of their payloads, under the same rule.
     """
 
     wait_s: float = 5.0

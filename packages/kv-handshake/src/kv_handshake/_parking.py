@@ -38,7 +38,8 @@ class Parked(NamedTuple):
 class Parking:
     """Holds open asks within limits: of each connection, of each address, in all, in bytes and in time.
 
-    An address that holds as many asks, or bytes, as are still free takes no more: whoever floods leaves others half.
+    An address that holds as many asks, or bytes, as are still free gets no more, so a flood from one address leaves half to
+    others.
 
     Example: of 1024 asks one address holds at most 512, the next one then at most 256.
     """
@@ -60,7 +61,7 @@ class Parking:
     def park(
         self, envelope: tuple[bytes, ...], number: int, size_bytes: int, *, address: str, descriptor: int, now_s: float
     ) -> Parked | str:
-        """Take an ask in, or return the code of the reason why not."""
+        """Park an ask, or return the code of the reason for refusing it."""
         connection, limits = envelope[0], self._limits
         if (connection, number) in self._by_asker:
             return "ask-repeated"
@@ -103,7 +104,7 @@ class Parking:
         return None if ask_id is None else self.take(ask_id)
 
     def take_expired(self, now_s: float) -> list[Parked]:
-        """Return the asks whose time is over, and forget them."""
+        """Return the expired asks, and forget them."""
         ended: list[Parked] = []
         for parked in self._parked.values():
             if now_s < parked.until_s:

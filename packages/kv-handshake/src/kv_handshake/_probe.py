@@ -99,7 +99,7 @@ def probe_advertisement(
 ) -> tuple[Advertisement, bytes]:
     """Ask one of our own listeners for its advertisement; return it with its bytes.
 
-    Never point this at vLLM's own listener: it would end it.
+    Never point this at vLLM's own listener, which would die on the query.
 
     Raises:
         TransportError: As `probe`.

@@ -28,8 +28,8 @@ _OK = 0
 _DIFFERENT = 1
 
 DEFAULT_DIALECT = 5
-"""Oldest dialect whose queries have three fields. vLLM's own listeners end on a query of another shape: from 0.26 on they take
-three fields, before that two. So 5 ends none since 0.26, `run_probe` warns of the older ones, and ours answer either shape.
+"""Oldest dialect whose queries have three fields. vLLM's own listeners die on a query of another shape: from 0.26 on they take
+three fields, before that two. So 5 is safe for all since 0.26, `run_probe` warns of older ones, and ours answer either shape.
 """
 
 
@@ -86,7 +86,7 @@ def run_probe(options: ProbeOptions) -> int:
 
 
 def _warn(options: ProbeOptions, ranks: Sequence[Rank]) -> None:
-    """Say, before anything is sent, which question would end a listener of vLLM itself."""
+    """Warn, before anything is sent, of a query on which vLLM's own listener would die."""
     if not options.vllm and options.dialect is None:
         print(
             "kv-handshake: the query has the shape of vLLM 0.26 and later; a listener of an older vLLM would end on it "

@@ -25,7 +25,7 @@ _METADATA = b"get_meta_msg"
 _ADVERTISEMENT = b"get_advertisement"
 
 ADVERTISEMENT_QUERY: bytes = msgspec.msgpack.encode([_ADVERTISEMENT])
-"""Asks our own listeners for their advertisement. Never send it to vLLM's own listener: it would end it."""
+"""Asks our own listeners for their advertisement. Never send it to vLLM's own listener, which would die on it."""
 
 
 @final

@@ -45,8 +45,9 @@ class ListTable:
 class Repeated:
     """The last value of each list and of the factors, with their bytes; for one thread.
 
-    The sessions of a client share short values that nobody can change. Maps and long lists end with their session: a caller may
-    change the one, and no peer's word stays large. Of a short map the bytes are shared, so that it is checked once.
+    The sessions of a client share short, immutable values. Maps and long lists are dropped with their session, because a caller
+    may change a map, and no peer may make the client keep large values. The bytes of a short map are shared, so that it is
+    checked only once.
 
     Attributes:
         client: The values that the sessions of a client share.

@@ -240,7 +240,7 @@ class Task(Generic[S]):
         )
 
     def transport_error(self, code: str, problem: str, now_s: float) -> TransportError:
-        """Return an error with a problem, which names the peer, and with the missing ranks and the elapsed time."""
+        """Return an error with the problem (a text that names the peer), the missing ranks and the elapsed time."""
         endpoint, elapsed_s = self.request.endpoint, now_s - self.began_s
         missing = self.session.missing_ranks
         shown = ", ".join(map(str, missing[:_SHOWN_RANKS]))

@@ -17,8 +17,8 @@ class Timing:
 
     Attributes:
         deadline_s: A handshake ends after this, whatever happens.
-        attempt_s: A connection is given up when the next reply does not come within this time, one for asks if the first does
-            not.
+        attempt_s: A connection is given up when the next reply does not come within this time; a connection for asks, when its
+            first reply does not.
         retry_first_s: Wait before the second attempt; doubles from there.
         retry_most_s: Longest wait between attempts.
         hold_first_s: After a failed handshake the peer is asked again, in the background, after this time; doubles from
@@ -26,8 +26,8 @@ class Timing:
         hold_most_s: Longest wait between two background attempts.
         forget_s: A failed peer that no request has named for this long is forgotten.
         pipeline: Queries that may be under way at once on one connection.
-        connections: Peers that are talked to at once; fewer where the process may open few files. Further handshakes wait for a
-            place until their deadline, further asks do not; they end with ``too-many-peers``.
+        connections: Peers with a connection at once; fewer where the process may open few files. Further handshakes wait for a
+            place until their deadline; further asks do not wait but end with ``too-many-peers``.
     """
 
     deadline_s: float = 15.0

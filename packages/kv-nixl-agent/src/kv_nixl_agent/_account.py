@@ -18,7 +18,7 @@ __all__ = ["Account"]
 
 @final
 class Account:
-    """Collects what a result reports. Decisions are never taken from it."""
+    """Collects the figures that a result reports. No decision depends on it."""
 
     __slots__ = ("_carried", "check_s", "descriptor_count", "entered_s", "merged_count", "payload_bytes", "post_s")
 
@@ -35,7 +35,7 @@ class Account:
         self._carried: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
 
     def complete(self, part: Part, telemetry: WireTelemetry | None) -> None:
-        """Note that a part is done, and NIXL's account of it."""
+        """Record a completed part and NIXL's telemetry of it."""
         backend = ""
         if telemetry is not None:
             self.merged_count += telemetry.descriptor_count

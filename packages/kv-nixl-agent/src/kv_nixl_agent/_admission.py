@@ -1,4 +1,4 @@
-"""Questions that an order must answer before it is accepted."""
+"""Checks that an order must pass before it is accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["admit"]
 
 
 def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: int, held: int) -> None:
-    """Refuse an order that cannot be served now, given the transfers that wait and those of its peer in quarantine.
+    """Refuse an order that cannot be served now; `waiting` counts queued transfers, `held` those of its peer in quarantine.
 
     Raises:
         AgentError: `queue-full`, `quarantine-full`, `bad-fence`, `bad-options`.

@@ -1,8 +1,8 @@
-"""`TransferAgent`: one NIXL agent with its memory, its peers and its transfers, driven by its owner.
+"""`TransferAgent`: one NIXL agent with its memory, peers and transfers, driven by its owner.
 
 Theory of operation. An order becomes a `Transfer` with one or more *parts*, each of which is one NIXL handle. The owner calls
-`advance` again and again. One turn posts parts, asks for everything on the wire, ends transfers past their deadline
-(`TransferTable`), and polls the handles that nobody waits for (`Handles`).
+`advance` repeatedly. Each call posts parts, polls everything on the wire, ends transfers past their deadline (`TransferTable`),
+and polls the handles that no transfer waits for (`Handles`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ __all__ = ["TransferAgent"]
 
 @final
 class TransferAgent:
-    """NIXL endpoint of a rank. Not thread-safe: one thread owns it and calls `advance` again and again.
+    """NIXL endpoint of a rank. Not thread-safe: one thread owns it and calls `advance` repeatedly.
 
     Args:
-        name: NIXL agent name, unique among the agents that meet.
+        name: NIXL agent name, unique among agents that connect to each other.
         regions: Memory to register: (address, length_bytes, device, kind). The caller keeps it alive.
         options: See `AgentOptions`.
-        port_factory: Makes the NIXL port; a fake in tests.
-        clock: Monotonic seconds.
+        port_factory: Creates the NIXL port; tests pass a fake.
+        clock: Monotonic clock, in seconds.
 
     Raises:
         AgentError: `nixl-missing`, `backend-unavailable`, `bad-region`, `registration-failed`.
@@ -117,7 +117,7 @@ class TransferAgent:
 
     @property
     def features(self) -> PortFeatures:
-        """Features of the NIXL underneath."""
+        """Features of the installed NIXL."""
         self._refuse_closed()
         return self._port.features
 
@@ -128,16 +128,16 @@ class TransferAgent:
 
     @property
     def stream_words(self) -> StreamWords | None:
-        """This rank's stream memory, for stores from any thread; None without stream slots."""
+        """This rank's stream memory, writable from any thread; None without stream slots."""
         return self._memory.streams
 
     @property
     def generation(self) -> int:
-        """Number that starts at 1 and grows whenever the regions change: peers need fresh metadata then."""
+        """Number that starts at 1 and grows whenever the regions change; peers then need fresh metadata."""
         return self._generation
 
     def agent_metadata(self) -> bytes:
-        """Return the description of this agent for peers, with a checksum trailer that NIXL itself ignores."""
+        """Return this agent's metadata for peers, with a checksum trailer that NIXL itself ignores."""
         self._refuse_closed()
         return add_checksum(self._port.agent_metadata())
 
@@ -166,7 +166,7 @@ class TransferAgent:
     # --------------------------------------------------------------------------------------------------------- peers
 
     def add_peer(self, spec: PeerDescription) -> None:
-        """Register a peer rank and begin to connect to it.
+        """Register a peer rank and start connecting to it.
 
         Args:
             spec: A `PeerSpec`, or any value with its members.
@@ -183,19 +183,19 @@ class TransferAgent:
             self._words.warm_up(peer, lambda failure: self._note_warm_up(peer, failure))
 
     def replace_peer(self, spec: PeerDescription) -> None:
-        """Register a restarted or re-registered peer whose key may be in use; transfers of the former one fail.
+        """Register a restarted or re-registered peer whose key may be in use; transfers of the previous peer fail.
 
         Raises:
-            AgentError: as `add_peer`; the former peer is gone then, too.
+            AgentError: as `add_peer`; the previous peer is then removed, too.
         """
         if spec.key in self._peers:
             self.remove_peer(spec.key)
         self.add_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer; its transfers on their way fail with `peer-removed`, and those posted go to quarantine.
+        """Forget a peer; its waiting transfers fail with `peer-removed`, and posted ones go to quarantine.
 
-        NIXL keeps the peer's agent loaded, for its return.
+        NIXL keeps the peer's agent loaded, in case the peer returns.
 
         Raises:
             AgentError: `unknown-peer`.
@@ -211,7 +211,7 @@ class TransferAgent:
         return peer in self._peers
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
-        """Return a snapshot of every peer: agent name, wired, connected, prepared, outstanding handles."""
+        """Return the state of every peer: agent name, wired, connected, prepared, outstanding handles."""
         return {one.key: one.describe() for one in self._peers.all}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
@@ -241,7 +241,7 @@ class TransferAgent:
     # ----------------------------------------------------------------------------------------------------- transfers
 
     def post(self, order: TransferOrder) -> None:
-        """Accept a transfer; its end comes with `take_results`.
+        """Accept a transfer; `take_results` reports its end.
 
         Raises:
             AgentError: `unknown-peer`, `bad-indices`, `length-mismatch`, `bad-fence`, `bad-options`,
@@ -271,11 +271,11 @@ class TransferAgent:
             self.refuse(order, error)
 
     def refuse(self, order: TransferOrder, error: AgentError) -> None:
-        """Report an order that is not accepted as a failed transfer."""
+        """Report a refused order as a failed transfer."""
         self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
 
     def cancel(self, transfer_id: str) -> bool:
-        """End a transfer early; False if it is not in progress. Parts on the wire go to quarantine."""
+        """End a transfer early; return False if it is not in progress. Parts on the wire go to quarantine."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return False
@@ -283,7 +283,7 @@ class TransferAgent:
         return True
 
     def advance(self) -> bool:
-        """Do one turn of posting and polling; True if anything moved."""
+        """Do one turn of posting and polling; return True if anything progressed."""
         self._refuse_closed()
         moved = self._transfers.launch()
         moved = self._transfers.poll() or moved
@@ -293,7 +293,7 @@ class TransferAgent:
         return self._handles.poll(now_s) or moved
 
     def take_results(self) -> list[TransferResult]:
-        """Return the results since the last call, in the order of their ends."""
+        """Return the results since the last call, in the order in which the transfers ended."""
         taken = list(self._transfers.results)
         self._transfers.results.clear()
         return taken
@@ -305,7 +305,7 @@ class TransferAgent:
         return taken
 
     def take_notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Return the notifications that came in since the last call, as (agent name of the peer, payload)."""
+        """Return the notifications received since the last call, as (agent name of the peer, payload)."""
         self._refuse_closed()
         try:
             arrived = self._port.notifications()
@@ -331,20 +331,20 @@ class TransferAgent:
 
     @property
     def has_quarantine(self) -> bool:
-        """Whether quarantine holds anything."""
+        """Whether any transfer is in quarantine."""
         return self._handles.held_count > 0
 
     def declare_quiet(self, transfer_id: str) -> bool:
-        """End the quarantine of a transfer on the caller's word that nothing can write any more; False if not held.
+        """End a transfer's quarantine because the caller knows that nothing can write any more; return False if it is not held.
 
-        For a peer process that is known to be gone, where NIXL itself cannot tell: it loses track of a transfer when a
-        second process takes the peer's agent name. `take_quiet` reports the transfer as usual.
+        For a peer process that is known to be gone although NIXL cannot tell: NIXL loses track of a transfer when a second
+        process takes the peer's agent name. `take_quiet` reports the transfer as usual.
         """
         self._refuse_closed()
         return self._handles.declare_quiet(transfer_id)
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire that make no progress."""
+        """Return the transfers on the wire without progress."""
         return self._transfers.stalls.entries()
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
@@ -356,7 +356,7 @@ class TransferAgent:
         return self.snapshot().summary()
 
     def snapshot(self) -> Snapshot:
-        """Return the same for another thread to summarise."""
+        """Return counters and times as a snapshot, which another thread can summarise."""
         own = {"scratch_words_free": float(self._memory.fences.free_scratch_words), **self.polls.gauges()}
         return self._statistics.snapshot(
             {**self._transfers.gauges(), **self._handles.gauges(), **self._peers.statistics(), **own}
@@ -373,7 +373,7 @@ class TransferAgent:
     def close(self) -> None:
         """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
 
-        Every fence word is voided first, so that a consumer that keeps reading rejects the data. Transfers on the wire get
+        Every fence word is voided first, so that a consumer that is still reading rejects the data. Transfers on the wire get
         `close_wait_s` to end, since UCX may abort the process when it is destroyed in the middle of a copy.
         """
         if self._is_closed:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["IMPORT_NAMES", "available_plugins", "find_nixl", "loaded_build", "open_nixl"]
 
 IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
-"""Modules that are tried, in this order; `nixl` itself loads one of the others."""
+"""Modules to try, in this order; `nixl` itself loads one of the others."""
 
 # vLLM sets the same before its first import: without a bound, UCX's registration cache keeps unmapped memory.
 _BEFORE_IMPORT: Final = MappingProxyType({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
 
-# Taken by the UCX plugin, although it does not list them.
+# Accepted by the UCX plugin, although it does not list them.
 _UNLISTED: Final = frozenset({"num_threads", "split_batch_size", "engine_config"})
 
 

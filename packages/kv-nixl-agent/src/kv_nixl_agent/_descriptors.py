@@ -1,7 +1,8 @@
-"""Descriptors (open files and sockets) that are left to this process.
+"""Remaining descriptors (open files and sockets) of this process.
 
-An agent that meets a peer without enough of them leaves UCX with half a connection: UCX of this process cannot accept what the
-peer opens in return, and a peer whose connection is refused in that state may be aborted by its own UCX. So it is asked before.
+An agent that connects to a peer without enough descriptors leaves UCX with half a connection: the local UCX cannot accept the
+connections that the peer opens in return, and a peer whose connection is refused in that state may be aborted by its own UCX. So
+the number is checked first.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ A_PEER_NEEDS: Final = 32
 
 
 def descriptors_left() -> int | None:
-    """Return how many more descriptors this process may open; None where nothing bounds them or it cannot be told."""
+    """Return how many more descriptors this process may open; None where there is no limit or it is unknown."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return None
     try:
-        # An entry is that of the directory itself, which is closed again.
+        # The list includes the descriptor of the directory itself, which is closed again.
         return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - half the time, and each peer asks
     except FileNotFoundError:
         return None
@@ -33,7 +34,7 @@ def descriptors_left() -> int | None:
 
 
 def refuse_without_descriptors() -> None:
-    """Do nothing if a peer can be met.
+    """Do nothing if descriptors for a peer remain.
 
     Raises:
         AgentError: `no-descriptors`.

@@ -17,11 +17,11 @@ Fault = Literal["local", "peer", "environment"]
 @final
 @dataclass(frozen=True)
 class ErrorFacts:
-    """Facts about a code, which hold for every error that carries it."""
+    """Properties of a code that hold for every error with that code."""
 
     fault: Fault
     is_retry_safe: bool | None
-    """Whether the same call may simply be repeated later; None when that depends on the cause."""
+    """Whether the same call may be repeated later; None when that depends on the cause."""
     meaning: str
 
 
@@ -149,7 +149,7 @@ _REFUSED_BY_NIXL: Final = frozenset(
 def transfer_code(error: AgentError) -> str:
     """Return the code of a transfer that failed by `error`.
 
-    NIXL forgets a peer whose connection has ended, whoever notices that first, and does not find it when the next read is posted.
+    NIXL forgets a peer whose connection has ended, whichever call notices that first, so the next post does not find the peer.
     """
     if error.code in {"nixl-disconnected", "nixl-not-found"}:
         return "peer-disconnected"

@@ -1,8 +1,8 @@
-"""The fence array: words that peers read, and scratch words that our own fence reads land in.
+"""The fence array: words that peers read, and scratch words into which our own fence reads land.
 
 Word layout of an agent with 4096 fence words: words 0 to 4095 are exposed to peers, 4096 to 4607 are the 512 scratch words,
-4608 is the landing word of warm-ups and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768 words of the
-probe pages, whose pattern is public and never changes (`_probe_pages.py`).
+4608 is where warm-up reads land and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768 words of the probe
+pages, whose pattern is public and never changes (`_probe_pages.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CLOSED_GENERATION", "PROBE_WORDS", "SCRATCH_WORDS", "FenceArray", "probe_pattern", "words_before_pages"]
 
 CLOSED_GENERATION: Final = (1 << 64) - 1
-"""Generation in every fence word of a closed agent; never granted."""
+"""Generation in every fence word of a closed agent; never granted to a request."""
 
 SCRATCH_WORDS: Final = 512
 
@@ -33,13 +33,13 @@ _LINE_WORDS: Final = 8
 
 
 def words_before_pages(word_count: int) -> int:
-    """Return the words from the beginning of a fence array to its probe pages. Example: 4616 for 4096 words."""
+    """Return the number of words before a fence array's probe pages. Example: 4616 for 4096 words."""
     return -(-(word_count + SCRATCH_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
 
 
 @cache
 def probe_pattern() -> npt.NDArray[np.uint64]:
-    """Return the content of the probe pages, uint64 (PROBE_WORDS,), read-only: every word differs from every other."""
+    """Return the content of the probe pages, uint64 (PROBE_WORDS,), read-only; all words differ."""
     pattern: npt.NDArray[np.uint64] = np.arange(1, PROBE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     pattern.flags.writeable = False
     return pattern
@@ -47,17 +47,17 @@ def probe_pattern() -> npt.NDArray[np.uint64]:
 
 @final
 class FenceArray:
-    """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own such reads.
+    """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own fence reads.
 
-    A word is written with one aligned 8-byte store, so a reader sees the old or the new generation, nothing between. A lock keeps
-    writers on other threads from reviving a word after `void_all`.
+    A word is written with one aligned 8-byte store, so a reader sees either the old or the new generation. A lock keeps writers
+    on other threads from making a word valid again after `void_all`.
     """
 
     __slots__ = ("_free", "_is_void", "_lock", "_memory", "_total_bytes", "_words", "word_count")
 
     def __init__(self, word_count: int) -> None:
         self.word_count = word_count
-        """Words that are exposed to peers."""
+        """Number of words exposed to peers."""
         first = words_before_pages(word_count)
         raw: npt.NDArray[np.uint64] = np.zeros(first + PROBE_WORDS + _LINE_WORDS, dtype=np.uint64)
         shift = (-raw.ctypes.data % (8 * _LINE_WORDS)) // 8
@@ -65,7 +65,7 @@ class FenceArray:
         whole[first:] = probe_pattern()
         self._memory: npt.NDArray[np.uint64] = whole[: word_count + SCRATCH_WORDS + 1]
         self._total_bytes = int(whole.nbytes)
-        self._words = self._memory.data  # reads one word with less of NumPy's code, which is cold by then
+        self._words = self._memory.data  # reading a word through it runs less NumPy code, which is cold by then
         self._free = deque(range(word_count, word_count + SCRATCH_WORDS))
         self._lock = threading.Lock()
         self._is_void = False
@@ -82,17 +82,17 @@ class FenceArray:
 
     @property
     def warm_up_word(self) -> int:
-        """Number of the word that warm-ups land in; its content means nothing."""
+        """Number of the word in which warm-up reads land; its content means nothing."""
         return self.word_count + SCRATCH_WORDS
 
     @property
     def total_bytes(self) -> int:
-        """Bytes to register, scratch words and probe pages included."""
+        """Bytes to register, including scratch words and probe pages."""
         return self._total_bytes
 
     @property
     def free_scratch_words(self) -> int:
-        """Scratch words that no fence read uses."""
+        """Number of scratch words not in use."""
         return len(self._free)
 
     def write(self, slot: int, generation: int) -> None:
@@ -119,7 +119,7 @@ class FenceArray:
         return word
 
     def void_all(self) -> None:
-        """Make every word differ from every generation that was granted, for good."""
+        """Permanently set every word to a value that differs from every granted generation."""
         with self._lock:
             self._is_void = True
             self._memory[: self.word_count] = CLOSED_GENERATION
@@ -137,7 +137,7 @@ class FenceArray:
         return word
 
     def give_back(self, word: int, *, is_suspect: bool = False) -> None:
-        """Free a scratch word. A suspect one, whose read ended in an error, is used again after all the others."""
+        """Free a scratch word. A suspect word, whose read ended in an error, is reused only after all others."""
         if is_suspect:
             self._free.append(word)
         else:

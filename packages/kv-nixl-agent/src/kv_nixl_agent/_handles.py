@@ -1,14 +1,14 @@
-"""Owner of NIXL's transfer handles: counts them per peer, releases them, and keeps those that nobody waits for.
+"""Owner of NIXL's transfer handles: counts them per peer, releases them, and keeps those that no transfer waits for.
 
 NIXL's release of an active transfer is best effort. Over TCP, data of a released transfer was seen to land seconds later, even
-after the peer had been removed. So a handle whose transfer has ended early is kept and polled. One policy holds for all of them:
+after the peer had been removed. So a handle whose transfer has ended early is kept and polled, under one policy for all:
 
-1. A handle is kept until nothing of it can reach the wire any more: NIXL says done or disconnected, or that it was never posted.
-2. While it may write to the *caller's pages*, nothing else ends it, except the caller's word (`declare_quiet`), the removal of
-   its peer where the options promise that this is enough, and the closing of the agent (no worker is left that could write).
-   That is *quarantine*; it is bounded and counted per peer key.
+1. A handle is kept until nothing of it can reach the wire any more: NIXL reports done or disconnected, or it was never posted.
+2. While it may write to the *caller's pages*, only three other events end it: the caller's assurance (`declare_quiet`), the
+   removal of its peer where the options promise that this is enough, and the closing of the agent (no worker is left that could
+   write). That is *quarantine*; it is bounded and counted per peer key.
 3. A handle that lands in *one of our own words* (a warm-up, or the fence read of a transfer that has ended) also ends after
-   several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and used again last.
+   several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and reused last.
 4. It is released once. A release that NIXL refuses is tried again.
 """
 
@@ -54,13 +54,13 @@ def was_rejected(error: AgentError) -> bool:
 
 
 def has_left_the_wire(error: AgentError) -> bool:
-    """Return whether a handle whose `check` raised this can write nothing any more."""
+    """Return whether this error of `check` means that the handle can write nothing any more."""
     return error.code in {"nixl-disconnected", "nixl-not-posted"}
 
 
 @final
 class _Watched:
-    """A posted handle that lands in one of our own words. `on_end` gets None for done, or the error that ended it."""
+    """A posted handle that lands in one of our own words. `on_end` gets None on success, or the error that ended the handle."""
 
     __slots__ = ("errors", "handle", "on_end", "peer")
 
@@ -73,7 +73,7 @@ class _Watched:
 
 @final
 class Handles(Generic[OngoingT]):
-    """All handles of one agent between `made` and release.
+    """All handles of one agent, from creation to release.
 
     Args:
         port: The NIXL agent.
@@ -106,7 +106,7 @@ class Handles(Generic[OngoingT]):
     # -------------------------------------------------------------------------------------------------- making, release
 
     def made(self, peer: Peer) -> None:
-        """Count a handle that was made for `peer`."""
+        """Count a handle that was created for `peer`."""
         peer.outstanding += 1
 
     def release(self, peer: Peer, handle: Handle) -> None:
@@ -128,11 +128,11 @@ class Handles(Generic[OngoingT]):
     # --------------------------------------------------------------------------------------------------------- keeping
 
     def watch(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
-        """Keep a handle that lands in one of our own words; call `on_end` when it has ended, then release it."""
+        """Keep a handle that lands in one of our own words; when it has ended, call `on_end` and release it."""
         self._watched.append(_Watched(peer, handle, on_end))
 
     def hold(self, transfer: OngoingT, now_s: float) -> None:
-        """Keep the handles of a transfer's active parts: its pages are in quarantine."""
+        """Keep the handles of a transfer's active parts; its pages are in quarantine."""
         self._held[transfer.order.transfer_id] = (transfer, now_s)
         key = transfer.peer.key
         self._held_by_key[key] = self.held_for(key) + 1
@@ -142,17 +142,17 @@ class Handles(Generic[OngoingT]):
         return transfer_id in self._held
 
     def held_for(self, key: str) -> int:
-        """Return how many transfers of the peer under `key`, or of a former peer of that key, are in quarantine."""
+        """Return the number of transfers in quarantine of the peer under `key`, or of an earlier peer with that key."""
         return self._held_by_key.get(key, 0)
 
     @property
     def held_count(self) -> int:
-        """Transfers in quarantine."""
+        """Number of transfers in quarantine."""
         return len(self._held)
 
     @property
     def watched_count(self) -> int:
-        """Watched handles that land in our own words."""
+        """Number of watched handles that land in our own words."""
         return len(self._watched)
 
     def entries(self) -> Sequence[QuarantineEntry]:
@@ -180,7 +180,7 @@ class Handles(Generic[OngoingT]):
     # --------------------------------------------------------------------------------------------------------- polling
 
     def poll(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Ask for watched handles, and `at_once` or every millisecond for held ones; True if one ended."""
+        """Poll watched handles, and held ones every millisecond or `at_once`; return True if one ended."""
         moved = self._poll_watched() if self._watched else False
         if not (self._held or self._unreleased) or (now_s < self._next_poll_s and not at_once):
             return moved
@@ -192,7 +192,7 @@ class Handles(Generic[OngoingT]):
         return moved
 
     def last_look(self, peers: Sequence[Peer]) -> None:
-        """Poll what is held of these peers for up to 20 ms, before NIXL forgets their process."""
+        """Poll held handles of these peers for up to 20 ms, before NIXL forgets their process."""
         until_s = time.monotonic() + _LAST_LOOK_S
         left = [transfer for transfer, _ in self._held.values() if transfer.peer in peers]
         while left:
@@ -253,7 +253,7 @@ class Handles(Generic[OngoingT]):
     # ----------------------------------------------------------------------------------------------------- letting go
 
     def declare_quiet(self, transfer_id: str) -> bool:
-        """End the quarantine of one transfer on the caller's word; False if it is not held."""
+        """End the quarantine of one transfer on the caller's assurance; return False if it is not held."""
         held = self._held.get(transfer_id)
         if held is None:
             return False
@@ -261,7 +261,7 @@ class Handles(Generic[OngoingT]):
         return True
 
     def close(self, wait_s: float) -> None:
-        """Release everything, ended or not, since the agent is about to be destroyed; first poll it for up to `wait_s`."""
+        """Poll handles for up to `wait_s`, then release all, ended or not, since the agent is about to be destroyed."""
         until_s = time.monotonic() + wait_s
         while self._may_end() and time.monotonic() < until_s:
             if not self.poll(0.0, at_once=True):
@@ -275,7 +275,7 @@ class Handles(Generic[OngoingT]):
         self._unreleased.clear()
 
     def _may_end(self) -> bool:
-        """Return whether NIXL can still report the end of a handle that is kept."""
+        """Return whether NIXL can still report the end of a kept handle."""
         return bool(self._watched) or any(not transfer.peer.is_lost for transfer, _ in self._held.values())
 
     def _give_up(self, transfer: OngoingT) -> None:

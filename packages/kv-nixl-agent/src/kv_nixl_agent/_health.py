@@ -1,4 +1,4 @@
-"""State of the owner thread, and the errors it went on after."""
+"""State of the owner thread, and the errors that it survived."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ThreadHealth:
         state: `new`, `running`, `stuck` (one turn takes longer than `stuck_after_s`), `dead` or `closed`.
         turn_age_s: Time since the current turn began.
         turns: Turns of the loop so far.
-        calls_waiting: Calls and orders handed over and not yet run.
-        callback_errors: Callbacks and calls that raised so far.
-        loop_errors: Turns that raised so far.
+        calls_waiting: Calls and orders that are waiting to run.
+        callback_errors: Number of callbacks and calls that have raised.
+        loop_errors: Number of turns that have raised.
         last_error: Type and message of the latest error of either kind; empty if there was none.
         last_traceback: Traceback of that error as text; empty if there was none.
-        ucx_requests: UCX's pool of requests in this process. Only with `zeroed` a consumer that dies in the middle of a read
-            over TCP cannot end this process with SIGSEGV; any other word is the reason why not.
+        ucx_requests: UCX's pool of requests in this process. Only with `zeroed`, a consumer that dies in the middle of a read
+            over TCP cannot end this process with SIGSEGV; any other word is the reason why it can.
     """
 
     state: ThreadState

@@ -1,8 +1,8 @@
 """The loop of the owner thread.
 
-One turn: run calls, deliver notifications, run timers that are due, one `advance` of the agent, deliver results and quiet memory,
-wait. A callback or call that raises is counted and kept, and the loop goes on. Should the loop itself fail, every order that was
-accepted, posted or still in the mailbox, is reported failed with `thread-dead`.
+One turn: run calls, deliver notifications, run timers that are due, call the agent's `advance` once, deliver results and quiet
+memory, wait. An exception from a callback or call is counted and recorded, and the loop continues. If the loop itself fails,
+every accepted order, posted or still in the mailbox, is reported as failed with `thread-dead`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Callbacks:
 
 @final
 class Loop:
-    """State and turns of one owner thread. Other threads put items into `mailbox`, ring `pacer`, and read the rest."""
+    """State and turns of one owner thread. Other threads put items into `mailbox`, wake it through `pacer`, and read the rest."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Loop:
         self.stalls: Sequence[StallEntry] = ()
 
     def run(self) -> None:
-        """Be the owner thread, from set-up to tear-down."""
+        """Run the owner thread, from set-up to tear-down."""
         self.pacer.begin()
         try:
             agent = self.set_up()
@@ -96,7 +96,7 @@ class Loop:
             self.ready.set()
 
     def accept(self, agent: TransferAgent, order: TransferOrder) -> None:
-        """Accept an order on the owner thread; once the loop has failed, report it as failed.
+        """Accept an order on the owner thread; if the loop has failed, report the order as failed.
 
         Raises:
             AgentError: `duplicate-transfer`.
@@ -107,7 +107,7 @@ class Loop:
             agent.refuse(order, self.failure)
 
     def set_up(self) -> TransferAgent | None:
-        """Make the agent; None, with `failure` set, if that fails."""
+        """Create the agent; return None, with `failure` set, if that fails."""
         try:
             if self._options.on_thread_start is not None:
                 self._options.on_thread_start()
@@ -131,7 +131,7 @@ class Loop:
         return agent
 
     def fail(self, failure: AgentError) -> None:
-        """Accept no more calls and orders, for this reason."""
+        """Accept no more calls and orders, and record the reason."""
         self.failure = failure
         self.mailbox.shut(failure.code, str(failure))
 
@@ -161,7 +161,7 @@ class Loop:
         self.turns += 1
         now_s = self.turn_began_s = self._clock()
         if self.timers.begin_turn(now_s):
-            self.pacer.progressed()  # a thread that was at rest would look out too seldom now
+            self.pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
         moved = self._run_calls(agent)
         moved = self._deliver_notifications(agent) or moved
         self.timers.note(self._clock())  # a process that was stopped within this turn must not end leases in it
@@ -174,7 +174,7 @@ class Loop:
             self.pacer.progressed()
             if not has_ends or agent.is_awaited:
                 return
-            time.sleep(0)  # a thread that waits for the last end needs the interpreter now
+            time.sleep(0)  # another thread may wait for this last end, and needs the interpreter now
         if agent.is_awaited:
             self.pacer.wait_busy()
         else:
@@ -189,7 +189,7 @@ class Loop:
         return len(self.mailbox) > 0 or self.is_closing
 
     def _run_calls(self, agent: TransferAgent, slice_s: float = _CALLS_SLICE_S) -> bool:
-        """Run the waiting calls, but not much longer than a slice, so that the first order is soon posted."""
+        """Run waiting calls for about one time slice, so that the first order is posted soon."""
         count, until_s = len(self.mailbox), self._clock() + slice_s
         for _ in range(count):
             item = self.mailbox.take()
@@ -202,7 +202,7 @@ class Loop:
         return count > 0
 
     def _deliver_notifications(self, agent: TransferAgent) -> bool:
-        """Take the notifications that arrived, and deliver those that no earlier call is to run before."""
+        """Fetch new notifications, and deliver those that no earlier call must precede."""
         arrived = agent.take_notifications()
         if arrived:
             self._arrivals.add(arrived, self.mailbox.given_count)
@@ -212,7 +212,7 @@ class Loop:
         return bool(arrived)
 
     def deliver_ends(self, agent: TransferAgent) -> bool:
-        """Invoke the callbacks of results, quiet memory and streams; True if there were any."""
+        """Invoke the callbacks for results, quiet memory and streams; return True if there were any."""
         results, quiet, news = agent.take_results(), agent.take_quiet(), agent.polls.take_news()
         for result in results:
             self._guarded(self._callbacks.on_result, result)
@@ -237,10 +237,10 @@ class Loop:
     # ------------------------------------------------------------------------------------------------------ tear-down
 
     def tear_down(self, agent: TransferAgent) -> None:
-        """End everything that was accepted, close the agent, and deliver the last ends."""
+        """End all accepted orders, close the agent, and deliver the last results."""
         if self.failure is None:
             self.mailbox.shut("agent-closed", f"transfer thread {self._name!r} was closed")
-        # Calls that were handed over before still run; what they order after a failure is reported failed.
+        # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
         self._protected(lambda: self._run_calls(agent, math.inf))
         if self.failure is None:
             self._protected(lambda: self._drain(agent))
@@ -255,14 +255,14 @@ class Loop:
         self.agent = None
 
     def _protected(self, step: Callable[[], object]) -> None:
-        """Run one step of the tear-down; the steps after it run in any case."""
+        """Run one step of the tear-down; an exception does not prevent the later steps."""
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - results are still to be delivered
             self.errors.loop_raised(error)
 
     def _drain(self, agent: TransferAgent) -> None:
-        """Let transfers in flight end within the grace time."""
+        """Let transfers in flight end within the grace period."""
         deadline_s = self._clock() + self._options.close_grace_s
         while agent.is_busy and self._clock() < deadline_s:
             if not agent.advance():

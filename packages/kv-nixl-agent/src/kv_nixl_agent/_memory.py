@@ -1,4 +1,4 @@
-"""Registered memory of one agent: the caller's regions, the fence array, and stream memory where there is some."""
+"""Registered memory of one agent: the caller's regions, the fence array, and optional stream memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["MemoryTable"]
 
 @final
 class MemoryTable:
-    """Regions registered with NIXL; refuses rows that reach outside before NIXL sees them."""
+    """Regions registered with NIXL; refuses rows outside them before NIXL sees the rows."""
 
     __slots__ = ("_port", "_regions", "_registrations", "fences", "pads", "streams")
 

@@ -1,13 +1,13 @@
 """Checksum trailer of agent metadata.
 
-NIXL accepts many damaged blobs without a word, and a blob that it rejects half-way spoils the peer's name for the
-life of the agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers
-without this package skip it, and blobs without a trailer are still accepted (unless the options demand one).
+NIXL silently accepts many damaged blobs, and a blob that it rejects half-way makes the peer's name unusable for the life of the
+agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers without this package skip
+it, and blobs without a trailer are still accepted (unless the options demand one).
 
-Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer
-counts as present when at least half of the magic bytes match, so that damage to the trailer itself is damage, not
-absence. Whole magic bytes anywhere else are those of a trailer that was cut or moved: a blob without its last byte is damaged
-also where the byte before happens to end like NIXL's blob.
+Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer counts as
+present when at least half of the magic bytes match, so that a damaged trailer counts as damage, not as absence. Complete magic
+bytes anywhere else belong to a trailer that was cut or moved: a blob without its last byte is damaged even if the byte before
+happens to look like the end of NIXL's blob.
 """
 
 from __future__ import annotations

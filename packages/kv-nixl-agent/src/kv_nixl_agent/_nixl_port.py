@@ -1,4 +1,4 @@
-"""`NixlBinding`: the port over a NIXL agent that `_bindings.py` has made. Normalises its answers and codes its errors."""
+"""`NixlBinding`: the port over a NIXL agent made by `_bindings.py`. Normalises its answers and codes its errors."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _CODES: Final = MappingProxyType(
 
 
 def attempt(what: str, call: Callable[[], _Result]) -> _Result:
-    """Run a NIXL call and translate whatever it raises.
+    """Run a NIXL call and translate its exceptions.
 
-    NIXL's own frames hold its agent, and an error may outlive it: without their traceback the agent goes when it is closed,
-    not at some later garbage collection.
+    NIXL's own frames hold its agent, and an error may outlive the agent: without that traceback the agent is freed when it is
+    closed, not at some later garbage collection.
     """
     try:
         return call()
@@ -65,7 +65,7 @@ def _progress(what: str, state: str) -> Progress:
 
 @final
 class _Held:
-    """Wraps a NIXL handle, which keeps the C++ agent alive. Empty after release, so stray references keep nothing alive."""
+    """Wraps a NIXL handle, which keeps the C++ agent alive. Emptied on release, so that stray references keep nothing alive."""
 
     __slots__ = ("inner",)
 
@@ -97,7 +97,7 @@ class NixlBinding:
         )
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
-        """Register memory with every backend that takes its kind."""
+        """Register memory with every backend that supports its kind."""
         descriptors = attempt("register_memory", lambda: self._live().register_memory(ranges, kind))
         if descriptors is None:
             raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
@@ -127,13 +127,13 @@ class NixlBinding:
         attempt("remove_remote_agent", lambda: self._live().remove_remote_agent(agent_name))
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
-        """Prepare strided rows; where NIXL is too old for them (before 1.5), one descriptor per line."""
+        """Prepare strided rows; for a NIXL before 1.5, expand them to one descriptor per line."""
         owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
         if self._strided is not False:
             try:
                 handle = self._live().prep_xfer_dlist(owner, rows, kind)
             except Exception as error:  # noqa: BLE001 - coded by _reraise
-                # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Probe once.
+                # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Try this only once.
                 if self._strided or not isinstance(error, (TypeError, AttributeError)):
                     _reraise("prep_xfer_dlist", error)
                 self._strided = False
@@ -173,7 +173,7 @@ class NixlBinding:
         return _progress("transfer", attempt("transfer", lambda: self._live().transfer(_inner(transfer))))
 
     def check(self, transfer: Handle) -> Progress:
-        """Ask for a posted transfer."""
+        """Query a posted transfer."""
         state = attempt("check_xfer_state", lambda: self._live().check_xfer_state(_inner(transfer)))
         return _progress("check_xfer_state", state)
 
@@ -183,7 +183,7 @@ class NixlBinding:
         self._let_go(transfer)
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
-        """Return NIXL's account of a finished transfer; a missing one is no failure of the transfer."""
+        """Return NIXL's telemetry of a finished transfer; missing telemetry is not a failure of the transfer."""
         try:
             record = self._live().get_xfer_telemetry(_inner(transfer))
             return WireTelemetry(
@@ -197,7 +197,7 @@ class NixlBinding:
             return None
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Take the notifications that came in, and let the worker threads take the turn that is due."""
+        """Return new notifications, and let the worker threads take the turn that is due."""
         if self._turns is not None:
             self._turns.take_due()
         arrived = attempt("get_new_notifs", lambda: self._live().get_new_notifs())
@@ -206,11 +206,11 @@ class NixlBinding:
         return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
 
     def send_notification(self, agent_name: str, payload: bytes) -> None:
-        """Send a notification of its own."""
+        """Send a notification without a transfer."""
         attempt("send_notif", lambda: self._live().send_notif(agent_name, payload))
 
     def close(self) -> None:
-        """Destroy the agent: nothing else holds it, and its destructor closes the backends."""
+        """Destroy the agent: no other reference to it exists, and its destructor closes the backends."""
         for held in self._held:
             held.inner = None
         self._held.clear()
@@ -242,7 +242,7 @@ def _inner(handle: Handle) -> object:
 
 
 def _backend_of(agent: NixlAgent, transfer: Handle) -> str:
-    if len(agent.backends) == 1:  # asking costs as much as posting, and nothing else can have carried it
+    if len(agent.backends) == 1:  # querying costs as much as posting, and no other backend can have carried it
         return next(iter(agent.backends))
     try:
         name = agent.query_xfer_backend(transfer)

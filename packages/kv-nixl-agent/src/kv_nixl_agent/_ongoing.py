@@ -1,4 +1,4 @@
-"""A transfer as its schedule and the keeper of its handles see it: they need none of its steps."""
+"""A transfer as seen by its schedule and by the owner of its handles, which need none of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ongoing(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its result is out."""
+        """Whether its result has been reported."""
         ...
 
 

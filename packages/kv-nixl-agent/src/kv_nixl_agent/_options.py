@@ -1,4 +1,4 @@
-"""Options, checked when they are made."""
+"""Options, validated on construction."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class BackendOptions:
     Attributes:
         name: Plugin name.
         num_threads: UCX worker threads beside the progress thread; 0 for none.
-        split_batch_size: Descriptors, after merging, from which on a transfer is shared among the worker threads. None
-            for 128 with an agent of host memory alone, and for the plugin's default (1024) where device memory is
-            registered, of which nothing was measured.
+        split_batch_size: Descriptors, after merging, from which a transfer is shared among the worker threads. None for 128 with
+            an agent that registers host memory alone, and for the plugin's default (1024) with device memory, which was not
+            measured.
         engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
         error_handling: `peer` or `none`; None for the plugin's default.
-        parameters: Further plugin parameters, passed as they are; they win over the fields above.
+        parameters: Further plugin parameters, passed unchanged; they override the fields above.
     """
 
     name: str = "UCX"
@@ -90,15 +90,15 @@ class AgentOptions:
     Attributes:
         backends: Backends to create, in order.
         fence_words: 64-bit words of this rank's fence array.
-        stream_slots: Prompts that peers may read while they are computed, at once: a progress word and a table of block ids are
-            registered for each. Their fence words are the first ones. 0 for none; such an agent cannot watch peers either.
-        stream_capacity: Block ids that a slot's table has room for, 8 bytes each.
-        stream_poll_s: Time between two looks at a peer whose progress has just changed.
-        stream_slow_poll_s: Longest time between two looks at a peer that is watched.
+        stream_slots: Most prompts that peers may read at once while they are computed: a progress word and a table of block ids
+            are registered for each. Their fence words come first. 0 for none; such an agent cannot watch peers either.
+        stream_capacity: Block ids that a slot's table holds, 8 bytes each.
+        stream_poll_s: Interval of polls of a peer whose progress has just changed.
+        stream_slow_poll_s: Longest interval of polls of a watched peer.
         chunk_rows: Descriptors posted at once; a larger transfer is posted in pieces, so that polling, notifications
             and other peers get their turn in between. 0 posts everything at once.
-        max_inflight_bytes: Bytes posted and not yet done, over all peers; more waits in the queue, but a peer with nothing on the
-            wire may post one part. None for no cap.
+        max_inflight_bytes: Bytes posted and not yet completed, over all peers; further ones wait in the queue, but a peer with
+            nothing on the wire may post one part. None for no cap.
         max_queued: Transfers that may wait before further ones are refused with `queue-full`.
         max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
             refused.
@@ -175,7 +175,7 @@ class AgentOptions:
 
     @property
     def shared_from(self) -> int:
-        """Descriptors from which on a backend is known to share a transfer among its threads; 0 if none is."""
+        """Number of descriptors from which a backend is known to share a transfer among its threads; 0 if none does."""
         sizes = [backend.split_batch_size for backend in self.backends if backend.num_threads]
         return min((size for size in sizes if size is not None), default=0)
 
@@ -183,17 +183,17 @@ class AgentOptions:
 @final
 @dataclass(frozen=True)
 class ThreadOptions:
-    """How the owner thread waits.
+    """Waiting behaviour of the owner thread.
 
     Attributes:
         spin_s: Time without progress, while transfers are in flight, before the thread starts to sleep between polls.
         min_sleep_s: First sleep after spinning; doubles at every empty poll.
         max_sleep_s: Longest sleep while transfers are in flight.
         idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
-        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while; timers may
-            be as much late. The period is an eighth of the time without work as long as that is less.
+        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while; timers may be
+            late by as much. The period is an eighth of the time without work, up to this limit.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
-        close_grace_s: How long `close` lets transfers in flight end before it abandons them.
+        close_grace_s: Time that `close` gives transfers in flight to end before it abandons them.
         gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread has work or looks out for some; not
             while it may poll slowly and has nothing to do. A notification waits that long when the engine thread
             computes in Python, 5 ms by default; None leaves it alone.

@@ -1,4 +1,4 @@
-"""Waiting between turns of the owner thread, and a bound on how long other threads may keep the interpreter."""
+"""Waiting between turns of the owner thread, and a limit on how long other threads may keep the interpreter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _QUARANTINE_SLOWING, _QUARANTINE_MOST_S = 1 / 32, 0.05
 class Pacer:
     """Waits between turns of the loop.
 
-    While transfers are in flight it spins briefly, then sleeps longer and longer; otherwise it sleeps on an event.
-    A waker from any thread ends the idle sleep at once.
+    While transfers are in flight it spins briefly, then sleeps for growing times; otherwise it sleeps on an event. `wake`, from
+    any thread, ends the idle sleep at once.
 
-    The interpreter's switch interval is lowered while there is work or may be any moment. A thread that may poll slowly and has
-    had nothing to do for 0.1 s takes no part in that: the interval is the process's own again until somebody wakes it. The
-    waker lowers it before it rings, since the woken thread waits for the interpreter as long as that interval.
+    The interpreter's switch interval is lowered while there is work or may be at any moment. While a thread may poll slowly and
+    has had nothing to do for 0.1 s, it does not ask for this: the interval returns to the process's own until the thread is
+    woken. The waker lowers the interval before it wakes the thread, since the woken thread waits for the interpreter for that
+    interval.
     """
 
     def __init__(self, options: ThreadOptions, clock: Callable[[], float]) -> None:
@@ -44,11 +45,11 @@ class Pacer:
         self._interval = SwitchInterval(options.gil_switch_interval_s)
 
     def begin(self) -> None:
-        """Lower the switch interval, when the owner thread begins."""
+        """Lower the switch interval when the owner thread starts."""
         self._interval.lower()
 
     def end(self) -> None:
-        """Restore the switch interval, for good, when the owner thread ends."""
+        """Restore the switch interval permanently when the owner thread ends."""
         self._interval.close()
 
     @property
@@ -61,16 +62,16 @@ class Pacer:
         is_news = allowed is not self._may_poll_slowly
         self._may_poll_slowly = allowed
         if is_news and not allowed:
-            self.wake()  # it may be in a long sleep
+            self.wake()  # the thread may be in a long sleep
 
     def wake(self) -> None:
-        """End an idle sleep, from any thread. The caller has made its work visible before."""
+        """End an idle sleep, from any thread. The caller must have made its work visible before."""
         if self._is_idle:
             self._interval.lower()
             self._event.set()
 
     def progressed(self) -> None:
-        """Note that the last turn moved something."""
+        """Record that the last turn made progress."""
         self._last_progress_s = self._clock()
         self._sleep_s = self._options.min_sleep_s
         self._interval.lower()
@@ -79,7 +80,7 @@ class Pacer:
         """Wait between two polls of the wire."""
         self._interval.lower()
         if self._clock() - self._last_progress_s < self._options.spin_s:
-            time.sleep(0)  # lets go of the interpreter and of the core, and comes back
+            time.sleep(0)  # yields the interpreter and the core once
             return
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
@@ -87,11 +88,11 @@ class Pacer:
     def wait_idle(
         self, until_s: float, has_work: Callable[[], bool], *, has_quarantine: bool = False, look_s: float = math.inf
     ) -> None:
-        """Wait for work, at most the idle polling period and not beyond `until_s`; nor `look_s`, when a stream is looked at.
+        """Wait for work, at most the idle polling period, and not beyond `until_s` or `look_s`, when a stream is polled.
 
         A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
-        every 0.2 s, for a timer of 0.05 s, too. Quarantine ends by polling, and pages and new reads wait for that, so a thread
-        that has any does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
+        every 0.2 s, even for a timer of 0.05 s. Quarantine ends by polling, and pages and new reads wait for that, so a thread
+        with quarantined transfers does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
         """
         now_s = self._clock()
         may_poll_slowly = self._may_poll_slowly
@@ -108,7 +109,7 @@ class Pacer:
                 self._interval.lower()
         wait_s = max(0.0, min(wait_s, look_s - now_s))
         self._is_idle = True
-        # Work, or an end to slow polling, that came before the flag was visible did not ring the bell: look once more.
+        # Work, or an end to slow polling, that came before the flag was visible did not wake the thread: check once more.
         if not has_work() and self._may_poll_slowly is may_poll_slowly:
             self._event.wait(wait_s)
         self._is_idle = False
@@ -127,12 +128,12 @@ class Pacer:
 
 @final
 class SwitchInterval:
-    """Share of an owner thread in `sys.getswitchinterval()`: at or below its bound while it wants that.
+    """Request of one owner thread to `sys.getswitchinterval()`: at most its bound while the request is active.
 
-    The lowest bound of the process counts; when nobody wants one any more, the interval is what it was before the first did.
+    The lowest active bound of the process applies; without active bounds, the interval is restored to its original value.
 
     Args:
-        bound_s: Bound; None for no share at all.
+        bound_s: Bound; None to never request one.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -145,7 +146,7 @@ class SwitchInterval:
         self._is_closed = bound_s is None
 
     def lower(self) -> None:
-        """Ask for the bound; any thread."""
+        """Request the bound; any thread."""
         if self._is_lowered:
             return
         with self._lock:
@@ -153,7 +154,7 @@ class SwitchInterval:
                 self._begin(self._bound_s)
 
     def restore(self) -> None:
-        """Take the bound back; any thread."""
+        """Withdraw the bound; any thread."""
         with self._lock:
             if self._is_lowered and self._bound_s is not None:
                 self._wanted.remove(self._bound_s)
@@ -161,7 +162,7 @@ class SwitchInterval:
                 self._apply()
 
     def close(self) -> None:
-        """Take the bound back for good."""
+        """Withdraw the bound permanently."""
         self._is_closed = True
         self.restore()
 

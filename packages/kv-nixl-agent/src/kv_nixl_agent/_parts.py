@@ -55,7 +55,7 @@ class Part:
 def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, options: AgentOptions) -> deque[Part]:
     """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each.
 
-    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads share among them.
+    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads can share.
 
     Raises:
         AgentError: `bad-indices`, `length-mismatch`.
@@ -134,7 +134,7 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
     """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
     if _ascends(peer):
         return local, peer
-    if _ascends(peer[::-1]):  # as free lists hand blocks out; a third of the cost of sorting
+    if _ascends(peer[::-1]):  # as free lists hand blocks out; costs a third of sorting
         return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
     pairs = peer.astype(np.int64)  # sorting plain numbers costs less than sorting places and gathering
     pairs <<= 32
@@ -151,9 +151,9 @@ def _ascends(indices: Indices) -> bool:
 def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
     """Return the pairs, ordered for merging, so that NIXL merges them into no fewer than about `pieces` descriptors.
 
-    One long run would become one descriptor, which one thread copies. Pieces of it are interleaved, first the even
-    ones, then the odd ones, so that neighbours in the list are no neighbours in memory. Lists that have as many runs
-    anyway, or fewer descriptors, stay as they are.
+    One long run would become one descriptor, which one thread copies. Its pieces are interleaved, first the even ones, then the
+    odd ones, so that neighbours in the list are not neighbours in memory. Lists with as many runs anyway, or with fewer
+    descriptors, stay unchanged.
     """
     count = len(peer)
     if count < pieces or _runs(local[: 2 * pieces], peer[: 2 * pieces]) >= pieces or _runs(local, peer) >= pieces:

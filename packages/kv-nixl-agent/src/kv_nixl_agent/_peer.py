@@ -1,4 +1,4 @@
-"""A peer rank, and the prepared lists that stand for its memory and ours."""
+"""A peer rank, and the prepared lists of its memory and ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOUCH_BYTES = 8
 @final
 @dataclass(slots=True)
 class PeerLists:
-    """Prepared lists of one peer; empty while other peers' lists take the room."""
+    """Prepared lists of one peer; empty while they are released to make room for other peers' lists."""
 
     local: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
     peer: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
@@ -37,7 +37,7 @@ class PeerLists:
 
 @final
 class Peer:
-    """A peer rank: its agent, its row tables, its prepared lists, and the handles that are outstanding."""
+    """A peer rank: its agent, row tables, prepared lists and number of outstanding handles."""
 
     __slots__ = (
         "agent_digest",
@@ -74,14 +74,14 @@ class Peer:
         self.is_connected = True
         self.is_removed = False
         self.is_lost = False
-        """NIXL has forgotten the peer's process: it can say nothing more about outstanding handles."""
+        """Whether NIXL has forgotten the peer's process, so that it can say nothing more about outstanding handles."""
         self.last_used = 0
         self.outstanding = 0
         """Handles made for this peer and not yet released."""
 
     @property
     def touch_row(self) -> tuple[MemoryKind, Rows] | None:
-        """Kind and row of a few bytes of the peer that a warm-up or a probe may read: of its pages, else of its fence."""
+        """Kind and row of a few bytes that a warm-up or a probe may read: of the peer's pages, else of its fence."""
         if self.rows.groups:
             kind, group = next(iter(self.rows.groups.items()))
             address, length_bytes, device = group[0, :3].tolist()
@@ -129,14 +129,14 @@ def _check_fence(key: str, fence: FenceLocation | None) -> None:
 
 @final
 class SharedLists:
-    """Local prepared lists by content, counted by use: peers with equal local rows share them."""
+    """Local prepared lists by content, with use counts: peers with equal local rows share them."""
 
     def __init__(self, port: NixlPort) -> None:
         self._port = port
         self._lists: dict[tuple[MemoryKind, bytes], tuple[Handle, int]] = {}
 
     def take(self, kind: MemoryKind, rows: Rows) -> Handle:
-        """Return the list of these rows; prepare it if nobody uses it yet."""
+        """Return the prepared list of these rows, preparing it at the first use."""
         key = (kind, rows.tobytes())
         handle, users = self._lists.get(key, (None, 0))
         if handle is None:

@@ -1,14 +1,14 @@
-"""All peers of one agent: loading their NIXL agents, preparing and releasing their lists.
+"""Peers of one agent: loads their NIXL agents, and prepares and releases their lists.
 
 A local list is prepared once per content and shared by all peers that use it. A peer's lists are prepared when it is added,
-released when many other peers were used since, and prepared again on demand.
+released when many other peers have been used since, and prepared again on demand.
 
-**A NIXL agent stays loaded when its peer is removed.** Loading and unloading a living agent again and again leaks sockets on both
-sides (5 per round over CMA, 10 over TCP, measured with bare NIXL 1.5.1); loading it once does not. So removing a peer gives
-back its lists, and its agent waits by name for the peer's return. It is unloaded when NIXL has reported its process as
-disconnected, when another process takes the name, when too many wait, or when everything is closed.
+**A NIXL agent stays loaded when its peer is removed.** Repeatedly loading and unloading a live agent leaks sockets on both
+sides (5 per round over CMA, 10 over TCP, measured with bare NIXL 1.5.1); loading it once does not. So removing a peer releases
+its lists, while its agent stays loaded under its name for the peer's return. The agent is unloaded when NIXL has reported its
+process as disconnected, when another process takes the name, when too many agents wait, or when everything is closed.
 
-Peers share an agent if its metadata is the same: tickets may name an engine by several addresses.
+Peers with the same agent metadata share an agent: tickets may name an engine by several addresses.
 
 A removed peer whose handles have not all ended is *retiring*: its lists are released with the last handle.
 """
@@ -48,10 +48,10 @@ class PeerTable:
 
     Args:
         port: The NIXL agent.
-        memory: Registered memory, in which local rows must lie.
+        memory: Registered memory, which must contain the local rows.
         options: `max_prepared_peers` and `is_checksum_required`.
-        last_look: Called with the peers of a name before their agent is unloaded in favour of another process: the last
-            chance to learn from NIXL that their handles have ended.
+        last_look: Called with the peers of a name before their agent is unloaded in favour of another process, as the last chance
+            to learn from NIXL that their handles have ended.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class PeerTable:
         self._last_look = last_look
         self._by_key: dict[str, Peer] = {}
         self._by_name: dict[str, list[Peer]] = {}
-        """Peers that can be used, by the agent that they share."""
+        """Usable peers, by the agent that they share."""
         self._retiring: set[Peer] = set()
         self._waiting_agents: dict[str, None] = {}
-        """Names of loaded agents without a peer, the longest waiting first."""
+        """Names of loaded agents without a peer, longest waiting first."""
         self._shared = SharedLists(port)
         self._uses = 0
 
@@ -82,7 +82,7 @@ class PeerTable:
 
     @property
     def all(self) -> Sequence[Peer]:
-        """Peers that can be used."""
+        """Usable peers."""
         return list(self._by_key.values())
 
     def statistics(self) -> Mapping[str, float]:
@@ -131,7 +131,7 @@ class PeerTable:
         return peer
 
     def squatters_of(self, spec: PeerDescription) -> list[str]:
-        """Return the keys of peers that hold the agent's name without having proved it, where this one proves it."""
+        """Return the keys of peers that hold the agent's name without proof, if this peer proves that the name is its own."""
         name = peek_agent_name(spec.agent_metadata) if spec.agent_prefix else None
         holders = self._by_name.get(name, []) if name is not None and name.startswith(spec.agent_prefix) else []
         return [holder.key for holder in holders if not holder.agent_prefix]
@@ -174,16 +174,16 @@ class PeerTable:
         self._waiting_agents.pop(peer.agent_name, None)
 
     def _load_agent(self, name: str | None, blob: bytes) -> str:
-        """Load an agent whose name may be loaded already, for the same process or for a former one."""
+        """Load an agent whose name may already be loaded, for the same process or for an earlier one."""
         try:
-            # NIXL takes further metadata of a process that it knows.
+            # NIXL accepts further metadata of a process that it knows.
             return self._port.add_peer(blob)
         except AgentError:
             former = [peer for peer in self._retiring if peer.agent_name == name]
             if name is None or not (former or name in self._waiting_agents):
                 raise
-        # Another process has the name now: NIXL refuses two of a name, so the former one is unloaded. From then on NIXL can
-        # say nothing about the handles that are left of it, although their data may still land.
+        # Another process has the name now. NIXL refuses two agents of one name, so the earlier one is unloaded. After that NIXL
+        # can say nothing about the earlier agent's remaining handles, although their data may still land.
         self._last_look(former)
         for peer in former:
             peer.is_lost = True
@@ -191,7 +191,7 @@ class PeerTable:
         return self._port.add_peer(blob)
 
     def remove(self, key: str) -> Peer:
-        """Forget the peer under `key`; its lists are released once nothing of it is outstanding.
+        """Forget the peer under `key`; its lists are released once none of its handles is outstanding.
 
         Raises:
             AgentError: `unknown-peer`.
@@ -212,7 +212,7 @@ class PeerTable:
         self.retire(peer)
 
     def retire(self, peer: Peer) -> None:
-        """Release the lists of a removed peer if nothing of it is outstanding."""
+        """Release the lists of a removed peer if none of its handles is outstanding."""
         if peer not in self._retiring or peer.outstanding:
             return
         self._release_lists(peer)
@@ -235,7 +235,7 @@ class PeerTable:
     # -------------------------------------------------------------------------------------------------- prepared lists
 
     def prepare(self, peer: Peer) -> PeerLists:
-        """Return the peer's lists, prepared; the lists of peers that were not used for long may be released for it.
+        """Return the peer's prepared lists; lists of peers unused for long may be released to make room.
 
         Raises:
             AgentError: `rows-unregistered`, `peer-rows-unregistered`, `bad-fence`.

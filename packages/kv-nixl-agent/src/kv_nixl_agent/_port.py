@@ -40,7 +40,7 @@ class PortFeatures:
 @final
 @dataclass(frozen=True)
 class WireTelemetry:
-    """NIXL's own account of a finished transfer."""
+    """NIXL's own telemetry of a finished transfer."""
 
     post_us: float
     transfer_us: float
@@ -48,11 +48,11 @@ class WireTelemetry:
     descriptor_count: int
     """Descriptors after NIXL merged neighbours."""
     backend: str = ""
-    """The backend that NIXL chose for it; empty if it does not tell."""
+    """Backend that NIXL chose; empty if it does not report it."""
 
 
 class NixlPort(Protocol):
-    """NIXL agent, used by a single thread. Every method raises only `AgentError` with a `nixl-*` code."""
+    """NIXL agent, used by a single thread. Methods raise only `AgentError` with a `nixl-*` code."""
 
     @property
     def features(self) -> PortFeatures:
@@ -104,7 +104,7 @@ class NixlPort(Protocol):
         ...
 
     def check(self, transfer: Handle) -> Progress:
-        """Ask for a posted transfer, and let it make progress."""
+        """Query a posted transfer, and let it make progress."""
         ...
 
     def release(self, transfer: Handle) -> None:
@@ -112,15 +112,15 @@ class NixlPort(Protocol):
         ...
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
-        """Return NIXL's account of a finished transfer, None where it has none; never raises."""
+        """Return NIXL's telemetry of a finished transfer; None where it has none; never raises."""
         ...
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Take the notifications that came in, as (agent name, payload)."""
+        """Return new notifications, as (agent name, payload)."""
         ...
 
     def send_notification(self, agent_name: str, payload: bytes) -> None:
-        """Send a notification of its own to a peer."""
+        """Send a notification without a transfer."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Probe pages: a public pattern behind a rank's fence array, read by a pre-flight check to compare it and to measure.
+"""Probe pages: a public pattern behind a rank's fence array, which a pre-flight check reads to compare and to measure.
 
-They lie in the same registered memory as the fence words, at an offset that follows from the number of words, so that nothing new
-crosses the side channel and no address that peers know changes. A rank of an older version has none: NIXL refuses the rows then,
-because its metadata does not register them.
+They lie in the same registered memory as the fence words, at an offset that follows from the number of words, so nothing new
+crosses the side channel and no address that peers know changes. A rank of an older version has none: NIXL then refuses the
+rows, because the rank's metadata does not register them.
 
 Worked example. A fence array of 4096 words has 4609 words with those of its own reads (`_fences.py`): 36872 bytes, rounded up to
 a multiple of 64 are 36928. At address 0x10000 the pages begin at 0x10000 + 36928 = 102464, and end 262144 bytes later.

@@ -1,14 +1,14 @@
-"""NIXL's progress thread, made to sleep.
+"""Sleep of NIXL's progress thread.
 
-NIXL's thread waits for events of its transports in `poll`, and looks by itself after `pthrDelay`, for transports that miss
-some. Its Python package sets that delay to zero and offers no key for it: `poll` then returns at once, and the thread takes a
-whole core for as long as the agent lives, idle or not. Here the configuration is changed on its way from NIXL's Python class
-into its extension module. Agents that other threads of the process make at the same moment get the same delay.
+NIXL's thread waits in `poll` for events of its transports, and also checks after `pthrDelay`, for transports that miss some.
+NIXL's Python package sets that delay to zero and offers no key for it: `poll` then returns at once, and the thread takes a whole
+core for as long as the agent lives, idle or not. This module changes the configuration on its way from NIXL's Python class into
+its extension module. Agents that other threads of the process create at the same moment get the same delay.
 
-An event wakes the thread at once, and the thread that posted a read polls UCX for it by itself, so no read waits for the
-delay: with 60 s of it on both sides, reads of 16 KB to 32 MB and their notifications end as ever
-(`integration_tests/real_io/test_progress_thread.py`). An event that UCX does not report, of which NIXL's
-source warns, is found after 50 ms. The figures are in docs/transfer-evidence.md.
+An event wakes the thread at once, and the thread that posted a read polls UCX for it by itself, so no read waits for the delay:
+with a delay of 60 s on both sides, reads of 16 KB to 32 MB and their notifications end as usual
+(`integration_tests/real_io/test_progress_thread.py`). An event that UCX does not report, which NIXL's source warns about, is
+found after 50 ms. The figures are in docs/transfer-evidence.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Extension:
 
 @contextmanager
 def sleeping_progress_thread(agent_class: type[Any]) -> Generator[None]:
-    """Give agents of this class that are made within the block a progress thread that sleeps between events.
+    """Give agents of this class that are created within the block a progress thread that sleeps between events.
 
     A NIXL that is built differently is left as it is: its thread then polls without a pause.
     """

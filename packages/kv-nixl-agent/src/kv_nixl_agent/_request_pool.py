@@ -1,19 +1,19 @@
-"""UCX's pool of requests, made to hand out zeroed memory.
+"""UCX's pool of requests, changed to hand out zeroed memory.
 
-A read over TCP (or any transport without one-sided reads) is answered by UCX in the producer's process: a request of its own
-sends the page in pieces. If the reader dies while such requests wait for the socket, UCX releases memory registrations of
-them, and takes the kind of their buffers from a field that these requests never set (`send.datatype`). The pool gets its
-memory from `malloc`: where that memory was in use before, the field holds anything, and the process ends with SIGSEGV. A
-pool whose memory comes from `mmap` holds zero there, which is the right kind. docs/upstream/consumer-death.md has the report
-and the figures.
+A read over TCP (or any transport without one-sided reads) is answered by UCX in the producer's process: UCX sends the page in
+pieces through an internal request. If the reader dies while such requests wait for the socket, UCX releases their memory
+registrations, and takes the kind of their buffers from a field that these requests never set (`send.datatype`). The pool gets
+its memory from `malloc`: if that memory was in use before, the field holds arbitrary data, and the process ends with SIGSEGV.
+In a pool whose memory comes from `mmap` the field is zero, which is the right kind. docs/upstream/consumer-death.md has the
+report and the figures.
 
-UCX offers both allocators; its pool names its choice in a table of function pointers. Here the table of the loaded library is
-changed before the first pool is made. Nothing is changed unless all of this holds: the library is of a version on which the
-change was measured, the table holds the two functions that are expected, its memory may be written, and UCX was not in use in
-this process before, since a pool must be released by the allocator that made it.
+UCX has both allocators; its pool names its choice in a table of function pointers. This module changes that table in the loaded
+library before the first pool is made. It changes nothing unless all of this holds: the library is of a version on which the
+change was measured, the table holds the two expected functions, its memory is writable, and UCX was not in use in this process
+before, since a pool must be released by the allocator that made it.
 
-A request that was used before keeps its zero: of what NIXL 1.5 calls (reads, writes, messages below UCX's rendezvous, flushing
-and closing of endpoints) nothing writes to the field, and the wire-up of a connection writes the right kind.
+A reused request keeps its zero: of NIXL 1.5's calls (reads, writes, messages below UCX's rendezvous, flushing and closing of
+endpoints) none writes to the field, and the wire-up of a connection writes the right kind.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class RequestPool:
         return self._state
 
     def watch(self) -> None:
-        """Note whether UCX is in this process already, as long as nothing was decided."""
+        """Record whether UCX is already loaded in this process, unless the outcome is decided."""
         with self._lock:
             if self._state == "not-loaded":
                 self._is_first = _maps() != "" and not _loaded()
 
     def zero(self) -> None:
-        """Let the pools that UCX makes from now on take zeroed memory; changes nothing the second time."""
+        """Make UCX's future pools take zeroed memory; a second call changes nothing."""
         with self._lock:
             if self._state == "not-loaded":
                 self._state = _change(is_first=self._is_first)
@@ -105,7 +105,7 @@ def _version(ucp: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def _may_write(start: int, size_bytes: int) -> bool:
-    """Tell whether memory may be written. Example of a row: `7f00-7f20 rw-p ...` holds 0x7f00 up to 0x7f20."""
+    """Return whether memory is writable. Example of a row: `7f00-7f20 rw-p ...` holds 0x7f00 up to 0x7f20."""
     for row in _maps().splitlines():
         interval, permissions = row.split(maxsplit=2)[:2]
         first, end = (int(part, 16) for part in interval.split("-"))
@@ -119,7 +119,7 @@ def _address(library: ctypes.CDLL, function: str) -> int | None:
 
 
 def _maps() -> str:
-    """Return the rows of `/proc/self/maps`; empty where it cannot be read. File names may be no UTF-8."""
+    """Return the rows of `/proc/self/maps`; empty where it cannot be read. File names may not be valid UTF-8."""
     try:
         return Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:

@@ -22,12 +22,13 @@ _SMALLEST_REBUILD: Final = 64
 
 @final
 class Schedule(Generic[OngoingT]):
-    """Transfers that wait: first come first served per peer, round robin between peers, below a cap on bytes in flight.
+    """Waiting transfers: first come first served per peer, round robin between peers, below a cap on bytes in flight.
 
     Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
 
-    A peer with nothing on the wire never waits for the cap, whatever parts of others hold; one that has some waits for its turn.
-    Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q goes at once, and the next of q after it.
+    A peer with nothing on the wire never waits for the cap, whatever other peers have on the wire; a peer with something on the
+    wire waits for its turn. Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q is posted at
+    once, and the next part of q after it has ended.
     """
 
     def __init__(self, max_inflight_bytes: int | None) -> None:
@@ -50,14 +51,14 @@ class Schedule(Generic[OngoingT]):
         self.count += 1
 
     def forget(self, transfer: OngoingT) -> None:
-        """Take a transfer out that ends, if it waits."""
+        """Remove an ending transfer from the queue, if it waits."""
         line = self._lines.get(transfer.peer)
         if line is not None and transfer in line:
             del line[transfer]
             self.count -= 1
 
     def take(self) -> tuple[OngoingT, Part] | None:
-        """Return the part to post now and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
+        """Return the next part to post and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
         while self._turns:
             peer = self._turns[0]
             line = self._lines[peer]
@@ -67,7 +68,7 @@ class Schedule(Generic[OngoingT]):
         return None
 
     def _take_unserved(self) -> tuple[OngoingT, Part] | None:
-        """Return a part of a peer that has none on the wire, although the cap is reached."""
+        """Return a part of a peer that has none on the wire, even though the cap is reached."""
         peer = next((peer for peer in self._turns if self._lines[peer] and not self._on_wire[peer]), None)
         return None if peer is None else self._take_part(peer)
 
@@ -97,14 +98,14 @@ class Schedule(Generic[OngoingT]):
         self._on_wire[peer] += 1
 
     def off_wire(self, peer: Peer, part: Part) -> None:
-        """Discount a part that has ended, or whose transfer has."""
+        """Subtract a part that has ended, or whose transfer has ended."""
         self.inflight_bytes -= part.payload_bytes
         self._on_wire[peer] -= 1
         if not self._on_wire[peer]:
             del self._on_wire[peer]
 
     def waiting_bytes(self) -> int:
-        """Return the payload bytes that wait."""
+        """Return the payload bytes that are waiting to be posted."""
         return sum(
             part.payload_bytes for line in self._lines.values() for transfer in line for part in transfer.pending
         )
@@ -114,8 +115,8 @@ class Schedule(Generic[OngoingT]):
 class Deadlines(Generic[OngoingT]):
     """Transfers in progress by deadline.
 
-    A transfer that has ended leaves at the next rebuild, which comes when more than half of the entries have ended: one late
-    deadline at the head holds back no more than as many ended transfers as there are live ones.
+    Ended transfers are removed at the next rebuild, which takes place when more than half of the entries have ended: a late
+    deadline at the head therefore retains at most as many ended transfers as there are live ones.
     """
 
     def __init__(self) -> None:
@@ -149,5 +150,5 @@ class Deadlines(Generic[OngoingT]):
             if transfer.has_ended:
                 self._ended = max(0, self._ended - 1)
             else:
-                self._ended -= 1  # `forget` follows, although it has left already
+                self._ended -= 1  # balances the `forget` that follows, since the entry has already been removed
                 yield transfer

@@ -1,9 +1,9 @@
-"""Waiting, after a pause of the process, until NIXL's threads have caught up.
+"""Delay of timers after a pause of the process, until NIXL's threads have caught up.
 
-A notification that was sent to a stopped process lies in a socket until NIXL's progress thread runs; as long as it does not, the
-owner's polls find nothing, however many they are. Measured with three busy processes on two cores: 240 ms after a pause the
-owner thread had done 17 turns, and no thread of NIXL had been given a core yet. So neither a time nor a number of polls tells
-that everything has come in; the kernel's account of those threads does.
+A notification sent to a stopped process stays in a socket until NIXL's progress thread runs; until then the owner's polls find
+nothing, however many there are. Measured with three busy processes on two cores: 240 ms after a pause the owner thread had done
+17 turns, and no thread of NIXL had been given a core yet. So neither a time nor a number of polls shows that all notifications
+have arrived; the kernel's account of those threads does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_S: Final = 10.0
 
 
 def thread_ids() -> frozenset[str]:
-    """Return the kernel's ids of the threads of this process; none where there is no Linux `/proc`."""
+    """Return the kernel's ids of this process's threads; empty without a Linux `/proc`."""
     try:
         return frozenset(entry.name for entry in _TASKS.iterdir())
     except OSError:
@@ -34,11 +34,11 @@ def thread_ids() -> frozenset[str]:
 
 @final
 class ThreadWatch:
-    """Look at threads that run no Python.
+    """Observe threads that run no Python.
 
     Args:
-        ids: Threads as named in `tasks`; those that have ended are left out.
-        tasks: Directory of the kernel's accounts.
+        ids: Threads as named in `tasks`; those that have ended are ignored.
+        tasks: Directory of the kernel's per-thread accounts.
     """
 
     def __init__(self, ids: Iterable[str] = (), tasks: Path = _TASKS) -> None:
@@ -46,12 +46,12 @@ class ThreadWatch:
         self._run_before: dict[Path, str] = {}
 
     def have_run(self) -> bool:
-        """Return whether each thread sleeps, or has run since the look before.
+        """Return whether each thread sleeps, or has run since the previous call.
 
-        A thread that was stopped is runnable when the process goes on. Seen asleep, it has run since then and found nothing more
-        to do; runnable with a run time that has not grown, it still waits for a core.
+        A stopped thread is runnable when the process continues. If it is asleep, it has run since then and found nothing more to
+        do; if it is runnable and its run time has not grown, it still waits for a core.
         """
-        found = [self._has_run(account) for account in self._accounts]  # each is looked at, whatever the others say
+        found = [self._has_run(account) for account in self._accounts]  # a list, so that every thread is checked
         return all(found)
 
     def _has_run(self, account: Path) -> bool:
@@ -65,15 +65,15 @@ class ThreadWatch:
 
 @final
 class Settling:
-    """Hold of the timers after a pause.
+    """Delay of the timers after a pause.
 
-    It ends after ten looks in a row, at least 20 ms apart and one a turn at most, that found no thread of NIXL waiting for a
-    core: after 0.2 s on a machine with time for everybody, later where the owner has few turns or NIXL's threads none. The looks
-    go on for so long since connections that were begun meanwhile take some messages each way. It ends anyway after a hundred
-    looks, 2 s at least, and after 10 s: threads that are always ready to run, and pauses one after the other, must not hold the
-    timers for ever. A new hundred and new 10 s begin with the first pause after the timers have run.
+    It ends after ten checks in a row, at least 20 ms apart and at most one per turn, that found no thread of NIXL waiting for a
+    core: after 0.2 s on a machine with spare time, later where the owner has few turns or NIXL's threads get no core. So many
+    checks are needed because connections that were begun meanwhile exchange some messages. The delay ends anyway after a hundred
+    checks (at least 2 s), or after 10 s: threads that are always ready to run, and repeated pauses, must not delay the timers for
+    ever. Both limits start anew with the first pause after the timers have run.
 
-    Example: turns come 0.3 s apart: the hold takes ten of them, 2.7 s. Another pause at the sixth begins the ten anew, and 94 of
+    Example: turns come 0.3 s apart: the delay takes ten of them, 2.7 s. Another pause at the sixth starts the ten anew, and 94 of
     the hundred are left.
     """
 
@@ -91,18 +91,18 @@ class Settling:
         return self._good_left == 0 or self._looks_left == 0
 
     def begin(self, now_s: float) -> None:
-        """Note a pause: hold the timers from now on."""
+        """Record a pause: delay the timers from now on."""
         if self._have_timers_run:
             self._have_timers_run = False
             self._looks_left, self._end_s = _MOST_LOOKS, now_s + _LONGEST_S
         self._good_left = _GOOD_LOOKS
 
     def timers_ran(self) -> None:
-        """Note that timers have run: the next pause may hold them as long as the last one."""
+        """Record that timers have run: the next pause may delay them for the full limits again."""
         self._have_timers_run = True
 
     def look(self, now_s: float) -> None:
-        """Look at the threads, if that is due. The owner polls for notifications after it, before timers run."""
+        """Check the threads, if a check is due. The owner polls for notifications afterwards, before timers run."""
         if self.is_over or now_s < self.next_look_s:
             return
         if now_s >= self._end_s:

@@ -1,8 +1,8 @@
-"""The progress watchdog: finds transfers that are on the wire and make no progress.
+"""Progress watchdog: finds transfers on the wire that make no progress.
 
-NIXL reports of a posted handle only whether it is done. So progress means that a part is posted or ends, or that the state
-changes; a transfer whose parts take longer than `stall_after_s` each is reported too. It goes on all the same: its deadline ends
-it, and quarantine holds its memory.
+NIXL reports only whether a posted handle is done. So progress means that a part is posted or ends, or that the state changes; a
+transfer whose parts each take longer than `stall_after_s` is reported too. A reported transfer continues: its deadline ends it,
+and quarantine holds its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOKS_PER_LIMIT: Final = 8
 
 @final
 class StallWatch:
-    """Looks at all posted transfers now and then; between two looks it costs a reading of the clock per poll."""
+    """Checks all posted transfers periodically; between two checks it costs one clock reading per poll."""
 
     def __init__(
         self, stall_after_s: float | None, statistics: Statistics, trace: Tracer, clock: Callable[[], float]
@@ -38,7 +38,7 @@ class StallWatch:
         self._stalled: dict[str, tuple[Transfer, float]] = {}
 
     def look(self, posted: Mapping[str, Transfer]) -> None:
-        """Compare the posted transfers with the last look, if it is time."""
+        """Compare the posted transfers with the last check, if the next check is due."""
         limit_s, now_s = self._limit_s, self._clock()
         if limit_s is None or now_s < self._next_look_s:
             return
@@ -59,12 +59,12 @@ class StallWatch:
                 self._trace(transfer.order, "stalled", f"no part has ended for {now_s - since_s:.1f} s")
 
     def forget(self, transfer_id: str) -> None:
-        """Keep nothing of a transfer that has ended: its lists of descriptors may be long, and the next look far away."""
+        """Discard the records of a transfer that has ended: its descriptor lists may be long, and the next check far away."""
         self._marks.pop(transfer_id, None)
         self._stalled.pop(transfer_id, None)
 
     def entries(self) -> Sequence[StallEntry]:
-        """Return the transfers that had stalled at the last look and have not ended since."""
+        """Return the transfers that had stalled at the last check and have not ended since."""
         return [
             StallEntry(
                 transfer_id,

@@ -1,10 +1,10 @@
 """The states of a transfer, as data.
 
-`TABLE` lists every legal (state, event) pair once. `Transfer` asks it before anything else happens; the diagram and the
-table in docs/transfers.md are drawn from the same rows, and the random driver of `kv_nixl_agent.testing` compares every step of
-every transfer with them.
+`TABLE` lists every legal (state, event) pair once. `Transfer` consults it before anything else happens; the diagram and the
+table in docs/transfers.md are generated from the same rows, and the random driver of `kv_nixl_agent.testing` compares every step
+of every transfer with them.
 
-A transfer *reports* its one result in the step that leads out of the states in which the caller waits for it. If parts of it
+A transfer *reports* its single result in the step that leaves the states in which the caller waits for it. If some of its parts
 are on the wire at that moment, their handles are kept and its pages stay in quarantine.
 """
 
@@ -46,7 +46,7 @@ class Transition:
         event: Name of the event.
         target: State afterwards.
         effects: Effects that must follow: `report` the result, `hold` the handles of the active parts, `report-quiet`.
-        why: Reason, a sentence for the reader of the documents.
+        why: Reason, as a sentence for the documentation.
     """
 
     state: State
@@ -101,7 +101,7 @@ _BY_STATE_AND_EVENT: Final[Mapping[tuple[State, Event], Transition]] = MappingPr
 
 
 def step(state: State, event: Event) -> Transition:
-    """Return the row for an event; a missing row is a fault of this package and raises `AssertionError`."""
+    """Return the row for an event; a missing row is a defect of this package and raises `AssertionError`."""
     row = _BY_STATE_AND_EVENT.get((state, event))
     if row is None:
         raise AssertionError(f"transfer table: no event {event!r} in state {state!r}")

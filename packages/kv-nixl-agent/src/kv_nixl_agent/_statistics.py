@@ -51,7 +51,7 @@ _WINDOW: Final = 1024
 
 @final
 class Statistics:
-    """Counts since the start, and times of the last 1024 transfers that were done."""
+    """Counts since the start, and times of the last 1024 completed transfers."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
@@ -62,7 +62,7 @@ class Statistics:
         self._counts[name] += amount
 
     def ended(self, result: TransferResult) -> None:
-        """Account for a result."""
+        """Record a result."""
         self._counts["transfers_" + result.outcome.replace("-", "_")] += 1
         if result.outcome != "done":
             return
@@ -73,14 +73,14 @@ class Statistics:
         self._recent.append((*times, float(result.bytes_moved)))
 
     def snapshot(self, gauges: Mapping[str, float]) -> Snapshot:
-        """Return what was counted and timed so far, with gauges."""
+        """Return the counts and times so far, together with gauges."""
         return Snapshot({**self._counts, **gauges}, tuple(self._recent))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Counts and times as of one moment. Taking it costs microseconds, working it out milliseconds of whoever reads it."""
+    """Counts and times at one moment. Taking it costs microseconds; evaluating it costs its reader milliseconds."""
 
     levels: Mapping[str, float]
     recent: tuple[tuple[float, ...], ...] = ()
@@ -103,7 +103,7 @@ class Snapshot:
 
 @final
 class Tracer:
-    """Tells a hook of every state change; costs one comparison when there is none."""
+    """Reports every state change to a hook; costs one comparison when there is none."""
 
     __slots__ = ("_clock", "_hook", "_statistics")
 

@@ -1,8 +1,8 @@
 """Layout of stream memory: the progress words of all slots, then each slot's table of block ids.
 
-Every word has 8 bytes and its owner's tag in the upper half: a progress word holds (tag, tokens), a table entry (tag, id). A
-word is stored and read whole, so it never shows the number of one owner under the tag of another, in whatever order words are
-stored on one side and read on the other. An entry that is not stored yet carries another tag.
+Every word has 8 bytes, with its owner's tag in the upper half: a progress word holds (tag, tokens), a table entry (tag, id). A
+word is stored and read whole, so it never shows the number of one owner under the tag of another, whatever the order of stores
+on one side and reads on the other. An entry that is not stored yet carries another tag.
 
 Worked example. 5 slots with room for 20 ids each, at address 0x10000. Progress words are the words 0 to 4; tables begin at word
 8, the next multiple of a 64-byte line, and take 24 words each, 20 rounded up the same way. Entry 3 of slot 2 is word 8 + 2 * 24
@@ -39,7 +39,7 @@ MAX_SLOTS: Final = 1024
 MAX_CAPACITY: Final = 1 << 20
 TAG_SHIFT: Final = 32
 LOW_HALF: Final = (1 << TAG_SHIFT) - 1
-"""Largest number beside a tag. As tokens it says that the tag is void, as an id that there is none."""
+"""Largest value of a lower half: as a token count it marks a void tag, as an id a missing entry."""
 _LINE_WORDS: Final = 8
 
 
@@ -65,7 +65,7 @@ class StreamLayout(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words in all."""
+        """Total number of words."""
         return self.first_table + self.slots * self.row_words
 
     def entry(self, slot: int, number: int) -> int:

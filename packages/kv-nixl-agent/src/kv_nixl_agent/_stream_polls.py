@@ -1,14 +1,14 @@
-"""Looks at the progress words of peers whose streams somebody watches, and reads of their tables.
+"""Polls of progress words of watched peers, and reads of their tables.
 
-One read of all progress words of a peer serves everybody who watches a slot of it. Its pace follows the peer, between
-`stream_poll_s` and `stream_slow_poll_s`: rarely in the middle of a prompt, closely where the last step should end
-(`StreamWatch.pause_s`). Nothing is read of a peer that nobody watches.
+One read of all progress words of a peer serves all watches of its slots. Its pace follows the peer, between `stream_poll_s` and
+`stream_slow_poll_s`: rarely in the middle of a prompt, closely where the last step should end (`StreamWatch.pause_s`). Nothing
+is read of a peer without watches.
 
-Each peer that is watched has a pad for its looks, as long as there are enough. Then a peer that is due takes the pad of the one
-whose next look is furthest away; only looks on the wire keep theirs. Reads of tables have pads of their own.
+Each watched peer has a pad for its polls, while there are enough pads. When they run out, a peer that is due takes the pad of
+the peer whose next poll is furthest away; only polls on the wire keep theirs. Reads of tables have their own pads.
 
-A table read gives the ids of entries once all of them carry the tag that was asked for; until then it is made again at the
-same pace. It never ends on a tag that the slot has no more: the progress word shows that first, and the watch is ended.
+A table read reports the ids of entries once all of them carry the requested tag; until then it is repeated at the same pace. It
+never ends because the slot has lost the tag: the progress word shows that first, and the watch is ended.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StreamPoller:
     """Watches of one agent.
 
     Args:
-        reader: Reads strips; None for an agent without stream slots, which watches none either.
-        options: The pace.
-        statistics: Counts looks, changes, tables and failures.
+        reader: Reads strips; None for an agent without stream slots, which cannot watch streams either.
+        options: Options with the pace.
+        statistics: Counts polls, changes, tables and failures.
         find_peer: Returns the peer under a key, or raises `unknown-peer`.
-        clock: Monotonic seconds.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class StreamPoller:
 
     @property
     def is_on_wire(self) -> bool:
-        """Whether a look or a table is on its way."""
+        """Whether a poll or a table read is on the wire."""
         return any(strip.is_on_wire for polls in self._peers.values() for strip in polls.strips)
 
     @property
     def next_look_s(self) -> float:
-        """Time of the next look; endless when nothing is watched."""
+        """Time of the next poll; infinite when nothing is watched."""
         return min((polls.next_look_s for polls in self._peers.values()), default=float("inf"))
 
     def watch(self, key: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
-        """Begin to look at a slot of a peer.
+        """Start polling a slot of a peer.
 
         Args:
             key: The peer.
-            slot: Its slot.
-            listener: Takes what is found.
-            tokens: Progress that the peer is going to reach, for the pace of looks; 0 if that is not known.
+            slot: The peer's slot.
+            listener: Receives progress, table entries and the end of the watch.
+            tokens: Progress that the peer will reach, which sets the pace of polls; 0 if unknown.
 
         Raises:
-            AgentError: `unknown-peer`; `bad-streams` for a peer or an agent without stream memory, and a slot that is not there;
+            AgentError: `unknown-peer`; `bad-streams` for a peer or an agent without stream memory, or a slot that does not exist;
                 `peer-rows-unregistered`.
         """
         peer = self._find_peer(key)
@@ -115,14 +115,14 @@ class StreamPoller:
         return polls
 
     def take_news(self) -> list[Callable[[], None]]:
-        """Return the calls of listeners that are due, each once."""
+        """Return the listener calls that are due, each once."""
         news, self._news = self._news, []
         return news
 
     # ------------------------------------------------------------------------------------------------------------ turn
 
     def advance(self, now_s: float) -> bool:
-        """Post and ask; True if anything moved. A look that finds nothing new is no move: the thread rests until the next one."""
+        """Post and poll reads; return True if anything changed. A poll without news does not count, so that the thread rests."""
         reader = self._reader
         if not self._peers or reader is None:
             return False
@@ -154,7 +154,7 @@ class StreamPoller:
         if polls.strip is None and self._release_a_look(reader):
             polls.strip = self._make_look(reader, polls)
         if polls.strip is None:
-            return False  # the looks of all pads are on the wire
+            return False  # the polls of all pads are on the wire
         self._statistics.count("stream_looks")
         return reader.post(polls.strip)
 
@@ -162,7 +162,7 @@ class StreamPoller:
         return reader.make(polls.peer, polls.location, 0, polls.layout.slots, "look")
 
     def _release_a_look(self, reader: StripReader) -> bool:
-        """Give back the pad of the peer whose next look is furthest away; False if all looks are on the wire."""
+        """Free the pad of the peer whose next poll is furthest away; return False if all polls are on the wire."""
         resting = [polls for polls in self._peers.values() if polls.strip is not None and not polls.strip.is_on_wire]
         furthest = max(resting, key=lambda polls: polls.due_s, default=None)
         if furthest is None or furthest.strip is None:
@@ -225,7 +225,7 @@ class StreamPoller:
         entries = reader.words(strip)
         tags, ids = entries >> np.uint64(TAG_SHIFT), entries & np.uint64(LOW_HALF)
         found: list[int] = ids.tolist()
-        # Its pad is for others from now on, also where the table is read again: a peer may never fill it.
+        # Its pad is free for others from now on, even if the table is read again: a peer may never fill the table.
         table.strip = None
         reader.let_go(strip)
         if not bool(((tags == table.tag) & (ids != LOW_HALF)).all()):
@@ -242,7 +242,7 @@ class StreamPoller:
     # ------------------------------------------------------------------------------------------------------------ ends
 
     def forget(self, peer: Peer, code: str, message: str) -> None:
-        """End the watches of a peer, which cannot be read any more."""
+        """End the watches of a peer that can no longer be read."""
         polls = self._peers.get(peer)
         if polls is not None and self._reader is not None:
             self._fail(polls, code, message)
@@ -262,10 +262,10 @@ class StreamPoller:
             self._tell(watch, partial(watch.listener.broken, code, message))
 
     def _tidy(self, reader: StripReader, polls: PeerPolls) -> None:
-        """Let go of strips that nobody waits for, and of a peer that nobody watches.
+        """Release strips that no watch needs, and the record of a peer without watches.
 
-        A look that a stopped peer does not answer stays with its record: however often somebody begins and ends to watch, the
-        peer has one pad for looks.
+        A poll that a stopped peer does not answer stays with the peer's record, so however often watches begin and end, the peer
+        uses one pad for polls.
         """
         dropped, polls.dropped = polls.dropped, []
         look = polls.strip

@@ -1,10 +1,10 @@
-"""Strips: reads of a run of a peer's words into scratch memory of ours, which can be repeated.
+"""Strips: repeatable reads of a run of a peer's words into our scratch memory.
 
-A strip is one descriptor on either side, whatever its length, so asking for the progress of 256 streams costs as much as for
-that of one. Its handle is posted again for every look, once the look before has ended.
+A strip is one descriptor on either side, whatever its length, so reading the progress of 256 streams costs as much as reading
+that of one. Its handle is posted again for every poll, once the previous one has ended.
 
-The rules are those of fence reads: scratch memory returns when nothing can write into it any more. A strip that is let go while
-it is on the wire stays with `Handles` until then.
+The rules are those of fence reads: scratch memory is freed when nothing can write into it any more. A strip that is released
+while it is on the wire stays with `Handles` until then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["LOOK_PADS", "PAD_COUNT", "PAD_WORDS", "LandingPads", "Strip", "Strip
 PAD_WORDS: Final = 1024
 PAD_COUNT: Final = 256
 LOOK_PADS: Final = 128
-"""The first pads are for looks at progress words, the others for reads of tables: neither ever waits for the other."""
+"""The first pads serve polls of progress words, the others reads of tables, so that neither waits for the other."""
 
 Use = Literal["look", "table"]
 _FIRST: Final = np.zeros(1, dtype=np.int32)
@@ -67,11 +67,11 @@ class LandingPads:
 
     @property
     def free_count(self) -> int:
-        """Pads that no read uses."""
+        """Number of pads not in use."""
         return sum(map(len, self._free.values()))
 
     def take(self, use: Use) -> int | None:
-        """Return a free pad for this use, filled with words that no stream has; None if all are in use."""
+        """Return a free pad for this use, filled with words that no stream contains; None if all are in use."""
         if not self._free[use]:
             return None
         pad = self._free[use].popleft()
@@ -79,7 +79,7 @@ class LandingPads:
         return pad
 
     def give_back(self, pad: int, *, is_suspect: bool = False) -> None:
-        """Free a pad. A suspect one, whose read ended in an error, is used again after all the others."""
+        """Free a pad. A suspect pad, whose read ended in an error, is reused only after all others."""
         free = self._free["look" if pad < LOOK_PADS else "table"]
         if is_suspect:
             free.append(pad)
@@ -87,7 +87,7 @@ class LandingPads:
             free.appendleft(pad)
 
     def words(self, pad: int, count: int) -> Words:
-        """Return the first words of a pad; not a copy."""
+        """Return the first words of a pad, without copying."""
         return self._memory[pad * PAD_WORDS : pad * PAD_WORDS + count]
 
     def row(self, pad: int, count: int) -> Words:
@@ -97,7 +97,7 @@ class LandingPads:
 
 @final
 class Strip:
-    """Read of a run of words that can be repeated."""
+    """Repeatable read of a run of words."""
 
     __slots__ = ("count", "handle", "is_on_wire", "lists", "pad", "peer")
 
@@ -112,7 +112,7 @@ class Strip:
 
 @final
 class StripReader:
-    """Makes, posts and ends strips. Pads return with the end of their strip, however it ends."""
+    """Creates, posts and ends strips. A strip's pad is freed when the strip ends, however it ends."""
 
     def __init__(self, port: NixlPort, pads: LandingPads, handles: Handles[Any]) -> None:
         self._port = port
@@ -120,7 +120,7 @@ class StripReader:
         self.pads = pads
 
     def demand_registered(self, peer: Peer, location: StreamLocation, words: int) -> None:
-        """Refuse stream memory that the peer did not register, before anything of it is read.
+        """Refuse stream memory that the peer did not register, before any of it is read.
 
         Raises:
             AgentError: `peer-rows-unregistered`.
@@ -139,7 +139,7 @@ class StripReader:
             ) from error
 
     def make(self, peer: Peer, location: StreamLocation, first: int, count: int, use: Use) -> Strip | None:
-        """Make the read of `count` words from word `first` on, at most 1024; None while all pads for this use are taken.
+        """Create the read of `count` words from word `first` on, at most 1024; None while all pads for this use are taken.
 
         Raises:
             AgentError: Raised while lists were prepared or the handle was made.
@@ -159,7 +159,7 @@ class StripReader:
         return Strip(peer, pad, count, handle, tuple(lists))
 
     def post(self, strip: Strip) -> bool:
-        """Post it, the first time or again; True if it is done already.
+        """Post a strip, the first time or again; return True if the read has already completed.
 
         Raises:
             AgentError: as the port.
@@ -173,7 +173,7 @@ class StripReader:
         return not strip.is_on_wire
 
     def is_done(self, strip: Strip) -> bool:
-        """Ask for a strip that is on the wire.
+        """Poll a strip that is on the wire.
 
         Raises:
             AgentError: as the port.
@@ -186,11 +186,11 @@ class StripReader:
         return not strip.is_on_wire
 
     def words(self, strip: Strip) -> Words:
-        """Return what a strip that is done has found; not a copy."""
+        """Return the words that a completed strip read, without copying."""
         return self.pads.words(strip.pad, strip.count)
 
     def let_go(self, strip: Strip) -> None:
-        """Release a strip, at once or when nothing of it is on the wire any more."""
+        """Release a strip, at once or when it is off the wire."""
         if not strip.is_on_wire:
             self._give_back(strip.pad, strip.lists)
             self._handles.release(strip.peer, strip.handle)

@@ -1,7 +1,7 @@
-"""Streams that begin, go on and are voided at random, with contents that tell on a torn look; for tests.
+"""Streams that start, advance and are voided at random, with contents that reveal a torn read; for tests.
 
-Everything that a reader may accept follows from the tag: the id of entry 5 under tag 9 is `entry_id(9, 5)`, and
-progress under tag 9 is 0, void, or a number that ends in 009.
+The tag determines every acceptable value: the id of entry 5 under tag 9 is `entry_id(9, 5)`, and progress under tag 9 is 0,
+void, or a number that ends in 009.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["StreamRewriter", "entries_of", "entry_id", "is_progress_of"]
 
 VOID_TOKENS: Final = (1 << 32) - 1
 _MOST_ENTRIES: Final = 1300
-"""More than one read of a table takes."""
+"""More entries than one read of a table takes."""
 
 
 def entry_id(tag: int, entry: int) -> int:
@@ -26,12 +26,12 @@ def entry_id(tag: int, entry: int) -> int:
 
 
 def entries_of(tokens: int) -> int:
-    """Return the entries that a progress tells of. Example: 4 for 4009."""
+    """Return the number of entries that a progress value covers. Example: 4 for 4009."""
     return tokens // 1000
 
 
 def is_progress_of(tag: int, tokens: int) -> bool:
-    """Return whether a progress may stand under a tag."""
+    """Return whether a progress value is valid under a tag."""
     return tokens in {0, VOID_TOKENS} or tokens % 1000 == tag % 1000
 
 
@@ -44,7 +44,7 @@ class _Words(Protocol):
 
 @final
 class StreamRewriter:
-    """Rewrites the words of all slots, one stream after the other, without a pause but for short rests."""
+    """Rewrites the words of all slots, one stream after the other, pausing only for short rests."""
 
     def __init__(self, words: _Words, slots: int, seed: int, *, rests: bool = True) -> None:
         self._words = words
@@ -52,11 +52,11 @@ class StreamRewriter:
         self._random = random.Random(seed)  # noqa: S311 - reproducible, no secrets
         self._rests = rests
         self.begun = 0
-        """Streams that were begun, and the latest generation."""
+        """Number of streams begun, and the latest generation."""
         self._running: dict[int, int] = {}
 
     def step(self) -> None:
-        """Void the stream of one slot, begin another, and take it some chunks further."""
+        """Void the stream of one slot, begin another, and advance it by some chunks."""
         slot = self._random.randrange(self._slots)
         former = self._running.get(slot)
         if former is not None and self._random.random() < 0.7:  # a restart may come without a void

@@ -1,4 +1,4 @@
-"""Records of watches: one listener's eye on a slot, the tables that it asked for, and all that is watched of a peer."""
+"""Records of stream watches: a listener's watch of one slot, the table reads that it requested, and all watches of a peer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _SLOWING_AT_LAST: Final = 1 / 128
 _LOOKS_A_STEP: Final = 4
 _LOOKS_BEFORE_LAST: Final = 16
 _EARLIEST: Final = 0.6
-"""Part of the time that the last step is expected to take, before which it is not looked for closely."""
+"""Fraction of the expected duration of the last step before which the step is not polled closely."""
 
 
 class StreamListener(Protocol):
-    """Takes what a watch finds; called on the owner thread, and not any more once the watch has ended."""
+    """Receives the findings of a watch, on the owner thread; not called any more after the watch has ended."""
 
     def progress(self, tag: int, tokens: int) -> None:
-        """Take the slot's progress word: the first one that was read, then each one that differs from the one before."""
+        """Receive the slot's progress word: the first one read, then each one that differs from the previous one."""
         ...
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:
-        """Take the ids of entries `first` and following, as asked for."""
+        """Receive the requested ids of entries `first` and following."""
         ...
 
     def broken(self, code: str, message: str) -> None:
-        """Take the end of the watch: the peer's words cannot be read any more. Called once."""
+        """Receive the end of the watch: the peer's words can no longer be read. Called once."""
         ...
 
 
@@ -65,14 +65,14 @@ class StreamWatch:
         self.slot = slot
         self.listener = listener
         self.seen: int | None = None
-        """Progress word that the listener was told of last."""
+        """Progress word that the listener received last."""
         self.is_live = True
-        """Whether the peer is looked at for it."""
+        """Whether the peer is polled for this watch."""
         self.is_wanted = True
-        """Whether the listener still wants to be told."""
+        """Whether the listener still wants calls."""
 
     def saw(self, word: int, now_s: float) -> bool:
-        """Note a progress word; False if it is the one before."""
+        """Record a progress word; return False if it equals the previous one."""
         before = self.seen
         if word == before:
             return False
@@ -85,14 +85,14 @@ class StreamWatch:
         return True
 
     def pause_s(self, now_s: float) -> float:
-        """Return the time until the next look, before the bounds of the options.
+        """Return the time until the next poll, before the limits of the options apply.
 
-        The ends of steps that a whole one follows are looked for 4 times a step: their blocks are read while that one runs. The
-        last step may be short, so the end of the one before it is looked for 16 times. The reader waits for the end of the
-        last one: that is looked for every 128th of the time since the step before it, from three fifths of the time on that it
-        should take by its tokens. Example: steps of 112 tokens and 128 ms. With 332 tokens left a look every 32 ms, with 220
-        left one every 8 ms, with 108 left, which should take 123 ms, one after 74 ms, then one every 0.6 to 1 ms. As long as no
-        step was seen, or the number of tokens is not known, the pause is a 32nd of the time since the last change.
+        While a whole step follows, the end of a step is polled for 4 times per step: its blocks are read while the next step
+        runs. The last step may be short, so the end of the one before it is polled for 16 times. The reader waits for the end of
+        the last step: from three fifths of its expected duration, by its tokens, it is polled for at every 128th of the time
+        since the previous step. Example: steps of 112 tokens and 128 ms. With 332 tokens left a poll every 32 ms; with 220 left a
+        poll every 8 ms; with 108 left, which should take 123 ms, a poll after 74 ms, then one every 0.6 to 1 ms. Until a step has
+        been seen, or if the number of tokens is unknown, the pause is a 32nd of the time since the last change.
         """
         quiet_s = now_s - self._changed_s
         seen = 0 if self.seen is None else self.seen & LOW_HALF
@@ -106,10 +106,10 @@ class StreamWatch:
         return max(earliest_s - quiet_s, quiet_s * _SLOWING_AT_LAST)
 
     def read_table(self, tag: int, first: int, stop: int) -> None:
-        """Read the entries `first` to `stop - 1` of the slot's table under a tag; `table` of the listener takes the ids.
+        """Read entries `first` to `stop - 1` of the slot's table under a tag; the listener's `table` receives the ids.
 
         Raises:
-            AgentError: `bad-streams` for entries that the table has no room for.
+            AgentError: `bad-streams` for entries beyond the table's capacity.
         """
         layout = self._polls.layout
         if not 0 <= first < stop <= layout.capacity:
@@ -122,7 +122,7 @@ class StreamWatch:
             self._polls.tables.append(TableRead(self, tag, first, stop))
 
     def end(self) -> None:
-        """Stop looking; nothing is told any more. More than once is fine."""
+        """Stop watching; the listener gets no further calls. May be called more than once."""
         self.is_wanted = False
         if self.is_live:
             self.is_live = False
@@ -144,7 +144,7 @@ class TableRead:
 
     @property
     def next_piece(self) -> tuple[int, int]:
-        """(entry, count) of the piece that is read next. Example: 1500 entries are read as 1024 and 476."""
+        """(entry, count) of the next piece to read. Example: 1500 entries are read as 1024 and 476."""
         entry = self.first + len(self.ids)
         return entry, min(self.stop - entry, PAD_WORDS)
 
@@ -162,7 +162,7 @@ class PeerPolls:
         self.strip: Strip | None = None
         self.due_s = 0.0
         self.dropped: list[Strip] = []
-        """Strips of watches that have ended, to be let go in the next turn."""
+        """Strips of watches that have ended, to be released in the next turn."""
 
     def forget(self, watch: StreamWatch) -> None:
         self.watches.remove(watch)
@@ -172,12 +172,12 @@ class PeerPolls:
         self.tables = [table for table in self.tables if table.watch is not watch]
 
     def pause_s(self, now_s: float) -> float:
-        """Return the time until the next look at this peer, before the bounds of the options."""
+        """Return the time until the next poll of this peer, before the limits of the options apply."""
         return min((watch.pause_s(now_s) for watch in self.watches), default=0.0)
 
     @property
     def tables_in_turn(self) -> list[TableRead]:
-        """Tables that may be on the wire now."""
+        """Table reads that may be on the wire now."""
         return self.tables[:_TABLES_AT_ONCE]
 
     @property
@@ -188,5 +188,5 @@ class PeerPolls:
 
     @property
     def next_look_s(self) -> float:
-        """Time at which something is to be posted, if nothing is on the wire."""
+        """Time of the next post, if nothing is on the wire."""
         return min([self.due_s, *(table.due_s for table in self.tables_in_turn)])

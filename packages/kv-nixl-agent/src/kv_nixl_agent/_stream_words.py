@@ -1,14 +1,15 @@
 """Stream memory of a producer: words that peers read while a prompt is computed.
 
-**Order of stores.** A reader that sees a progress word may read the pages and the entries that it tells of. The entries need no
-order, since each carries its owner's tag: one that is late reads as "not there yet". The pages do: whoever calls `show` has
-seen the device finish them, and its stores must be seen before the progress word. x86 keeps stores in order. ARM does not;
-there, the release of a lock comes between, and after it the acquisition of one: stores before a release are seen before it, a
-release is seen before an acquisition that follows it, and stores after an acquisition are seen after it. NumPy and ctypes give
-plain stores, and Python has no fence of its own. A word of 8 aligned bytes is one store, also within a copy of many, on both.
+**Order of stores.** A reader that sees a progress word may read the pages and table entries that it covers. The entries need no
+order, since each carries its owner's tag: a late entry reads as "not stored yet". The pages do need order: the caller of `show`
+has seen the device finish them, and their stores must become visible before the progress word. x86 keeps stores in order. ARM
+does not; there, the code releases a lock in between and then acquires one: stores before a release become visible before it, a
+release becomes visible before an acquisition that follows it, and stores after an acquisition become visible after it. NumPy
+and ctypes make plain stores, and Python has no memory fence. On both architectures an aligned 8-byte word is a single store,
+even within a copy of many words.
 
-For a network card on ARM the manufacturers ask for a barrier of the outer domain (`dmb osh`), which Python cannot issue;
-nothing was run there yet.
+For a network card on ARM the manufacturers ask for an outer-domain barrier (`dmb osh`), which Python cannot issue; this was not
+tested yet.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ __all__ = ["StreamWords", "aligned_words"]
 
 _LINE_BYTES = 64
 _LOOK_OUT_FIRST_S: Final = 0.01
-"""Time between two looks right after a slot was opened. A look costs the engine about 80 us: it takes the interpreter from it."""
+"""Interval of polls right after a slot was opened. A poll takes the interpreter from the engine for about 80 us."""
 _LOOK_OUT_S: Final = 0.1
-"""Time between two looks later on."""
+"""Interval of polls later on."""
 _FIRST_FOR_S: Final = 0.2
-"""How long after a slot was opened the looks stay close together."""
+"""Time after a slot was opened during which polls use the short interval."""
 
 
 def aligned_words(count: int) -> Words:
-    """Return that many zeroed words, the first one at the beginning of a 64-byte line."""
+    """Return an array of zeroed words that starts at a 64-byte line."""
     raw: Words = np.zeros(count + _LINE_BYTES // 8, dtype=np.uint64)
     shift = (-raw.ctypes.data % _LINE_BYTES) // 8
     return raw[shift : shift + count]
@@ -58,14 +59,14 @@ def _nothing() -> None:
 class StreamWords:
     """Progress words and tables of the stream slots; fence word, progress word and table of a slot have the same number.
 
-    Every method may be called on any thread; a lock keeps the stores of one call together. A tag is 0 to 2**32 - 1, as is a
-    block id, without the largest.
+    Every method may be called on any thread; a lock keeps the stores of one call together. Tags are 0 to 2**32 - 1; block ids are
+    0 to 2**32 - 2.
 
     Args:
         fences: The agent's fence array, of at least as many words.
         slots: Stream slots.
-        capacity: Ids that a table has room for.
-        is_alone: Whether the owner thread alone lets NIXL make progress.
+        capacity: Block ids that a table has room for.
+        is_alone: Whether NIXL makes progress only on the owner thread.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class StreamWords:
         self._fences = fences
         self._layout = StreamLayout(slots, capacity)
         self._memory = aligned_words(self._layout.words)
-        # No entry is there: tag 0 is a tag like any other.
+        # Mark every entry as not stored; zeros would not do, because 0 is a valid tag.
         self._memory[self._layout.first_table :] = (1 << 64) - 1
         self._tags: list[int | None] = [None] * slots
         self._lock = threading.Lock()
@@ -95,9 +96,9 @@ class StreamWords:
         self._has_opened = False
         self._first_until_s = -math.inf
         self.open_count = 0
-        """Slots with a tag, which peers may look at."""
+        """Number of slots with a tag, which peers may poll."""
         self.on_open: Callable[[], None] = _nothing
-        """Called when a slot was given to a tag, on the caller's thread."""
+        """Called on the caller's thread when a slot has been given to a tag."""
 
     @property
     def location(self) -> StreamLocation:
@@ -110,11 +111,11 @@ class StreamWords:
         return int(self._memory.nbytes)
 
     def look_out_s(self, now_s: float) -> float:
-        """Return when the owner must look for notifications at the latest since peers may look at an open slot; endless if never.
+        """Return the latest time for the owner's next poll for notifications while slots are open; infinite if none is needed.
 
-        NIXL ends a read that follows a notification to the same peer only once that peer has made progress. A reader's first
-        look follows one, the end of its read before: so the owner looks out every 10 ms for 0.2 s after a slot was opened, and
-        every 0.1 s from then on. Owner thread only.
+        NIXL completes a read that follows a notification to the same peer only once that peer has made progress. A reader's first
+        poll follows a notification, the end of its previous read. So the owner polls every 10 ms for 0.2 s after a slot was
+        opened, and every 0.1 s from then on. Owner thread only.
         """
         if self._has_opened:
             self._has_opened = False
@@ -124,7 +125,7 @@ class StreamWords:
         return now_s + (_LOOK_OUT_FIRST_S if now_s < self._first_until_s else _LOOK_OUT_S)
 
     def open(self, slot: int, generation: int, tag: int) -> None:
-        """Give a slot to a tag: store the generation as its fence word, then progress 0; its table has no entries.
+        """Give a slot to a tag: store the generation as its fence word, then progress 0; its table starts without entries.
 
         Raises:
             AgentError: `bad-streams`, `bad-fence`, `agent-closed`.
@@ -138,7 +139,7 @@ class StreamWords:
         self.on_open()
 
     def void(self, slot: int, word: int, tag: int) -> None:
-        """Store a fence word that no reader accepts, then void progress under the tag; nothing more of it is shown.
+        """Store a fence word that no reader accepts, then void the progress of the tag, which shows nothing from then on.
 
         Raises:
             AgentError: as `open`.
@@ -150,7 +151,7 @@ class StreamWords:
             self._put_progress(slot, tag, LOW_HALF)
 
     def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None:
-        """Store ids as the entries `first` and following of the tag's table.
+        """Store block ids as the entries `first` and following of the tag's table.
 
         Raises:
             AgentError: `bad-streams` for ids or entries out of range, or another tag than the slot has.
@@ -169,7 +170,7 @@ class StreamWords:
             self._put_entries(slot, first, tag, numbers.astype(np.uint64))
 
     def show(self, slot: int, tag: int, tokens: int) -> None:
-        """Store the progress, after everything that it tells of; dropped if the slot has another tag by now.
+        """Store the progress, after all data that it covers; dropped if the slot has another tag by now.
 
         Raises:
             AgentError: `bad-streams`.
@@ -182,7 +183,7 @@ class StreamWords:
                 self._put_progress(slot, tag, tokens)
 
     def void_all(self) -> None:
-        """Void the progress of every slot, for good: the fence words are void already and refuse to be written."""
+        """Permanently void the progress of every slot; the fence words are already void and can no longer be written."""
         with self._lock:
             self._tags[:] = [None] * len(self._tags)
             self.open_count = 0
@@ -201,9 +202,9 @@ class StreamWords:
             )
 
     def _put_progress(self, slot: int, tag: int, tokens: int) -> None:
-        with self._gate:  # its end is the release
+        with self._gate:  # leaving it is the release
             pass
-        with self._gate:  # its beginning is the acquisition
+        with self._gate:  # entering it is the acquisition
             self._memory[slot] = tag << TAG_SHIFT | tokens
 
     def _put_entries(self, slot: int, first: int, tag: int, ids: Words) -> None:

@@ -1,7 +1,7 @@
 """`TransferThread`: the thread that owns and drives one agent.
 
-Other threads only put calls and orders into a mailbox (one append, and a bell if the thread sleeps); they never touch NIXL and
-never wait for it. `_loop.py` is the thread's own side.
+Other threads only put calls and orders into a mailbox (one append, and a wake-up if the thread sleeps); they never touch NIXL
+and never wait for it. `_loop.py` is the thread's own side.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _NO_INDICES: Final = np.empty(0, dtype=np.int32)
 
 @final
 class TransferThread:
-    """Owns a `TransferAgent` on a thread of its own.
+    """Owns a `TransferAgent` and runs it on a separate thread.
 
-    Methods under "owner" may only be called on that thread, through `call_soon`, from timers or from callbacks;
-    elsewhere they raise `wrong-thread`, and `agent-closed` once the thread has no agent any more.
+    Methods under "owner" may be called only on that thread: through `call_soon`, from timers or from callbacks. On other threads
+    they raise `wrong-thread`, and `agent-closed` once the thread no longer has an agent.
 
     Args:
         name: NIXL agent name.
         regions: Memory to register: (address, length_bytes, device, kind).
-        on_result: Called on the owner thread with the one result of every transfer.
+        on_result: Called on the owner thread once per transfer with its result.
         on_notification: Called on the owner thread with (agent name of the peer, payload).
-        on_quiet: Called there with the id of a transfer whose result said `is_memory_quiet=False`, once its memory is free.
+        on_quiet: Called there with the id of a transfer that ended with `is_memory_quiet=False`, once its memory is quiet.
         options: See `AgentOptions`.
         thread_options: See `ThreadOptions`.
-        port_factory: Makes the NIXL port; a fake in tests.
-        clock: Monotonic seconds.
+        port_factory: Creates the NIXL port; tests pass a fake.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - wired once
@@ -95,10 +95,10 @@ class TransferThread:
     # ---------------------------------------------------------------------------------------------------- any thread
 
     def start(self) -> None:
-        """Create the agent and register its memory on the owner thread; returns once that is done.
+        """Create the agent and register its memory on the owner thread; return once that is done.
 
         Raises:
-            AgentError: as `TransferAgent`; `thread-dead` if that takes over two minutes or the thread was started before.
+            AgentError: as `TransferAgent`; `thread-dead` if this takes over two minutes or the thread was started before.
         """
         if self._thread.ident is not None or self._is_closed:
             raise AgentError("thread-dead", f"transfer thread {self._name!r} can be started once only")
@@ -109,7 +109,7 @@ class TransferThread:
             raise self._loop.failure
 
     def agent_metadata(self) -> bytes:
-        """Return the description of this agent for peers, as of the latest registration.
+        """Return this agent's metadata for peers, as of the latest registration.
 
         Raises:
             AgentError: `not-started`.
@@ -142,7 +142,7 @@ class TransferThread:
 
     @property
     def stream_words(self) -> StreamWords | None:
-        """This rank's stream memory, for stores from any thread; None without stream slots.
+        """This rank's stream memory, writable from any thread; None without stream slots.
 
         Raises:
             AgentError: `not-started`.
@@ -155,7 +155,7 @@ class TransferThread:
         return AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Run `function` on the owner thread soon; wakes it; never blocks.
+        """Run `function` on the owner thread soon; wakes the thread and never blocks.
 
         A notification that arrives after this returns is delivered after `function` has run.
 
@@ -166,9 +166,9 @@ class TransferThread:
         self._loop.pacer.wake()
 
     def call_every(self, period_s: float, function: Callable[[], object]) -> None:
-        """Run `function` on the owner thread about every `period_s` while it lives; before `start`, too.
+        """Run `function` on the owner thread about every `period_s` while the thread lives; may be called before `start`.
 
-        Calls and notifications that were there when it fell due come first.
+        Calls and notifications that were waiting when the timer fell due run first.
 
         Raises:
             AgentError: `bad-options`.
@@ -181,7 +181,7 @@ class TransferThread:
             self.call_soon(lambda: self._loop.timers.add(period_s, function, self._clock()))
 
     def submit(self, order: TransferOrder) -> None:
-        """Order a transfer from any thread; it costs the caller one append. Refusals come through `on_result`.
+        """Order a transfer from any thread, at the cost of one append. Refusals are reported through `on_result`.
 
         Raises:
             AgentError: `agent-closed` or `thread-dead`: the order is not accepted and has no result.
@@ -192,8 +192,8 @@ class TransferThread:
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
 
-        It is one aligned store and no call into NIXL. A producer writes the word of a new request on the engine
-        thread, so that it is there before anybody can hold the ticket.
+        This is one aligned store and no call into NIXL. A producer writes the word of a new request on the engine thread, so that
+        the word is in place before any reader can hold the ticket.
 
         Raises:
             AgentError: `bad-fence`, `not-started`, `agent-closed`.
@@ -206,15 +206,15 @@ class TransferThread:
         agent.write_fence(slot, generation)
 
     def allow_slow_polling(self, allowed: bool) -> None:
-        """Let the thread poll for notifications less often while nothing happens; any thread.
+        """Let the thread poll for notifications less often while it is idle; any thread.
 
-        For times in which no peer has a reason to read from this rank or to notify it: no lease is open. Calls and orders
-        wake the thread at once as ever.
+        Use it while no lease is open, so that no peer has a reason to read from this rank or to notify it. Calls and orders still
+        wake the thread at once.
         """
         self._loop.pacer.may_poll_slowly = allowed
 
     def statistics(self) -> Mapping[str, float]:
-        """Return counters, recent times and gauges, as of about 0.1 s ago (0.3 s at rest), and those of the thread."""
+        """Return the thread's figures, and the agent's counters, times and gauges as of about 0.1 s ago (0.3 s at rest)."""
         return {
             **self._loop.snapshot.summary(),
             "thread_turns": float(self._loop.turns),
@@ -224,7 +224,7 @@ class TransferThread:
         }
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire that make no progress, as of about 0.1 s ago (0.3 s at rest)."""
+        """Return the transfers on the wire without progress, as of about 0.1 s ago (0.3 s at rest)."""
         return self._loop.stalls
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
@@ -233,21 +233,21 @@ class TransferThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the owner thread runs and takes orders; False from the moment in which it fails."""
+        """Whether the owner thread runs and accepts orders; False from the moment it fails."""
         return self._thread.is_alive() and self._loop.failure is None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the owner thread runs no more, so that nothing of it touches the memory."""
+        """Whether the owner thread has stopped, so that it no longer touches the memory."""
         return not self._thread.is_alive()
 
     @property
     def failure(self) -> AgentError | None:
-        """Reason why the thread died or did not start; None while all is well and after an orderly close."""
+        """Reason why the thread died or did not start; None while it works and after an orderly close."""
         return self._loop.failure
 
     def health(self) -> ThreadHealth:
-        """Return the state of the owner thread, its latest error, and whether a dying reader can end this process."""
+        """Return the owner thread's state and latest error, and whether a dying reader can end this process."""
         age_s = self._clock() - self._loop.turn_began_s
         error, text = self._loop.errors.last
         return ThreadHealth(
@@ -274,7 +274,7 @@ class TransferThread:
         return "stuck" if turn_age_s > self._options.stuck_after_s else "running"
 
     def close(self) -> None:
-        """End everything in order: transfers, prepared lists, peers, registrations. Idempotent, from any thread.
+        """Shut down in order: transfers, prepared lists, peers, registrations. Idempotent, from any thread.
 
         Transfers in flight get `close_grace_s` to end; then they are cancelled. Every transfer gets its result, and
         every quarantined one its `on_quiet`, before this returns (unless it is called on the owner thread itself).
@@ -296,7 +296,7 @@ class TransferThread:
 
     @property
     def agent(self) -> TransferAgent:
-        """The agent itself, for everything that has no method here, such as `peers` and `declare_quiet`.
+        """The agent itself, for members without a method here, such as `peers` and `declare_quiet`.
 
         Raises:
             AgentError: `wrong-thread`, `agent-closed`.
@@ -317,7 +317,7 @@ class TransferThread:
         self._loop.metadata = agent.agent_metadata()
 
     def add_peer(self, spec: PeerDescription) -> None:
-        """Register a peer rank and begin to connect to it; see `TransferAgent.add_peer`."""
+        """Register a peer rank and start connecting to it; see `TransferAgent.add_peer`."""
         self.agent.add_peer(spec)
 
     def replace_peer(self, spec: PeerDescription) -> None:
@@ -343,14 +343,14 @@ class TransferThread:
         deadline_s: float = 30.0,
         fence: tuple[int, int] | None = None,
     ) -> None:
-        """Queue a read of a peer's rows into ours. Its end comes through `on_result`, also where an index is out of range.
+        """Queue a read of a peer's rows into ours. Its end, even for an index out of range, is reported through `on_result`.
 
         Args:
-            transfer_id: Name of the transfer, unique among those that are not over.
+            transfer_id: Name of the transfer, unique among those that have not ended.
             peer: The peer's key.
-            local_indices: Rows of ours to fill, int32 of shape (n,); see `PeerSpec` for the rows.
-            peer_indices: Rows of the peer's to read, int32 of the same length: row `peer_indices[i]` goes to `local_indices[i]`.
-            notification: Bytes that the peer gets once the data is here and its fence has held; none if empty.
+            local_indices: Our rows to fill, int32 of shape (n,); see `PeerSpec` for the rows.
+            peer_indices: The peer's rows to read, int32 of the same length: row `peer_indices[i]` goes to `local_indices[i]`.
+            notification: Bytes for the peer once the data has arrived and its fence has held; none if empty.
             deadline_s: Seconds from now after which the read ends with `timed-out`.
             fence: (slot, generation) to verify after the data; None for data that needs no proof.
 
@@ -362,10 +362,10 @@ class TransferThread:
         )
 
     def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
-        """Read one word of a peer, whatever it holds, to see if the peer answers. The end comes through `on_result`.
+        """Read one word of a peer, whatever its value, to see whether the peer answers. `on_result` reports the end.
 
-        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: it did not
-        answer in time. Over CMA the kernel answers for a process that is stopped.
+        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer in
+        time. Over CMA the kernel answers even for a stopped process.
 
         Raises:
             AgentError: `duplicate-transfer`.
@@ -376,16 +376,16 @@ class TransferThread:
         )
 
     def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
-        """Begin to look at a stream slot of a peer: `listener` is told of its progress, and of tables that the watch asks for.
+        """Start polling a stream slot of a peer; `listener` receives its progress, and the tables that the watch requests.
 
         Args:
             peer: The peer's key.
-            slot: Its slot.
-            listener: Takes what is found.
-            tokens: Progress that the peer is going to reach: its last step is looked for closely. 0 if that is not known.
+            slot: The peer's slot.
+            listener: Receives progress, table entries and the end of the watch.
+            tokens: Progress that the peer will reach, 0 if unknown; near the expected end of its last step it is polled often.
 
         Raises:
-            AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that is not there;
+            AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that does not exist;
                 `peer-rows-unregistered`.
         """
         return self.agent.polls.watch(peer, slot, listener, tokens=tokens)

@@ -27,16 +27,16 @@ class _Timer:
 
 @final
 class Timers:
-    """Functions to run about every period.
+    """Functions that run about once per period.
 
-    Timers that fall due wait for the calls and notifications that were there before them (see `_mailbox.py`). After more than
-    half a second without a turn, when the process was probably stopped, they also wait until NIXL's threads have caught up (see
-    `_settling.py`): notifications that were sent meanwhile lie in the transport. Leases end later by that, 0.2 s as a rule and
-    up to 10 s on a machine that is short of cores; calls, notifications, reads and their deadlines wait for nothing.
+    Timers that fall due wait for the calls and notifications that arrived before them (see `_mailbox.py`). After more than half a
+    second without a turn, when the process was probably stopped, they also wait until NIXL's threads have caught up (see
+    `_settling.py`), because notifications sent meanwhile are still in the transport. This delays the ends of leases, usually by
+    0.2 s, and by up to 10 s on a machine short of cores; calls, notifications, reads and their deadlines are not delayed.
 
     Args:
-        now_s: The time.
-        have_run: Returns whether the threads that bring notifications slept or ran since the call before.
+        now_s: Current time.
+        have_run: Returns whether the threads that bring notifications have slept or run since the previous call.
     """
 
     def __init__(self, now_s: float, have_run: Callable[[], bool] = lambda: True) -> None:
@@ -44,7 +44,7 @@ class Timers:
         self._seen_s = now_s
         self._settling = Settling(have_run)
         self._round: tuple[int, float] | None = None
-        """(calls that come first, time at which it was opened) of the timers that have fallen due and wait."""
+        """(number of calls that must run first, time of the round's start) for the due timers that are waiting."""
 
     def watch(self, have_run: Callable[[], bool]) -> None:
         """Replace `have_run`, once the threads are known."""
@@ -55,13 +55,13 @@ class Timers:
         self._timers.append(_Timer(period_s, function, now_s))
 
     def begin_turn(self, now_s: float) -> bool:
-        """Note the time at which a turn begins, before it takes notifications; True if the process paused before it."""
+        """Record the time at which a turn begins, before it takes notifications; return True if the process paused before it."""
         paused = self.note(now_s)
         self._settling.look(now_s)
         return paused
 
     def note(self, now_s: float) -> bool:
-        """Note the time within a turn; True if the process paused since the last time that was noted."""
+        """Record the time within a turn; return True if the process paused since the last recorded time."""
         paused = now_s - self._seen_s > _PAUSE_S
         if paused:
             self._settling.begin(now_s)
@@ -69,7 +69,7 @@ class Timers:
         return paused
 
     def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], object]]:
-        """Return the functions to run now, given how many calls were handed over and how many of them have run."""
+        """Return the functions to run now, given the numbers of calls handed over and of calls that have run."""
         if not self._settling.is_over or all(timer.due_s > now_s for timer in self._timers):
             return []
         if self._round is None:

@@ -1,12 +1,12 @@
-"""`Transfer`: one accepted order, from its first part to its one result.
+"""`Transfer`: one accepted order, from its first part to its single result.
 
-`TABLE` in `_states.py` says which steps there are; each method here takes one of them. With a fence, or a page check, the
-notification is *not* attached to the data: it would make the producer release the blocks, and so void the fence, before
-the consumer has looked. It is sent by itself after the verification. Without either it travels with the data, as vLLM's own
-connector does it, and costs nothing.
+`TABLE` in `_states.py` lists the legal steps; each method here takes one of them. With a fence or a page check, the
+notification is *not* attached to the data: it would make the producer release the blocks, and so void the fence, before the
+consumer has checked it. It is sent separately after the verification. Without either, it travels with the data as in vLLM's
+own connector, at no cost.
 
-A transfer that ends while parts of it are active gives its result at once, with `is_memory_quiet=False`, and moves to
-quarantine. Its id is in use until then.
+A transfer that ends while parts of it are active reports its result at once, with `is_memory_quiet=False`, and moves to
+quarantine. Its id stays in use until the quarantine ends.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["Transfer", "Wiring"]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Wiring:
-    """Parts of the agent that every transfer works with.
+    """Parts of the agent that every transfer uses.
 
-    `on_end` takes a transfer's result, in the step that reports it.
+    `on_end` receives a transfer's result, in the step that reports it.
     """
 
     port: NixlPort
@@ -62,9 +62,9 @@ class Transfer:
     """Life of one order: posting, polling, verification, end.
 
     Args:
-        order: As accepted.
+        order: The accepted order.
         peer: Its peer.
-        parts: Its parts, in the order of posting; none if the order names no descriptors.
+        parts: Its parts, in the order of posting; empty if the order names no descriptors.
         wiring: See `Wiring`.
     """
 
@@ -97,7 +97,7 @@ class Transfer:
         self._is_attached = bool(
             len(parts) == 1 and order.notification and order.fence is None and order.page_check is None
         )
-        """Whether the notification travels with the data; otherwise it is sent once all is verified."""
+        """Whether the notification travels with the data; otherwise it is sent after the verification."""
         self._word = WordCheck(order, peer, wiring.words)
         self._go("accept")
         self.deadline_s = self._account.entered_s["queued"] + order.deadline_s
@@ -105,7 +105,7 @@ class Transfer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its result is out."""
+        """Whether the result has been reported."""
         return self.state in ("gone", "quarantined")
 
     def _go(self, event: Event) -> Transition:
@@ -120,7 +120,7 @@ class Transfer:
     # --------------------------------------------------------------------------------------------------------- posting
 
     def post(self, part: Part) -> None:
-        """Post one of its parts, the next one of `pending`."""
+        """Post the next part of `pending`."""
         wiring = self._wiring
         started_s = self._clock()
         is_first = self.state == "queued"
@@ -159,7 +159,7 @@ class Transfer:
         )
 
     def skip_data(self) -> None:
-        """Go straight to the verification: the order names no descriptors."""
+        """Skip to the verification, because the order names no descriptors."""
         self._go("skip-data")
         self._wiring.trace(self.order, "data-done")
         self._verify()
@@ -167,7 +167,7 @@ class Transfer:
     # --------------------------------------------------------------------------------------------------------- polling
 
     def poll(self) -> bool:
-        """Ask for everything that is on the wire; True if anything moved."""
+        """Poll all parts on the wire; return True if anything progressed."""
         if self.state != "posted":
             return self._verify()
         moved = False
@@ -194,7 +194,7 @@ class Transfer:
             self._wiring.handles.release(self.peer, part.handle)
 
     def _fail_part(self, part: Part, error: AgentError, *, is_off_wire: bool) -> None:
-        """End the transfer for an error of one part, which stays active unless it certainly is off the wire."""
+        """End the transfer because of one part's error; the part stays active unless it is certainly off the wire."""
         self._note_disconnection(error)
         part.last_error = f"{error.code}: {error}"
         if is_off_wire:
@@ -219,7 +219,7 @@ class Transfer:
     # ---------------------------------------------------------------------------------------------------- verification
 
     def _verify(self) -> bool:
-        """Begin or continue to read the peer's word; True if that is over."""
+        """Start or continue to read the peer's word; return True once that is finished."""
         if self.state == "data-done" and not self._word.is_wanted:
             self._go("trust")
             self._confirm()
@@ -243,7 +243,7 @@ class Transfer:
     def _judge(self) -> None:
         found, objection = self._word.judge()
         if not objection:
-            self._go("match")  # first of all, as it notes the time at which the word was known
+            self._go("match")  # first, because this step records when the word was known
         self._word.release()
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", str(found))
@@ -253,13 +253,13 @@ class Transfer:
             self._confirm()
 
     def _end_unread(self, error: AgentError) -> None:
-        """End it because the word cannot be read: the data is there, but nothing vouches for it."""
+        """End the transfer because the word cannot be read: the data has arrived, but nothing vouches for it."""
         self._wiring.statistics.count("fence_checks")
         self._wiring.trace(self.order, "fence-read", error.code)
         self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
 
     def _confirm(self) -> None:
-        """Check pages, notify, and report success."""
+        """Check pages, notify the peer, and report success."""
         wiring, order = self._wiring, self.order
         if order.page_check is not None and self._account.descriptor_count:
             began_s = wiring.clock()
@@ -291,7 +291,7 @@ class Transfer:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def end_late(self) -> None:
-        """End it because its deadline has passed."""
+        """End the transfer because its deadline has passed."""
         if self.state == "queued":
             where = "in the queue"
         elif self.state == "posted":
@@ -305,7 +305,7 @@ class Transfer:
         )
 
     def end(self, outcome: Outcome, code: str, message: str) -> None:
-        """Report the one result of a transfer that ends early, and let go of it or hold it in quarantine."""
+        """Report the result of a transfer that ends early, then let go of it or hold it in quarantine."""
         if self.has_ended:
             return
         wiring = self._wiring
@@ -317,7 +317,7 @@ class Transfer:
         self._report("abandon" if self.active else "end", (outcome, code, message))
 
     def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
-        """Take the step that reports the result, and do what the table demands of it."""
+        """Take the step that reports the result, and carry out the effects that the table lists."""
         effects = self._go(event).effects
         now_s = self._account.entered_s[self.state]
         result = self._account.result(
@@ -329,13 +329,13 @@ class Transfer:
             self._wiring.handles.hold(self, now_s)
 
     def become_quiet(self) -> None:
-        """Note that nothing of it can reach the local pages any more."""
+        """Record that nothing of the transfer can write to the local pages any more."""
         self._go("quiet")
         self._wiring.trace(self.order, "quiet")
 
 
 def _differing_pages(check: PageCheck) -> str:
-    """Run a page check; return the pages that differ as text, empty if none. An inability to check is a difference."""
+    """Run a page check; return the differing pages as text, empty if none. A check that cannot run counts as a difference."""
     try:
         differing = check()
     except Exception as error:  # noqa: BLE001 - the caller's code

@@ -1,4 +1,4 @@
-"""All transfers of one agent that are in progress, and the ends that its owner has not taken yet."""
+"""All transfers of one agent that are in progress, and the results that its owner has not taken yet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TransferTable:
         self.results: deque[TransferResult] = deque()
         """Results that the owner has not taken yet, oldest first."""
         self.quiet: deque[str] = deque()
-        """Ids of transfers that have left quarantine, likewise."""
+        """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
         self._deadlines: Deadlines[Transfer] = Deadlines()
         self._live: dict[str, Transfer] = {}
         self._posted: dict[str, Transfer] = {}
@@ -58,7 +58,7 @@ class TransferTable:
 
     @property
     def is_only_probing(self) -> bool:
-        """Whether all that is in progress are probes, for which nobody waits."""
+        """Whether all transfers in progress are probes, which no caller waits for."""
         return all(transfer.order.operation == "probe" for transfer in self._live.values())
 
     def gauges(self) -> Mapping[str, float]:
@@ -74,7 +74,7 @@ class TransferTable:
     # ----------------------------------------------------------------------------------------------------------- turn
 
     def add(self, transfer: Transfer) -> None:
-        """Take up an accepted transfer. Without parts it goes straight to its verification."""
+        """Add an accepted transfer. Without parts it goes straight to its verification."""
         transfer_id = transfer.order.transfer_id
         self._live[transfer_id] = transfer
         self._deadlines.push(transfer)
@@ -85,7 +85,7 @@ class TransferTable:
             transfer.skip_data()
 
     def launch(self) -> bool:
-        """Post parts until a turn's share of descriptors is on its way; True if any was posted."""
+        """Post parts up to a turn's share of descriptors; return True if any was posted."""
         rows = 0
         while rows < self._share:
             taken = self.schedule.take()
@@ -98,7 +98,7 @@ class TransferTable:
         return rows > 0
 
     def poll(self) -> bool:
-        """Ask for everything that is posted; True if anything moved."""
+        """Poll everything that is posted; return True if anything progressed."""
         moved = False
         if self._posted:
             for transfer in list(self._posted.values()):
@@ -115,14 +115,14 @@ class TransferTable:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def end_peer(self, peer: Peer) -> None:
-        """End the transfers of a peer that is removed, after one last question to NIXL: it may know of their end."""
+        """End the transfers of a removed peer, after polling NIXL once more for ends that it knows of."""
         for transfer in self.of_peer(peer):
             if transfer.order.transfer_id in self._posted:
                 transfer.poll()
             transfer.end("failed", "peer-removed", f"peer {peer.key!r} was removed or replaced")
 
     def end_all(self, outcome: Outcome, code: str, message: str) -> None:
-        """End every transfer in progress; a transfer that cannot be ended, a fault of this package, is reported failed."""
+        """End every transfer in progress; one that cannot be ended, because of a defect here, is reported as failed."""
         for transfer in list(self._live.values()):
             order = transfer.order
             try:
@@ -136,7 +136,7 @@ class TransferTable:
                     self.report(result)
 
     def note_end(self, result: TransferResult) -> None:
-        """Let go of a transfer in the step that reports its result."""
+        """Remove a transfer in the step that reports its result."""
         del self._live[result.transfer_id]
         self._posted.pop(result.transfer_id, None)
         self._deadlines.forget()
@@ -151,7 +151,7 @@ class TransferTable:
         self.results.append(result)
 
     def note_quiet(self, transfer: Transfer) -> None:
-        """Let go of a transfer that leaves quarantine."""
+        """Remove a transfer that leaves quarantine."""
         transfer.become_quiet()
         self._statistics.count("quiet_total")
         self.quiet.append(transfer.order.transfer_id)

@@ -41,14 +41,14 @@ FenceLocation = tuple[int, int, int]
 """(address, device, word count) of a fence array."""
 
 StreamLocation = tuple[int, int, int, int]
-"""(address, device, slots, capacity) of stream memory: slots, and block ids that each slot's table has room for."""
+"""(address, device, slots, capacity) of stream memory; capacity is the number of block ids that each slot's table holds."""
 
 PageCheck = Callable[[], "Sequence[str]"]
 """Integrity check that runs after a read: returns one text per page that differs, empty when all agree."""
 
 
 class PeerDescription(Protocol):
-    """Structure of a `PeerSpec`; any frozen value with these members will do."""
+    """Structure of a `PeerSpec`; any frozen value with these members is accepted."""
 
     @property
     def key(self) -> str:
@@ -92,7 +92,7 @@ class PeerDescription(Protocol):
 
     @property
     def agent_prefix(self) -> str:
-        """Beginning that the name of the peer's agent must have; empty for any name."""
+        """Required prefix of the peer's agent name; empty for any name."""
         ...
 
 
@@ -109,10 +109,10 @@ class PeerSpec:
             and its fence read, nothing else.
         memory_kind: Kind of the peer's rows, one for all or one per row.
         local_kind: Kind of the local rows; None if `memory_kind` is one for all and holds for both sides.
-        fence: (address, device, word count) of the peer's fence array; None for a peer without.
-        agent_prefix: Beginning that the name of the peer's agent must have, for instance its engine's name; empty for any. A
-            peer with it takes the name over from one without.
-        streams: (address, device, slots, capacity) of the peer's stream memory; None for a peer without.
+        fence: (address, device, word count) of the peer's fence array; None if the peer has none.
+        agent_prefix: Required prefix of the peer's agent name, for instance its engine's name; empty for any. A peer with it
+            takes the name over from a peer without.
+        streams: (address, device, slots, capacity) of the peer's stream memory; None if the peer has none.
     """
 
     key: str
@@ -134,7 +134,7 @@ class TransferOrder:
     Attributes:
         transfer_id: Name of the transfer in results and statistics; unique while it is in progress or quarantined.
         peer: Key of the peer.
-        local_indices: int32 (n,), descriptors of the peer's local list. Not to be changed afterwards.
+        local_indices: int32 (n,), descriptors of the peer's local list. Must not be changed afterwards.
         peer_indices: int32 (n,), descriptors of the peer list, pairwise. Without indices nothing is moved, but the fence
             is verified and the notification sent all the same.
         notification: Bytes that the peer receives once the transfer is done; empty for none.
@@ -169,15 +169,15 @@ class TransferResult:
         is_memory_quiet: False while the wire may still write into the local pages; `on_quiet` follows then.
         bytes_moved: Payload bytes of the transfer; 0 unless the data arrived.
         descriptor_count: Descriptors ordered.
-        merged_count: Descriptors after merging, as far as NIXL tells; 0 if it does not.
+        merged_count: Descriptors after merging; 0 if NIXL does not report it.
         queue_s: From the order to the first post.
         post_s: Time inside NIXL's make and post calls.
         wire_s: From the first post to the last observed completion of data.
         fence_s: From there to the verified fence word.
         check_s: Time of the integrity check.
         is_notified: Whether the notification was handed to NIXL.
-        bytes_by_path: The bytes moved by (backend as NIXL names it, local memory kind, peer memory kind, bytes); the name
-            is empty where NIXL does not tell.
+        bytes_by_path: The bytes moved by (backend as NIXL names it, local memory kind, peer memory kind, bytes); the name is
+            empty where NIXL reports none.
     """
 
     transfer_id: str
@@ -199,14 +199,14 @@ class TransferResult:
 
     @property
     def fault(self) -> Literal["", Fault]:
-        """Where the cause of the failure lies, as `ERROR_CODES` has it for the code; empty when done."""
+        """Origin of the failure's cause, as `ERROR_CODES` lists it for the code; empty when done."""
         return ERROR_CODES[self.code].fault if self.code else ""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StallEntry:
-    """A transfer on the wire of which no part has ended for a while."""
+    """A transfer on the wire none of whose parts has ended for a while."""
 
     transfer_id: str
     peer: str
@@ -219,7 +219,7 @@ class StallEntry:
 @final
 @dataclass(frozen=True, slots=True)
 class QuarantineEntry:
-    """A transfer whose local pages may still be written although its result is out."""
+    """A transfer whose local pages may still be written to although its result has been reported."""
 
     transfer_id: str
     peer: str

@@ -1,4 +1,4 @@
-"""The read of a peer's word that one order asks for: its fence, or any word for a probe."""
+"""Read of a peer's word for one order: its fence, or any word for a probe."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class WordCheck:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the order asks for it."""
+        """Whether the order needs the read."""
         return self._order.fence is not None or self._order.operation == "probe"
 
     def make_early(self) -> None:
-        """Make the read of a fence ahead of its time; an error counts only when it is needed and made again."""
+        """Create the read of a fence ahead of time; an error counts only if the read is still needed and fails again."""
         try:
             self.make(is_early=True)
         except AgentError:
             return
 
     def make(self, *, is_early: bool = False) -> bool:
-        """Make the read, unless it is made already; False if all scratch words are in use.
+        """Create the read, unless it exists; return False if all scratch words are in use.
 
         Raises:
             AgentError: as `WordReader.make_fence_read`.
@@ -53,7 +53,7 @@ class WordCheck:
         return self._read is not None
 
     def post(self) -> bool:
-        """Post the read that was made; True if it is done already.
+        """Post the created read; return True if it has already completed.
 
         Raises:
             AgentError: as the port.
@@ -61,7 +61,7 @@ class WordCheck:
         return self._words.post(self._made()) == "done"
 
     def is_done(self) -> bool:
-        """Ask for the posted read.
+        """Poll the posted read.
 
         Raises:
             AgentError: as the port.
@@ -74,7 +74,7 @@ class WordCheck:
         return self._read
 
     def judge(self) -> tuple[int, str]:
-        """Return the word that the completed read found, and why that voids the data, if it does."""
+        """Return the word that the completed read found, and the reason why it voids the data, if it does."""
         found = self._words.found(self._made())
         if self._order.fence is None or found == self._order.fence[1]:
             return found, ""
@@ -90,7 +90,7 @@ class WordCheck:
         self._words.discard(read)
 
     def drop(self, *, is_posted: bool) -> None:
-        """Let go of the read, if there is one, since its transfer ends without it."""
+        """Release the read, if there is one, because its transfer ends without it."""
         read, self._read = self._read, None
         if read is None:
             return

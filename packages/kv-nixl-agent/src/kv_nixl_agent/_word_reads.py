@@ -1,13 +1,12 @@
 """Reads of one word of a peer: fence checks, probes and warm-ups.
 
-The data read and the fence read are two operations without any order between them on the wire, so the fence is read
-only after the data was seen to be complete. The producer writes the new generation before it reports the blocks
-free. So a word that still shows the lease's generation proves that the blocks were still leased when the last byte
-had been read.
+The data read and the fence read are two operations without any order between them on the wire, so the fence is read only after
+the data was seen to be complete. The producer writes the new generation before it reports the blocks free. So a word that still
+shows the lease's generation proves that the blocks were still leased when the last byte was read.
 
-The handle of a fence read is *made* beside that of the data, while NIXL's code and tables are in the processor's
-caches; after some megabytes were copied the same call takes several times as long. It is *posted* only when the data is
-done: posting is what reads.
+The handle of a fence read is *created* beside that of the data, while NIXL's code and tables are in the processor's caches;
+after some megabytes of copying the same call takes several times as long. It is *posted* only when the data is complete:
+posting is what reads the word.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class WordRead:
         self.word = word
         self.handle = handle
         self.lists = lists
-        """Prepared lists of this read alone, released with it."""
+        """Prepared lists used by this read alone, released with it."""
 
 
 @final
 class WordReader:
-    """Makes, posts and ends word reads. Scratch words return with the end of their read, however it ends."""
+    """Creates, posts and ends word reads. A read's scratch word is freed when the read ends, however it ends."""
 
     def __init__(
         self,
@@ -74,12 +73,12 @@ class WordReader:
     # ---------------------------------------------------------------------------------------------------------- making
 
     def make_fence_read(self, peer: Peer, slot: int, generation: int, *, is_early: bool = False) -> WordRead | None:
-        """Make the read of a fence word; None while all scratch words are in use.
+        """Create the read of a fence word; None while all scratch words are in use.
 
         Raises:
             AgentError: Raised while the peer's lists were prepared or the handle was made.
         """
-        fence_list = self._peers.prepare(peer).fence  # the lists may have been released for another peer's meanwhile
+        fence_list = self._peers.prepare(peer).fence  # the lists may have been released meanwhile to make room
         word = self._fences.take_scratch(generation, is_early=is_early)
         if word is None:
             return None
@@ -92,7 +91,7 @@ class WordReader:
         return WordRead(peer, word, handle)
 
     def make_probe(self, peer: Peer) -> WordRead | None:
-        """Make the read of any word of the peer: of its fence array, else of its first page; None as above.
+        """Create the read of any word of the peer: of its fence array, else of its first page; None as above.
 
         Raises:
             AgentError: as `make_fence_read`; `bad-rows` for a peer with neither fence nor rows.
@@ -109,7 +108,7 @@ class WordReader:
             raise
 
     def _make_touch(self, peer: Peer, word: int) -> WordRead:
-        """Make the read of a few bytes of the peer's memory, by lists of their own."""
+        """Create the read of a few bytes of the peer's memory, with its own prepared lists."""
         touch = peer.touch_row
         if touch is None:
             raise AgentError("bad-rows", f"peer {peer.key!r} has neither rows nor a fence: nothing of it can be read")
@@ -132,7 +131,7 @@ class WordReader:
     # --------------------------------------------------------------------------------------------- posting and polling
 
     def post(self, read: WordRead) -> Progress:
-        """Post a read and wait for it up to 0.1 ms: on a fast wire that is cheaper than to come back to it."""
+        """Post a read and wait for it up to 0.1 ms, which on a fast wire is cheaper than polling it in a later turn."""
         posted_s = self._clock()
         progress = self._port.post(read.handle)
         while progress != "done" and self._clock() - posted_s < _SPIN_S:
@@ -140,17 +139,17 @@ class WordReader:
         return progress
 
     def check(self, read: WordRead) -> Progress:
-        """Ask for a posted read."""
+        """Poll a posted read."""
         return self._port.check(read.handle)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
     def found(self, read: WordRead) -> int:
-        """Return the word that a completed read found; the read is to be discarded then."""
+        """Return the word that a completed read found; discard the read afterwards."""
         return self._fences.read(read.word)
 
     def discard(self, read: WordRead) -> None:
-        """Release a read of which nothing is on the wire."""
+        """Release a read that is off the wire."""
         self._give_back(read, is_suspect=False)
         self._handles.release(read.peer, read.handle)
 
@@ -175,7 +174,7 @@ class WordReader:
     # --------------------------------------------------------------------------------------------------------- warm-up
 
     def warm_up(self, peer: Peer, on_end: Callable[[AgentError | None], None]) -> None:
-        """Connect to a peer by a tiny read, the only thing that does it ahead of the first transfer.
+        """Connect to a peer with a tiny read; nothing else connects before the first transfer.
 
         `on_end` gets None, or the error that ended it.
         """

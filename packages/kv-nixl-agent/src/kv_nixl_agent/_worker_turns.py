@@ -1,17 +1,16 @@
-"""Turns for UCX's worker threads, so that they finish connections, and notice those that have ended.
+"""Turns for UCX's worker threads, so that they complete connections and notice those that have ended.
 
 A worker thread of NIXL's UCX backend makes progress only while it carries a part of a transfer, and only transfers of many
-descriptors are shared among the threads. An agent whose reads are small leaves two things undone (NIXL 1.5, four threads):
+descriptors are shared among the threads. If an agent makes only small reads, two things remain undone (NIXL 1.5, four threads):
 
-- **Connections that are half made.** Each thread connects to each new peer; the peer's answers lie in sockets that nobody reads,
-  and NIXL's progress thread *at the peer* waits for them without sleeping. It took a whole core at 4 of 20 producers whose reader
+- **Half-made connections.** Each thread connects to each new peer; the peer's answers stay in sockets that no thread reads, and
+  NIXL's progress thread *at the peer* waits for them without sleeping. It took a whole core at 4 of 20 producers whose reader
   had read four pages, and at 7 of 24 of which 32 MB had been read three times. Six turns, 10 ms apart, ended it at 24 of 24;
-  two or four turns did not. So twelve follow the meeting of a peer, and then some, rarer and rarer, for peers slow to answer.
-- **Sockets of lost peers.** 4 for each, 8 over TCP, would stay in CLOSE_WAIT for ever; none do after a turn.
+  two or four turns did not. So twelve turns follow a new peer, and then some at growing intervals, for peers slow to answer.
+- **Sockets of lost peers.** 4 for each, 8 over TCP, would stay in CLOSE_WAIT for ever; after a turn none do.
 
-A turn is a read of this agent from itself, of so many descriptors that each thread usually gets a part. Nobody waits for
-its end, but a close does for a moment: an agent must not be destroyed while its threads copy. Without worker threads there are
-no turns.
+A turn is a read of this agent from itself, of so many descriptors that each thread usually gets a part. Its end is not waited
+for, except briefly on close: an agent must not be destroyed while its threads copy. Without worker threads there are no turns.
 
 Example: 4 threads and parts of 128 descriptors: 512 descriptors of 8 bytes, in 16 KB of memory of its own.
 """
@@ -34,32 +33,32 @@ __all__ = ["WorkerTurns"]
 _PLUGIN: Final = "UCX"
 _PIECE_BYTES: Final = 8
 _GAP_PIECES: Final = 2
-"""Pieces that lie side by side would be merged into one descriptor."""
+"""Adjacent pieces would be merged into one descriptor."""
 _PLUGINS_SPLIT: Final = 1024
 _END_WAIT_S: Final = 0.5
 _LOOK_EVERY_S: Final = 0.001
 _GAP_S: Final = 0.05
 _EVEN_TURNS: Final = 12
 _TURNS: Final = 20
-"""Turns that follow the meeting of a peer: twelve at even gaps, eight at gaps that double up to 12.8 s; 26 s in all."""
+"""Turns after a new peer: twelve at even gaps, eight at gaps that double up to 12.8 s; 26 s in all."""
 
 
 @final
 class WorkerTurns:
-    """Lets the worker threads of an agent take a turn; does nothing where it has none, or where NIXL cannot read from itself."""
+    """Lets an agent's worker threads take a turn; does nothing if it has none, or if NIXL cannot read from itself."""
 
     __slots__ = ("_agent", "_clock", "_left", "_memory", "_name", "_next_s", "_pieces", "_transfer")
 
     def __init__(
         self, agent: NixlAgent, name: str, parameters: Mapping[str, str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Keep what a turn needs; nothing is registered before the first one.
+        """Store the parameters of turns; nothing is registered before the first turn.
 
         Args:
             agent: The agent, with its backends.
-            name: Its name.
-            parameters: Those of its UCX backend, as NIXL spells them.
-            clock: Seconds.
+            name: Name of the agent.
+            parameters: Parameters of its UCX backend, in NIXL's spelling.
+            clock: Monotonic clock, in seconds.
         """
         threads = int(parameters.get("num_threads", "0"))
         self._agent: NixlAgent | None = agent if threads else None
@@ -72,13 +71,13 @@ class WorkerTurns:
         self._next_s = 0.0
 
     def met_peer(self) -> None:
-        """Take a turn, and owe those that a new peer's connections need."""
+        """Take a turn, and schedule the turns that a new peer's connections need."""
         self._take()
         self._left = _TURNS
         self._next_s = self._clock() + _GAP_S
 
     def take_due(self) -> None:
-        """Take the turn that is due, if one is; to be called often."""
+        """Take the turn that is due, if any; call often."""
         if not self._left or self._clock() < self._next_s:
             return
         self._take()
@@ -87,7 +86,7 @@ class WorkerTurns:
         self._next_s = self._clock() + _GAP_S * 2**doublings
 
     def _take(self) -> None:
-        """Begin a turn, unless the last one goes on; never raises, and waits only until the threads have begun."""
+        """Start a turn unless the last one is still running; never raises, and waits only until the threads have started."""
         agent = self._agent
         if agent is None:
             return
@@ -105,7 +104,7 @@ class WorkerTurns:
         memory = np.zeros(2 * self._pieces * step_bytes, dtype=np.uint8)
         address = int(memory.ctypes.data)
         agent.register_memory(np.array([[address, memory.nbytes, 0]], dtype=np.uint64), "DRAM")
-        # The agent keeps no reference to memory that is registered.
+        # The agent keeps no reference to registered memory.
         self._memory = memory
         offsets = np.arange(2 * self._pieces, dtype=np.uint64) * np.uint64(step_bytes)
         rows = np.zeros((2 * self._pieces, 3), dtype=np.uint64)
@@ -114,7 +113,7 @@ class WorkerTurns:
         return agent.initialize_xfer("READ", lists[0], lists[1], self._name, b"", [_PLUGIN])
 
     def end(self) -> None:
-        """Take no further turns, and hold nothing of the agent's; waits until the last one has ended, half a second at most."""
+        """Stop taking turns and drop all references to the agent; waits at most half a second for the last turn to end."""
         agent, transfer = self._agent, self._transfer
         give_up_s = time.monotonic() + _END_WAIT_S
         with contextlib.suppress(Exception):

@@ -1,16 +1,15 @@
 """Integrity mode: checksums of pages over canonical order, so that ranks with different layouts agree.
 
 A page holds *cells*: the smallest pieces that both sides hold whole, for example one KV head of one block in one
-layer. The planner says, per cell, in which segments of the page its bytes lie, in canonical order. The checksum of
+layer. For each cell, the planner lists the segments of the page that hold its bytes, in canonical order. The checksum of
 a cell is
 
     sum of word[i] * weight[i]  (mod 2**64),
 
 where i is the word's *canonical* position and the weights are fixed odd pseudo-random numbers. As the sum does not
-care for the order in which words are visited, a layout is just another arrangement of the weights: nothing is
-gathered, and one multiply-add over the page in its own order is all it costs. Any change confined to one word
-changes the sum for certain (an odd weight has an inverse), any other change escapes with a probability of about
-2**-64.
+depend on the order of the words, a layout is just another arrangement of the weights: nothing is gathered, and one
+multiply-add over the page in its own order is the whole cost. Any change confined to one word certainly changes the sum (an
+odd weight has an inverse); any other change escapes with a probability of about 2**-64.
 
 The producer's checksums live in a registered table, one row of 64-bit words per page, which consumers read in the
 same transfer as the pages: a table is two more rows of a peer, and fences guard it like the pages.
@@ -41,7 +40,7 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _weights(first: int, count: int) -> Words:
-    """Return odd weights of canonical positions first to first + count: SplitMix64, which any language can repeat."""
+    """Return odd weights of canonical positions first to first + count: SplitMix64, which any language can reproduce."""
     with np.errstate(over="ignore"):
         state = (np.arange(first + 1, first + 1 + count, dtype=np.uint64)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -52,7 +51,7 @@ def _weights(first: int, count: int) -> Words:
 
 @final
 class PageLayout:
-    """Where the words of each cell lie in a page of one rank.
+    """Positions of each cell's words in a page of one rank.
 
     Args:
         page_bytes: Size of a page; a multiple of 8.
@@ -159,7 +158,7 @@ class ChecksumTable:
         return np.array([[address + 8 * first_cell, width, 0, 8 * cells, page_count]], dtype=np.uint64)
 
     def update(self, layout: PageLayout, pages: npt.NDArray[np.uint8], numbers: Sequence[int]) -> None:
-        """Store the checksums of pages that are complete; before their lease is granted."""
+        """Store the checksums of complete pages; call before their lease is granted."""
         self.values[list(numbers)] = layout.checksums(pages, list(numbers))
 
 
@@ -171,10 +170,10 @@ def page_check(
     *,
     describe: Callable[[int, int], str],
 ) -> PageCheck:
-    """Return a check for `TransferOrder.page_check`: pages that were read against the checksums that came along.
+    """Return a check for `TransferOrder.page_check`: compares pages that were read with the checksums received with them.
 
     Args:
-        layout: Of the local pages.
+        layout: Layout of the local pages.
         pages: uint8 (page_count, page_bytes), local.
         numbers: Local pages of the transfer.
         received: Local table; row `number` was filled by the same transfer.

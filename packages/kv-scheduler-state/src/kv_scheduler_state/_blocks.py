@@ -166,7 +166,7 @@ class BlockRules:
         if window_blocks:
             first = max(first, end - window_blocks)
         kept = tuple(ids if not first and end == len(ids) else ids[first:end])
-        # The new blocks are among the request's, in its order. As many as there are from `first` on: none of those is a hit.
+        # The new blocks are some of the request's, in its order. If they are as many as those from `first` on, none is a hit.
         if len(new) != len(ids) - first or not new or new[0] != ids[first]:
             kept = self._without_hits(kept, new)
         return new_tuple(BlockList, (kept, first * span, self._null))
@@ -183,7 +183,7 @@ class BlockRules:
         return ids
 
     def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
-        """Return the blocks of one chunk of a prefill that have to be saved; of a state all of them, for none is final yet.
+        """Return the blocks of one chunk of a prefill that have to be saved: all blocks of a state, since none is final yet.
 
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.

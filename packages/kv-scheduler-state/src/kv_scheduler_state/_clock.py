@@ -36,7 +36,7 @@ class ObservedClock:
             raise InvalidConfig(f"max_step_s is {max_step_s}, must be positive")
         # Finite, so that no infinite reading is within a step.
         self._max_step_s = min(max_step_s, _LARGEST)
-        # Observed time is the reading itself from the first one until a pause or a step back.
+        # Whether observed time is the reading itself: from the first one until a pause or a step back.
         self._is_real = False
         # While it is real: a step after some reading, so that every reading up to here is within a step of the last one.
         self._usual_until_s = -math.inf
@@ -61,9 +61,9 @@ class ObservedClock:
         """Advance to the reading `now_s` and return the observed seconds.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a reading that is no finite number of at least zero.
+            InvalidEvent: `invalid-event`, for a reading that is not a finite number of at least zero.
         """
-        # Nearly every reading. What is not before a good reading and not far after it is good itself.
+        # Nearly every reading takes this path: a value at or shortly after a good reading is good itself.
         if type(now_s) is float and self.observed_s <= now_s <= self._usual_until_s:
             self.observed_s = now_s
             return now_s

@@ -31,8 +31,8 @@ class GroupConfig:
             the block with the running state of a recurrent layer.
         block_tokens: Tokens per scheduler block and context rank.
         window_tokens: Attention window, for kind "window".
-        chunk_tokens: For kind "full" with chunked local attention: a token sees those from the last multiple of this on; 0 for
-            all. The engine may give up the blocks of earlier ones.
+        chunk_tokens: For kind "full" with chunked local attention: a token sees the tokens from the last multiple of this on; 0
+            for all. The engine may give up the blocks of earlier tokens.
         scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
         dcp: Context ranks that share a block, so that it stands for `block_tokens * dcp` tokens of the prompt.
     """
@@ -63,7 +63,7 @@ class GroupConfig:
 
     @property
     def sees_a_part(self) -> bool:
-        """Whether a token sees some of the tokens before it only, so that blocks are given up before the prompt ends."""
+        """Whether a token sees only some of the tokens before it, so that blocks are given up before the prompt ends."""
         return bool(self.window_tokens or self.chunk_tokens)
 
     def first_seen(self, token: int) -> int:
@@ -73,7 +73,7 @@ class GroupConfig:
         return token // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
 
     def first_kept(self, token: int) -> int:
-        """Return the first token of the block that holds the first one that a token sees."""
+        """Return the first token of the block that holds `first_seen(token)`."""
         return self.first_seen(token) // self.span_tokens * self.span_tokens
 
     @property
@@ -209,7 +209,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
-        # So that a bad network is refused here and not at a request.
+        # Refuse a bad network here, not at a request.
         HostPolicy(self.unsealed_networks, setting="unsealed_networks")
         HostPolicy(self.peer_networks, self.peer_hosts, self.peer_ports)
 
@@ -285,8 +285,8 @@ class SchedulerConfig:
     def left_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt the producer leaves to the consumer.
 
-        One, too, if its engine gives up a block with the prompt's end that the last token sees. A peer of another kind counts on
-        the blocks of the whole prompt, so their number must not change by it.
+        The number is also one if its engine, at the end of the prompt, gives up a block that the last token sees. A peer of
+        another kind counts on the blocks of the whole prompt, so this must not change their number.
         """
         left, last = self.backoff_tokens, prompt_tokens - 1
         if left or any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
@@ -294,7 +294,7 @@ class SchedulerConfig:
         return int(self.gives_up_early(prompt_tokens))
 
     def gives_up_early(self, tokens: int) -> bool:
-        """Whether an engine gives up a block with the end of so many tokens that the last one of them sees.
+        """Whether an engine, at the end of `tokens` tokens, gives up a block that the last of them sees.
 
         Example: a window of 32, blocks of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46
         sees 15; at the end of 46 it is kept.
@@ -305,7 +305,7 @@ class SchedulerConfig:
         """Return how many trailing tokens of a prompt are not read: those that the producer leaves, or the last one.
 
         An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
-        behind it: it must not load the whole of one at whose end it gives a block up that the last token sees.
+        behind it. So it must not load the whole of a prompt at whose end it gives up a block that the last token sees.
         """
         return max(self.backoff_tokens, int(self.gives_up_early(prompt_tokens)))
 

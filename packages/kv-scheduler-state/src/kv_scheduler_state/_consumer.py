@@ -91,19 +91,19 @@ class Consumers:
     ) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read while its peer computes it."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
-        # The peer's own names come with its answer.
+        # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
         loadable_tokens = max(0, prompt_tokens - self._config.unread_tokens(prompt_tokens))
         if loadable_tokens < offered_tokens:
-            loadable_tokens = 0  # a block that is needed goes once the peer has finished, maybe before it is read
+            loadable_tokens = 0  # the peer gives up a needed block when it finishes, possibly before it is read
         record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
         record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
         self.streams.begin(record.stream)
         return record
 
     def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
-        """Apply an event that only streams have, with the ticket that came with it.
+        """Apply an event of a stream, with the ticket that came with it.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -119,7 +119,7 @@ class Consumers:
         self.settle(stream.request_id, record, row, now_s)
 
     def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:
-        """Do what an effect of streams demands."""
+        """Perform an effect of a stream's row."""
         if effect == "start-heartbeat":
             record.peer = self.heartbeats.start(record.ticket.peer, record, now_s)
         elif effect == "join":
@@ -136,7 +136,7 @@ class Consumers:
             self.streams.follow(request_id, row, effect)
 
     def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
-        """Return the tokens to read beyond a local prefix of `computed_tokens`, None while another request reads them."""
+        """Return the tokens to read beyond a local prefix of `computed_tokens`, or None while another request reads them."""
         if record.state != "queued":
             is_early = record.state in UNRESERVED
             return self.streams.external_tokens(record, computed_tokens) if is_early else 0
@@ -158,7 +158,7 @@ class Consumers:
         external_tokens: int,
         now_s: float,
     ) -> None:
-        """Order the read, or with no external token the notification alone.
+        """Order the read, or only the notification if there are no external tokens.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -190,7 +190,7 @@ class Consumers:
             self.streams.order(request_id, order, start)
 
     def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
-        """Read nothing for a request that has a ticket, and tell the peer unless another request needs the hand-over.
+        """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -222,7 +222,7 @@ class Consumers:
             hand_over.is_spent = True
 
     def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
-        """Take a step and do what its row demands, but for a read, which `allocate` orders."""
+        """Take a step and perform its row's effects, except a read, which `allocate` orders."""
         record.advance(row, now_s)
         for effect in row.effects:
             if effect == "stop-heartbeat":
@@ -245,11 +245,11 @@ class Consumers:
                 self._follow(request_id, record, row, effect, now_s)
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
-        """Order that the peer is told: nobody reads the hand-over."""
+        """Order a notification to the peer that no request reads the hand-over."""
         self._outbox.read(request_id, _read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
-        """Give up a ticket that was not used yet; order the bad end of a read under way."""
+        """Give up an unused ticket; order a running read to fail."""
         if record.state == "queued":
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
@@ -262,16 +262,16 @@ class Consumers:
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
         if is_readback:
-            # A recurrent state cannot be cut, and the engine always computes the last token of a prompt itself: the state fits
-            # only a prompt that goes on after all it has seen. Example: one of 12 tokens fits a prompt of 13, not one of 12.
+            # A recurrent state cannot be cut, and the engine always computes the last token of a prompt itself. So the state fits
+            # only a prompt longer than its own tokens. Example: a state of 12 tokens fits a prompt of 13 tokens, not one of 12.
             if held is None or (self._has_state and held >= prompt_tokens):
                 return 0
             tokens = min(held, prompt_tokens - self._config.gives_up_early(prompt_tokens))
         else:
             loadable = prompt_tokens - self._config.unread_tokens(prompt_tokens)
             if self._has_state and held is not None and held > loadable:
-                return 0  # a state of more tokens than are wanted: it cannot be set back, see above
-            # A ticket that came back with another prompt must not make the engine believe in tokens nobody computed.
+                return 0  # the state covers more tokens than are wanted and cannot be rolled back, see above
+            # A ticket that came back with another prompt must not make the engine count tokens that were never computed.
             tokens = held if held and held <= loadable else max(0, loadable)
         return tokens if not self._sees_parts or self._covers_windows(ticket, tokens) else 0
 
@@ -295,7 +295,7 @@ class Consumers:
         if order is None:
             self._outbox.add(self._outbox.cancels, request_id)
         else:
-            # No worker has seen the read: what is left of it is to tell the peer, and to report to the parked engine.
+            # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
             self._outbox.reads[request_id] = order._replace(local_blocks=self._rules.nothing)
 
     def _pass(self, request_id: str) -> None:
@@ -303,7 +303,7 @@ class Consumers:
             self._outbox.add(self._outbox.cancels, request_id)
             self._outbox.add(self._outbox.passes, request_id)
         else:
-            self._outbox.fail(request_id)  # no worker has seen the read, and the peer must not be told
+            self._outbox.fail(request_id)  # no worker has seen the read, and the peer must not be notified
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -2,7 +2,7 @@
 
 A renewal moves the deadline in the lease itself. An item that comes up too early is pushed back with the later deadline. So a
 renewal is an assignment, an idle look costs one comparison, and the order of expiry is the order of deadlines, whatever
-the order of grants was. Leases that ended otherwise leave their item behind until it comes up, or until stale items are
+the order of grants was. Leases that end for another reason leave their item behind until it comes up, or until stale items are
 most of the heap.
 """
 
@@ -36,7 +36,7 @@ class Deadlines:
         self._leases = leases
         self._heap: list[tuple[float, int, str]] = []
         self._sequence = 0
-        # Nothing is due before. May be too early after leases have ended, never too late.
+        # No lease is due before this time, which may be too early after leases have ended, but never too late.
         self.look_s = math.inf
 
     def push(self, request_id: str, deadline_s: float) -> None:
@@ -52,7 +52,7 @@ class Deadlines:
             _, sequence, request_id = heappop(heap)
             lease = self._leases.get(request_id)
             if lease is None or lease.state != "granted":
-                continue  # it ended otherwise
+                continue  # the lease ended for another reason
             if lease.deadline_s > at_s:
                 heappush(heap, (lease.deadline_s, sequence, request_id))
                 continue

@@ -24,7 +24,8 @@ class Admission(NamedTuple):
         rejected_code: Code of the reason why its ticket was refused (its prompt is then computed here); empty otherwise.
         rejected_message: The same as a sentence.
         truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
-        is_early: Whether a peer may read a producer's prompt while it is computed, so that its chunks must be told.
+        is_early: Whether its prompt may be read while it is computed. A producer's chunks must be told then; a consumer has no
+            ticket yet and asks for one.
     """
 
     role: Role

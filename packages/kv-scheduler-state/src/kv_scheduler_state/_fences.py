@@ -40,7 +40,7 @@ class FencePool:
         self.slots = slots
         self._first = first
         self._end = first + slots
-        # First slot that was never taken, and behind all of those the slots that were returned, oldest first.
+        # First slot that was never taken; after all of those come the returned slots, oldest first.
         self._unused = first
         self._returned: deque[int] = deque()
         self._next = seed
@@ -66,7 +66,7 @@ class FencePool:
         return generation
 
     def give_back(self, slot: int) -> None:
-        """Return a slot whose last generation nobody may trust any more."""
+        """Return a slot whose last generation no reader may trust any more."""
         self._returned.append(slot)
 
     @property

@@ -3,7 +3,7 @@
 One hand-over serves one read. Its first holder to be allocated reads; the others wait (`external_tokens` answers None) and
 find the prompt in the local prefix cache afterwards. A read that has ended, well or badly, has used the ticket up. A reader
 that is aborted passes the hand-over on: its read is cancelled without telling the peer, and the next holder reads.
-The peer is told that a hand-over is not needed only when its last holder gives it up.
+The peer is notified that a hand-over is not needed only when its last holder gives it up.
 
 Example: d1, d2 and d3 hold one ticket. d1 reads, d2 and d3 wait. d1 is aborted: once its cancelled read is quiet, d2 reads. When
 that read has ended, d3 finds the prompt in the prefix cache, and reads nothing.
@@ -39,7 +39,7 @@ class HandOver:
         ticket: The ticket.
         waiting: Holders that have neither read nor given it up.
         reading: Holders whose read has been ordered and has not ended.
-        is_spent: Whether nobody can read it any more.
+        is_spent: Whether the ticket is used up and can no longer be read.
     """
 
     __slots__ = ("is_spent", "reading", "ticket", "waiting")
@@ -89,7 +89,7 @@ class HandOvers:
         # The latest tickets that were read to the end, by the peer's request id, oldest first.
         self._read: OrderedDict[str, TicketKey] = OrderedDict()
         self._by_id: dict[str, Holder | HandOver] = {}
-        # Tickets whose peer request id stood in `_by_id` already, for another ticket.
+        # Tickets whose peer request id was already in `_by_id`, for another ticket.
         self._by_key: dict[TicketKey, Holder | HandOver] = {}
 
     def join(self, record: Holder) -> None:
@@ -113,7 +113,7 @@ class HandOvers:
         record.hand_over = known
 
     def _share(self, first: Holder) -> HandOver:
-        """Return a hand-over in the place of its only holder so far."""
+        """Put a hand-over in the place of its only holder so far, and return it."""
         ticket = first.ticket
         hand_over = first.hand_over = HandOver(ticket)
         if self._by_id.get(ticket.peer_request_id) is first:
@@ -137,7 +137,7 @@ class HandOvers:
         self._forget(hand_over)
 
     def read_ended(self, record: Holder, *, is_passed: bool, is_good: bool = False) -> None:
-        """Note the end of a read; unless it is passed on, the ticket is used up, and after a good one for those to come, too."""
+        """Note the end of a read, which uses the ticket up unless passed on; a good end uses it up for later requests, too."""
         hand_over = record.hand_over
         if is_good:
             self.note_read(record.ticket)
@@ -175,6 +175,6 @@ class HandOvers:
 
 
 def key_of(ticket: HandoffTicket) -> TicketKey:
-    """Return what the requests that hold the same ticket have in common."""
+    """Return the key that requests with the same ticket have in common."""
     _, peer, peer_request_id, _, _, _, fence, nonce, _, _, _, _, _ = ticket
     return peer.engine_id, peer_request_id, nonce, fence

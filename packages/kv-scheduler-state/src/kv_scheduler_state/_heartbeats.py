@@ -2,7 +2,7 @@
 
 One heartbeat carries all requests of one peer engine. A peer is due once per period, whatever comes and goes
 meanwhile; a peer that is new is due at once, which also makes the workers' handshake with it early. Peers wait in a
-heap by due time, so that a step in which nobody is due costs one comparison, however many requests wait.
+heap by due time, so that a step in which no peer is due costs one comparison, however many requests wait.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Heartbeats:
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
-        # When `take_due` has something to look at.
+        # Time from which `take_due` has a peer to look at.
         self.next_due_s = math.inf
         self._peers: dict[PeerAddress, PeerLeases] = {}
         self._due: list[tuple[float, int, PeerLeases]] = []
         self._sequence = 0
-        # How late the last orders were: the most overdue peer's.
+        # Delay of the last orders: that of the most overdue peer.
         self.last_delay_s = 0.0
 
     def start(self, address: PeerAddress, holder: Holder, now_s: float) -> PeerLeases:
-        """Renew the lease of a holder's ticket from now on, and return the peer to stop it with."""
+        """Renew the lease of a holder's ticket from now on, and return the peer to pass to `stop`."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = PeerLeases(address)
@@ -72,12 +72,12 @@ class Heartbeats:
         return peer
 
     def stop(self, peer: PeerLeases, holder: Holder) -> None:
-        """Renew the lease no longer for one of its holders."""
+        """Stop renewing the lease for one of its holders."""
         del peer.holders[holder]
         peer.order = None
 
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
-        """Return one order per peer that is due, and forget peers that nobody waits for."""
+        """Return one order per peer that is due, and forget peers without holders."""
         orders: list[HeartbeatOrder] = []
         due = self._due
         delay_s = 0.0

@@ -1,6 +1,6 @@
-"""Where a ticket may point.
+"""Policy for the hosts and ports that a ticket may name.
 
-The address in a ticket comes from a client and is connected to by a worker. Without a check it reaches whatever the
+The address in a ticket comes from a client, and a worker connects to it. Without a check, a client could reach whatever the
 engine can reach. Names are never resolved here: a resolved name can change between check and use, so a name is
 allowed as such or not at all.
 """
@@ -54,7 +54,7 @@ class HostPolicy:
         setting: Name of the setting that holds the networks, for messages.
 
     Raises:
-        InvalidConfig: `invalid-config`, for a network or a range of ports that is none.
+        InvalidConfig: `invalid-config`, for an invalid network or port range.
     """
 
     __slots__ = ("_good", "_hosts", "_is_open", "_networks", "_ports", "_setting")
@@ -131,7 +131,7 @@ class HostPolicy:
         if address.is_unspecified or address.is_multicast:
             return "is an address that no engine can have"
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped  # otherwise ::ffff:a.b.c.d would walk around an IPv4 rule
+            address = address.ipv4_mapped  # otherwise ::ffff:a.b.c.d would bypass an IPv4 rule
         inner = _embedded(address)
         if not self._may_be_special(address) or (inner is not None and not self._may_be_special(inner)):
             return "is link-local or serves a cloud's metadata, and no network within that range allows it"
@@ -148,7 +148,7 @@ class HostPolicy:
 def canonical_host(host: str) -> str:
     """Return the one spelling of an IP address that a policy allows; a name stays as it is.
 
-    Example: ``::ffff:10.0.0.1`` and ``10.0.0.1`` are the same engine, which must not be met twice.
+    Example: ``::ffff:10.0.0.1`` and ``10.0.0.1`` are the same engine, which must not count as two.
     """
     try:
         address = _parsed(host)
@@ -163,7 +163,7 @@ def _parsed(host: str) -> _Address:
 
 
 def _embedded(address: _Address) -> _IPv4 | None:
-    """Return the IPv4 address to which a translator or a tunnel would carry on what is sent to an IPv6 address."""
+    """Return the IPv4 address to which a translator or a tunnel would forward packets for an IPv6 address."""
     if isinstance(address, _IPv4):
         return None
     return address.sixtofour or next(

@@ -37,7 +37,7 @@ class LeaseEnd:
 
     Attributes:
         request_id: The request.
-        reason: "read": all readers of a consumer are done. "expired": nobody asked in time, or the scheduler revoked it.
+        reason: "read": all readers of a consumer are done. "expired": its deadline passed, or the scheduler revoked it.
             "released": it was never handed over.
         fence: (slot, generation) to write before the blocks are reported free, or None.
         is_reported: Whether the engine waits for its report as sent. False for "released": the engine has forgotten it.

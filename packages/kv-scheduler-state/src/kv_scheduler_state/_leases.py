@@ -1,18 +1,18 @@
 """The producer's leases on one worker.
 
-Theory of operation. The scheduler announces a request before anybody can read it (`expect`), and grants the lease
+Theory of operation. The scheduler announces a request before any peer can read it (`expect`), and grants the lease
 when the prompt is done. Readers may be faster than the grant, because it travels with the next step: their reports are
-counted meanwhile and take effect with the grant. From then on three things can end the lease: all readers of one consumer
-reported, its deadline passed, or the scheduler took it back. Each end carries the fence word to write *before* the
-blocks are reported free.
+counted meanwhile and take effect with the grant. From then on the lease ends when all readers of one consumer have reported,
+when its deadline passes, or when the scheduler revokes it. Each end carries the fence word to write *before* the blocks are
+reported free.
 
 A notification that carries a nonce counts only for the grant with that nonce, so a late one cannot touch the next lease of a
 recycled request id. Notifications without one (vLLM's own readers, version 0.1) count for the request id alone.
 
 Lease time is observed time (see `_clock`): between two looks at the clock it advances by at most a sixth of the shortest
 live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so 3 s are left at the
-least; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Expiry happens in
-`take_ended` alone: call it after the notifications that are waiting.
+least; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Leases expire in
+`take_ended` alone: call it after processing the waiting notifications.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class LeaseTable:
 
     Args:
         renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
-        max_pause_s: Longest lease time between two looks at the clock, a sixth of the shortest live lease if that is less;
-            `math.inf` for plain clock time. Look at least this often, or leases last longer than they say.
+        max_pause_s: Most lease time that passes between two looks at the clock, a sixth of the shortest live lease if that is
+            less; `math.inf` for plain clock time. Look at least this often, or leases last longer than announced.
         max_readers: Largest believable number of readers of one consumer.
         admits_all_readers: False counts only readers that were admitted with `admit_reader`.
-        requires_nonces: True counts no notification without a nonce for a grant that has one: it cannot come from a holder of
+        requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
             the ticket. Readers of vLLM's own kind send none.
         remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
         table: The lease machine; override only in proofs, which mutate it.
@@ -102,7 +102,7 @@ class LeaseTable:
         self._requires_nonces = requires_nonces
         self._clock = ObservedClock(max_pause_s)
         self._max_pause_s = max_pause_s
-        # How many live leases there are of each length.
+        # Number of live leases of each length.
         self._lengths: Counter[float] = Counter()
         self._max_readers = max_readers
         self._admits_all = admits_all_readers
@@ -123,7 +123,7 @@ class LeaseTable:
             now_s: The caller's monotonic clock.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a time that is none; nothing is applied then.
+            InvalidEvent: `invalid-event`, for an invalid time; nothing is applied then.
         """
         self._clock.observe(now_s)
         refusals: list[Refusal] = []
@@ -141,7 +141,7 @@ class LeaseTable:
         return tuple(refusals)
 
     def expect(self, request_id: str, *, now_s: float) -> None:
-        """Announce a request whose readers may be heard before its grant.
+        """Announce a request whose readers may report before its grant.
 
         Raises:
             IllegalTransition: `illegal-transition`, if it is known already.
@@ -189,13 +189,13 @@ class LeaseTable:
         self._step(request_id, lease, row, at_s)
 
     def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool:
-        """Prolong a lease after a heartbeat, never shorten it; return whether a lease runs that this heartbeat may prolong.
+        """Extend a lease after a heartbeat, never shorten it; return whether a running lease accepts this heartbeat.
 
-        False without a lease, with the nonce of another grant, and before the grant: nothing runs yet that could be prolonged,
-        and its nonce is not known here, so a stranger's heartbeat looks like a holder's.
+        Returns False without a lease, for the nonce of another grant, and before the grant: no lease runs yet, and its nonce is
+        not known here, so a stranger's heartbeat looks like a holder's.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a time that is none.
+            InvalidEvent: `invalid-event`, for an invalid time.
         """
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
@@ -225,7 +225,7 @@ class LeaseTable:
             "unadmitted-reader" for an identity that does not count; "too-many-consumers".
 
         Raises:
-            InvalidEvent: `invalid-event`, for a time that is none. Nothing that a peer sends raises.
+            InvalidEvent: `invalid-event`, for an invalid time. Nothing that a peer sends raises.
         """
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
@@ -269,7 +269,7 @@ class LeaseTable:
         A request that is not known here is accepted: a revocation may cross with the lease's own end.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a time that is none.
+            InvalidEvent: `invalid-event`, for an invalid time.
         """
         row = self._table.find(request_id, self._state(request_id), "release")
         at_s = self._clock.observe(now_s)
@@ -282,7 +282,7 @@ class LeaseTable:
         """Return the leases that ended since the last call, oldest first, after expiring those that are due.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a time that is none.
+            InvalidEvent: `invalid-event`, for an invalid time.
         """
         at_s = self._clock.observe(now_s)
         if self._deadlines.look_s <= at_s:
@@ -305,15 +305,15 @@ class LeaseTable:
         return len(self._leases)
 
     def granted_count(self) -> int:
-        """Return the number of leases that run: only their readers may be on the way, or have reported already."""
+        """Return the number of running leases: only their readers may be on the way, or have reported already."""
         return sum(self._lengths.values())
 
     def admit_reader(self, reader: str) -> None:
-        """Count this identity from now on, if the table does not count everybody."""
+        """Count this identity from now on, if the table counts admitted readers only."""
         self._readers.add(reader)
 
     def dismiss_reader(self, reader: str) -> None:
-        """Count this identity no longer; what it reported stays counted."""
+        """Stop counting this identity; its earlier reports stay counted."""
         self._readers.discard(reader)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:

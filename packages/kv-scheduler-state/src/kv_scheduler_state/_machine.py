@@ -2,7 +2,7 @@
 
 A table lists every legal (state, event) pair once: the state it leads to, the effects that must follow and why.
 Nothing else decides what is legal. The code that owns a machine asks the table first, and acts on the row it gets;
-the documents' diagrams are drawn from the same rows, and the proofs mutate them one by one and demand to be told.
+the documents' diagrams are drawn from the same rows, and the proofs mutate them one by one and demand that each is noticed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Table:
         return tuple(dict.fromkeys(row.event for row in self.rows))
 
     def on(self, event: str) -> Mapping[str, Transition]:
-        """Return the event's rows by state: what a caller of one event keeps, to find a row with a single look.
+        """Return the event's rows by state, so that a caller of one event finds a row in a single look-up.
 
         A state that is missing there has no transition for the event: call `refuse`.
         """

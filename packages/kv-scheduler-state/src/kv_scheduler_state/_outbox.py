@@ -59,7 +59,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.has_orders = False
-        # A part that few plans have may hold an order; if not, none of them is looked at.
+        # Whether one of the parts that few plans have may hold an order; if not, none of those parts is looked at.
         self._has_rare = False
         self.reads: Final[dict[str, ReadOrder]] = {}
         self.expects: Final[dict[str, None]] = {}
@@ -76,7 +76,7 @@ class Outbox:
         self.voids: Final[list[str]] = []
         self.failures: Final[dict[str, None]] = {}
         self.streams: Final = StreamOrders()
-        # The parts of a plan in its order, but for streams. Reads and fences are kept by request and leave as values.
+        # The parts of a plan in its order, without streams. Reads and fences are keyed by request here and leave as values.
         self._parts: Final[tuple[_Part, ...]] = (
             self.reads,
             self.expects,
@@ -108,7 +108,7 @@ class Outbox:
         self.has_orders = True
 
     def restart(self, request_id: str, fence: tuple[int, int] | None) -> None:
-        """Tell that a producer request is computed from the beginning again, under a new fence."""
+        """Note that a producer request is computed from the beginning again, under a new fence."""
         self.restarts[request_id] = None
         if fence is not None:
             self.fences[request_id] = new_tuple(FenceOrder, (request_id, *fence))
@@ -120,12 +120,12 @@ class Outbox:
         self.has_orders = self._has_rare = True
 
     def complete(self, request_id: str) -> None:
-        """Tell that a prompt is complete with the saves of this step."""
+        """Note that a prompt is complete with the saves of this step."""
         self.completes[request_id] = None
         self.has_orders = self._has_rare = True
 
     def withdraw(self, request_id: str) -> bool:
-        """Drop the orders that wait for a producer request; True if the workers have not heard of it."""
+        """Drop the waiting orders of a producer request; return True if the workers do not know of the request."""
         is_unheard = request_id in self.expects
         for part in (self.expects, self.fences, self.restarts):
             part.pop(request_id, None)
@@ -133,7 +133,7 @@ class Outbox:
         return is_unheard
 
     def drop_saves(self, request_id: str) -> None:
-        """Drop the saves that wait for a request."""
+        """Drop the waiting saves of a request."""
         if self.saves:
             self.saves[:] = [save for save in self.saves if save[0] != request_id]
         self.completes.pop(request_id, None)
@@ -151,17 +151,17 @@ class Outbox:
             self.has_orders = self._has_rare = True
 
     def stream(self) -> StreamOrders:
-        """Return the orders of streams, one of which is about to be given."""
+        """Return the orders of streams, for a caller that is about to add one."""
         self.has_orders = self._has_rare = True
         return self.streams
 
     def fail(self, request_id: str) -> None:
-        """Order the report of a parked request that nobody reads for."""
+        """Order the failure report of a parked request for which no worker reads."""
         self.failures[request_id] = None
         self.has_orders = self._has_rare = True
 
     def is_parting(self, request_id: str) -> bool:
-        """Whether the next plan still tells of the end of a request; a second one of that id would mix with it."""
+        """Whether the next plan still carries the end of a request; a second request of that id would mix with it."""
         is_known = request_id in self.reads or request_id in self.releases or request_id in self.failures
         return is_known or self.streams.is_parting(request_id)
 
@@ -170,7 +170,7 @@ class Outbox:
         return any(self._parts) or self.streams.has_orders
 
     def take(self) -> StepPlan:
-        """Return all orders that wait and start afresh; for an outbox that has some."""
+        """Return all waiting orders and clear them; call it only when there are some."""
         self.has_orders = False
         if self._has_rare:
             return self._take_all()
@@ -185,7 +185,7 @@ class Outbox:
         if self.expects:
             expects = tuple(self.expects)
             self.expects.clear()
-            fences = tuple(self.fences.values())  # without a restart there is none but of these
+            fences = tuple(self.fences.values())  # without a restart, only the expected requests have fences
             self.fences.clear()
         if self.grants:
             grants = tuple(self.grants)

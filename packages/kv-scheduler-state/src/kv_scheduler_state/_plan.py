@@ -70,8 +70,8 @@ class StepPlan(NamedTuple):
         heartbeats: Leases at peers to renew.
         cancels: Requests whose running read is no longer wanted; the engine still waits for its end.
         passes: The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done.
-        voids: Requests whose read, ordered by now, must end badly: the cache was reset.
-        failures: Requests that the engine parked for a read that nobody will make; report them as received and failed.
+        voids: Requests whose read, already ordered, must fail, because the cache was reset.
+        failures: Requests that the engine parked for a read that will not happen; report them as received and failed.
         streams: Orders of streamed hand-overs.
     """
 
@@ -98,7 +98,7 @@ class StepPlan(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether the step asks nothing of the transfer thread: at most it stores words of streams, and copies to host memory."""
+        """Whether the step orders nothing of the transfer thread: it may store words of streams, and copy to host memory."""
         words = self.streams
         has_reads = words.ends or words.watches or words.stops
         return not has_reads and self == StepPlan(saves=self.saves, completes=self.completes, streams=words)

@@ -37,14 +37,14 @@ class ProducerRecord:
         self.is_void = False
         self.fence: tuple[int, int] | None = None
         self.saved_blocks = 0
-        # Per group, while the lease is out.
+        # Leased blocks per group, while the lease is outstanding.
         self.leased_blocks: Sequence[int] = ()
-        # Preemptions by the engine's own count, and whether the engine has yet to tell of the latest.
+        # The engine's own count of preemptions, and whether the engine has yet to report the latest one.
         self.preemptions = 0
         self.is_preemption_due = False
 
     def advance(self, row: Transition, now_s: float) -> None:
-        """Do what `_machine.advance` says; in a method of its own CPython knows where the record's slots are."""
+        """Do the same as `_machine.advance`; in a method of the class, CPython knows where the record's slots are."""
         if row.target != self.state:
             self.state = row.target
             self.trace = now_s, row, self.trace

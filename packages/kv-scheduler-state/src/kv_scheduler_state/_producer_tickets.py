@@ -1,4 +1,4 @@
-"""The parts of an engine's tickets that are the same in all of them."""
+"""The parts that all tickets of an engine have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:
 def params_template(
     config: SchedulerConfig, lease_s: float, generation: int | None, *, is_readback: bool
 ) -> dict[str, object]:
-    """Return a ticket without the parts that are the request's own."""
+    """Return the params of a ticket without the parts that differ from request to request."""
     params: dict[str, object] = {
         "do_remote_prefill": not is_readback,
         "do_remote_decode": is_readback,

@@ -23,7 +23,7 @@ __all__ = ["Reports"]
 
 @final
 class Reports:
-    """Applies reports one by one; an illegal one is refused alone, into a list."""
+    """Applies reports one by one; an illegal report is refused alone, and its error added to a list."""
 
     __slots__ = ("_clock", "_consumers", "_producers", "_requests", "unread")
 

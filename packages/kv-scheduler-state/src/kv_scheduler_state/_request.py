@@ -18,7 +18,7 @@ __all__ = ["Request", "forget_if_ended", "preempt", "void_all"]
 
 @final
 class Request:
-    """A live request with its producer and its consumer record; without any it is the engine's own business."""
+    """A live request with its producer and consumer records; without either, it is the engine's own business."""
 
     __slots__ = ("born_s", "consumer", "is_finished", "producer", "prompt_tokens", "rejected_code")
 
@@ -50,7 +50,7 @@ def preempt(request_id: str, request: Request, consumers: Consumers, producers: 
     """
     consumer, producer = request.consumer, request.producer
     if producer is not None and producer.is_preemption_due:
-        producer.is_preemption_due = False  # the allocation has told of it, see `Producers.allocate`
+        producer.is_preemption_due = False  # the allocation has reported it already, see `Producers.allocate`
         return
     consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
     producer_row = producer and producers.table.find(request_id, producer.state, "preempt")

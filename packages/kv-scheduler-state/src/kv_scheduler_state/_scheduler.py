@@ -76,7 +76,7 @@ class SchedulerState(SchedulerStreams):
 
         Raises:
             DuplicateRequest: `duplicate-request`, while a request of that id is live or has orders in the next plan.
-            InvalidEvent: `invalid-event`, for an empty id, a negative length or a time that is none.
+            InvalidEvent: `invalid-event`, for an empty id, a negative length or an invalid time.
         """
         if type(request_id) is not str or not request_id:
             raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
@@ -99,7 +99,8 @@ class SchedulerState(SchedulerStreams):
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
         """Return the prompt tokens to read from the peer beyond the local prefix hit; orders nothing.
 
-        None: another request with the same ticket is reading, or a stream has no offer or no room yet; ask again in a later step.
+        Returns None while another request with the same ticket reads, or while a stream has no offer or no room yet: ask again in
+        a later step.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -178,13 +179,13 @@ class SchedulerState(SchedulerStreams):
         """Note that a chunk of a prefill runs in this step; order its host-buffer save, and the words of its stream.
 
         Args:
-            request_id: The request; anything but a producer is accepted and changes nothing.
+            request_id: The request; a request without a producer record is accepted and changes nothing.
             new_block_ids: Blocks per group that the chunk adds (a request's first chunk: all of them).
             is_prompt_complete: Whether the prompt is computed once this step is done.
-            computed_tokens: Tokens of the prompt that are computed then; a stream needs them.
-            touched_block_ids: Blocks per group to save, which are those that the chunk writes; None for `new_block_ids`. A chunk
-                that ends within a block adds it, and the next one writes it again.
-            held_tokens: Tokens of a prefix hit that nothing in this step computes; a first chunk's only, else without effect.
+            computed_tokens: Prompt tokens that are computed once this step is done; needed by a stream.
+            touched_block_ids: Blocks per group that the chunk writes, and that are therefore saved; None for `new_block_ids`. A
+                chunk that ends inside a block adds that block, and the next chunk writes it again.
+            held_tokens: Tokens of a prefix hit that nothing in this step computes; only the first chunk's value has an effect.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -234,7 +235,7 @@ class SchedulerState(SchedulerStreams):
             now_s: The caller's monotonic clock.
 
         Raises:
-            UnknownRequest: `unknown-request`; among others for a second end.
+            UnknownRequest: `unknown-request`, also for a request that has already ended.
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
@@ -259,7 +260,7 @@ class SchedulerState(SchedulerStreams):
             row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
-        # May raise, for it asks the host for the prompt's digest; nothing has changed until then.
+        # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.
         params = producers.ticket(request_id, producer, row, block_ids, computed_tokens, identity)
         if consumer is not None:
             self._consumers.finish(request_id, consumer, at_s)
@@ -278,12 +279,12 @@ class SchedulerState(SchedulerStreams):
         Args:
             sent: Producer requests whose lease has ended on every worker.
             received: Consumer requests whose read has ended on every worker.
-            failed: Consumer requests whose read failed on some worker; they may, but need not be in `received` too. Requests of
-                a plan's `failures` come back here.
+            failed: Consumer requests whose read failed on some worker; they may, but need not, be in `received` too. Requests in
+                a plan's `failures` are reported here.
 
         Raises:
-            UnknownRequest: `unknown-request`; like the other, only after every legal id has been applied, for the first that
-                was not.
+            UnknownRequest: `unknown-request`. Either error is raised for the first id that was refused, and only after every
+                legal id has been applied.
             IllegalTransition: `illegal-transition`.
         """
         reports = self._reports

@@ -74,7 +74,7 @@ class SchedulerBase:
         """Seal and verify tickets with these fleet secrets from now on; the first one seals.
 
         Raises:
-            InvalidConfig: `invalid-config`, for none or a short one; nothing is changed then.
+            InvalidConfig: `invalid-config`, for no secret or a short one; nothing is changed then.
         """
         seal = TicketSeal(secrets, self._config.unsealed_networks)
         self._producers.seal = self._admissions.seal = self._admissions.early.seal = seal
@@ -90,7 +90,7 @@ class SchedulerBase:
 
     @property
     def heartbeat_delay_s(self) -> float:
-        """How long the heartbeats of the latest plan that has any had been due: those to the most overdue peer engine."""
+        """Delay of the heartbeats in the latest plan that contained any: that of the most overdue peer engine."""
         return self._consumers.heartbeats.last_delay_s
 
     @property
@@ -105,7 +105,7 @@ class SchedulerBase:
 
     @property
     def lease_count(self) -> int:
-        """Leases that are out: granted, and not reported as `sent` yet."""
+        """Outstanding leases: granted, and not reported as `sent` yet."""
         return len(self._producers.leases)
 
     @property
@@ -119,11 +119,11 @@ class SchedulerBase:
         return self._producers.is_draining
 
     def drain(self) -> None:
-        """Hand nothing over from now on: prompts end with the code `draining`. Leases that are out live on, reads go on."""
+        """Stop handing over: prompts end with the code `draining`. Outstanding leases and reads from peers continue."""
         self._producers.is_draining = True
 
     def relieve(self, *, now_s: float) -> bool:
-        """Revoke the oldest lease under memory pressure, one at a time; True while blocks are about to be freed.
+        """Revoke the oldest lease under memory pressure, one at a time; return True while blocks are about to be freed.
 
         Raises:
             InvalidEvent: `invalid-event`.
@@ -134,7 +134,7 @@ class SchedulerBase:
         """End a lease early; the blocks are free once the workers report the request as sent.
 
         Raises:
-            UnknownRequest: `unknown-request`, also for a request that is no producer.
+            UnknownRequest: `unknown-request`, also for a request without a producer record.
             IllegalTransition: `illegal-transition`, for a request without a lease.
         """
         producer = self._find(request_id, "revoke").producer
@@ -155,8 +155,8 @@ class SchedulerBase:
         """Void all KV that was computed or promised before now. Costs a scan.
 
         Leases are revoked. A prompt that is being computed is handed over only if it is preempted and started again. Tickets
-        whose read has not been ordered are given up: their producers are told, and the prompts are computed here. Reads
-        under way are in the next plan's `voids`: they must end badly, for their pages hold KV from before.
+        whose read has not been ordered are given up: their producers are notified, and the prompts are computed here. Running
+        reads are in the next plan's `voids`: they must fail, because their pages hold KV from before the reset.
 
         Raises:
             InvalidEvent: `invalid-event`.
@@ -165,7 +165,7 @@ class SchedulerBase:
         void_all(self._requests, self._consumers, self._producers, at_s)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
-        """Return live requests with age, states, traces and the event that each waits for, oldest first; `most` of them.
+        """Return at most `most` live requests, oldest first, with age, states, traces and the event that each waits for.
 
         Changes nothing, time included, so another thread may look; a request that changes meanwhile may show both states.
         """

@@ -1,8 +1,8 @@
 """The seal of a ticket: HMAC-SHA-256 under a fleet secret, over everything that a consumer acts on.
 
-The seal is computed from the *validated value* of a ticket, never from its text: what is verified is what is acted upon. So keys
-that a router adds, another order of keys and numbers that were kept as doubles do not break it, and no two readers can
-understand a sealed ticket differently.
+The seal is computed from the *validated value* of a ticket, never from its text, so the consumer acts on exactly the value that
+was verified. Keys that a router adds, another order of keys and numbers that were kept as doubles do not break the seal, and no
+two readers can understand a sealed ticket differently.
 
 Bytes under the seal (integers: 8 bytes, signed, little-endian, -1 for absent; seconds: IEEE 754 double, little-endian, -1.0 for
 absent; text: its length in bytes as an integer, then UTF-8; absent text: the length -1 alone):
@@ -20,8 +20,8 @@ absent; text: its length in bytes as an integer, then UTF-8; absent text: the le
 Example: a ticket of engine `p0` at `10.0.0.1`, request `r`, nonce `n`, no digest, one group of 3 blocks and its span is
 12 + 11 * 8 + 2 * 8 + (8 + 2) + (8 + 8) + (8 + 1) + (8 + 1) + 8 + 8 + (3 * 8 + 3 * 4) + 8 + 8 = 228 bytes.
 
-A fleet secret is any string of 16 bytes or more, used as the HMAC key as it is. Of several, the first one seals and all verify:
-a new secret is first added last everywhere, then moved to the front everywhere, then the old one is removed.
+A fleet secret is any string of 16 bytes or more, used as the HMAC key as it is. Of several secrets, the first one seals and all
+verify. To rotate, add the new secret at the end everywhere, then move it to the front everywhere, then remove the old one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TicketSeal:
         unsealed_networks: Networks (CIDR) whose engines are known to write no seals; tickets from everywhere else need one.
 
     Raises:
-        InvalidConfig: `invalid-config`, for no secret, a short one, or a network that is none.
+        InvalidConfig: `invalid-config`, for no secret, a short one, or an invalid network.
     """
 
     __slots__ = ("_keys", "_unsealed")
@@ -113,13 +113,13 @@ class TicketSeal:
         return self._keys[0].mac(canonical_ticket(_written(params, peer)))
 
     def covers(self, message: bytes, mac: object) -> bool:
-        """Return whether a fleet secret made this MAC, 64 hexadecimal digits, of a message; its tag says what kind it is of."""
+        """Return whether a fleet secret made this MAC (64 hexadecimal digits) of a message, whose tag names its kind."""
         if type(mac) is not str or not mac.isascii():
             return False
         return any(compare_digest(key.mac(message), mac) for key in self._keys)
 
     def opened(self, reader: TicketReader, fields: Fields, kind: TicketKind) -> HandoffTicket:
-        """Return the validated ticket if a fleet secret has sealed exactly that, or if it comes from where nobody seals.
+        """Return the validated ticket if a fleet secret has sealed exactly this ticket, or if its host needs no seal.
 
         Raises:
             TicketError: `ticket-seal`, or as `TicketReader.read`.
@@ -144,7 +144,7 @@ class TicketSeal:
         )
 
     def _require_unsealed(self, fields: Fields) -> None:
-        """Refuse a ticket without a seal unless it points to where the configuration says that nobody seals."""
+        """Refuse a ticket without a seal unless its host lies in a network whose engines write no seals."""
         host = fields.get("remote_host")
         if self._unsealed is not None and type(host) is str:
             try:
@@ -180,7 +180,7 @@ class _Key:
 
 
 def canonical_ticket(ticket: HandoffTicket, host: str = "") -> bytes:
-    """Return the bytes under a ticket's seal, with the host as the ticket spelled it, if otherwise than `ticket` does.
+    """Return the bytes under a ticket's seal; `host` is the ticket's own spelling of the host, if `ticket` has another.
 
     See the top of this module.
     """
@@ -223,7 +223,7 @@ def _packed_ids(ids: Sequence[int]) -> bytes:
 
 
 def _written(params: Mapping[str, object], peer: PeerAddress) -> HandoffTicket:
-    """Return the value that a reader makes of a ticket of ours."""
+    """Return the value that a reader makes of this engine's own ticket."""
     fields = cast("Mapping[str, list[list[int]] | list[int] | None]", params)
     null = cast("int | None", params.get("kv_null_block"))
     lists = cast("list[list[int]]", fields["remote_block_ids"])
@@ -267,7 +267,7 @@ def _without_doubles(fields: Fields, most: int) -> Fields:
 
 
 def _count(value: list[object], most: int) -> int:
-    """Return how many entries a list and the lists in it have together; of a list longer than `most` its own length."""
+    """Return the total number of entries of a list and its inner lists, or its own length if that is above `most`."""
     if len(value) > most:
         return len(value)
     return len(value) + sum([len(cast("list[object]", each)) for each in value if type(each) is list])

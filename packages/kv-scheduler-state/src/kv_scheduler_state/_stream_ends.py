@@ -1,9 +1,9 @@
-"""Reports of a consumer's worker about its streams: which of them the engine hears, and which the scheduler half alone.
+"""Reports of a consumer's worker about its streams: which go to the engine, and which only to the scheduler half.
 
 The *engine* counts one report of each worker as received, and lets a request run once it has all of them. So a worker whose
 fence held tells the engine at once, and never again for this request. A worker whose stream broke tells the *scheduler half*
-alone, which may order another stream, or the plain read of the final ticket, into the same blocks. A worker that is done already
-takes part in neither: what it has read counts.
+alone, which may order another stream, or the plain read of the final ticket, into the same blocks. A worker that is already done
+takes part in neither, because its data counts.
 
 Worked example. Worker 0 is done and worker 1 breaks: the engine has one report of two. The final ticket comes: worker 1 reads
 alone, its report is the second. Or nothing comes, and the stream is to be stopped: worker 1 reports the request as received
@@ -34,12 +34,12 @@ class EndReport(NamedTuple):
 
 @final
 class StreamEnds:
-    """Keeps what has become of each stream on one worker."""
+    """Tracks the outcome of each stream on one worker."""
 
     __slots__ = ("_ends", "_failed", "_received", "_states")
 
     def __init__(self) -> None:
-        # reading, torn, done, or stopping: a stream that is to be reported to the engine however it ends.
+        # State of each stream: reading, torn, done, or stopping. A stopping stream is reported to the engine however it ends.
         self._states: dict[str, str] = {}
         self._received: list[str] = []
         self._failed: list[str] = []
@@ -61,9 +61,9 @@ class StreamEnds:
         return tuple(watches), cancels
 
     def takes_read(self, request_id: str) -> bool:
-        """Whether this worker is to do and report what is ordered now: a reported read or notification, or a failure.
+        """Whether this worker must perform and report the current order: a reported read or notification, or a failure.
 
-        It is not if its stream of the request is done: then it has reported. Ask once for each such order.
+        It must not if its stream of the request is done, because it has then reported already. Call this once per such order.
         """
         return self._states.pop(request_id, "") != "done"
 
@@ -80,13 +80,13 @@ class StreamEnds:
         self._ends.append((request_id, is_done))
 
     def take_report(self) -> EndReport:
-        """Return what is new since the last call."""
+        """Return the reports since the last call."""
         report = EndReport(tuple(self._received), tuple(self._failed), tuple(self._ends))
         self._received, self._failed, self._ends = [], [], []
         return report
 
     def _stop(self, request_id: str) -> bool:
-        """Note that a stream is given up; return whether something is to be cancelled for it."""
+        """Note that a stream is given up; return whether its reading must be cancelled."""
         state = self._states.get(request_id)
         if state == "reading":
             self._states[request_id] = "stopping"

@@ -36,23 +36,23 @@ class StreamOrders:
         return bool(self.voids or self.opens or self.chunks or self.ends or self.watches or self.stops)
 
     def void(self, order: StreamVoid) -> None:
-        """Order a void in place of what was to be stored in this step: that never runs, and nobody heard of its words."""
+        """Order a void in place of this step's opening and chunk: they never run, and no peer knows of their words."""
         request_id = order.request_id
         self.opens.pop(request_id, None)
         self.chunks.pop(request_id, None)
         self.voids[request_id] = order
 
     def open(self, order: StreamOpen) -> None:
-        """Order an opening; it takes the place of a void that waits."""
+        """Order an opening; it replaces a waiting void."""
         self.voids.pop(order.request_id, None)
         self.opens[order.request_id] = order
 
     def is_parting(self, request_id: str) -> bool:
-        """Whether the next plan still tells of the end of a request's stream."""
+        """Whether the next plan still carries the end of a request's stream."""
         return request_id in self.ends or request_id in self.stops
 
     def take(self) -> StreamPlan:
-        """Return all orders that wait and start afresh."""
+        """Return all waiting orders and clear them."""
         if not self.has_orders:
             return EMPTY_STREAM_PLAN
         plan = StreamPlan(

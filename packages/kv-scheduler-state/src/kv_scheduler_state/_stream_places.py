@@ -1,7 +1,7 @@
 """Places of a prompt's block ids in the table of a stream.
 
-Both sides compute them from the number of tokens and the tokens per block alone: the groups stand one behind the other,
-each with a place for every block that its tokens need, a group of states with one.
+Both sides compute them from the number of tokens and the tokens per block alone. The groups follow one another, each with a
+place for every block that its tokens need; a group of states has one place.
 
 Worked example. 100 tokens, two groups with blocks of 16 and of 32 tokens, and a group of states: 7 + 4 + 1 = 12 places; the
 groups begin with the places 0, 7 and 11. A first chunk of 64 tokens brings the blocks (5, 6, 7, 8) and (20, 21): the runs
@@ -41,7 +41,7 @@ class StreamPlaces:
         self._starts = [sum(self._counts[:number]) for number in range(len(groups))]
         self.total = sum(self._counts)
         self._filled = [0] * len(groups)
-        # Ids of state groups so far; which one holds the running state is known with the last chunk.
+        # Ids of state groups so far; only the last chunk tells which of them holds the running state.
         self._states: list[list[int]] = [[] for _ in groups]
 
     def restart(self) -> None:

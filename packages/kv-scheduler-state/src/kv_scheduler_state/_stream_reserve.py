@@ -1,7 +1,7 @@
 """The blocks that streams may hold before their data is whole.
 
-A parked stream holds blocks and computes nothing. Where two engines prefill for each other, streams that held everything
-would keep the very prompts from running that they wait for; a counted share leaves room for those.
+A parked stream holds blocks and computes nothing. Where two engines prefill for each other, streams that held all blocks
+would keep the prompts that they wait for from running; a limited share leaves room for those prompts.
 
 Worked example. Of 1000 blocks with a fraction of 0.5 streams hold at most 500. With 400 held and 300 free, 100 more may be
 taken and 101 may not; with 80 free, 80 may.
@@ -47,7 +47,7 @@ class StreamReserve:
         return sum(self._held.values())
 
     def take(self, request_id: str, blocks: int, free_blocks: int) -> bool:
-        """Count a request's blocks, anew if it has some; False if they are not free or are more than the share has left."""
+        """Count a request's blocks in place of any earlier count; return False if too few are free or left in the share."""
         others = self.held - self._held.get(request_id, 0)
         if blocks > free_blocks or others + blocks > self._limit:
             self._held.pop(request_id, None)

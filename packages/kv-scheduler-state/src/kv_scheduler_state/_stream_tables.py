@@ -2,11 +2,11 @@
 
 Theory of operation. A router sends one request to two engines at once, under one hand-over id. The rows here are those
 that streams add to the producer's and the consumer's machine; a *reader* lives in every worker of the consumer while a
-stream runs there. The prompt's blocks are read while it is computed: a worker of the producer tells by a progress word how
+stream runs there. The prompt's blocks are read while it is computed: a worker of the producer publishes in a progress word how
 many tokens the device has finished, and a reader orders the whole blocks behind it.
 
 Nothing that was read counts until the fence word, read after the last part of all chunks has landed, still shows the
-generation of the offer. The generation changes at every restart, so blocks that were read of an earlier start never
+generation of the offer. The generation changes at every restart, so blocks that were read from an earlier start never
 count. From the moment an offer may be out, blocks and slot come back only after every worker has voided the word and said so
 (`sent`): `early` may end at once, every other state of a streamed producer ends by way of `voiding` or `streamed`.
 

@@ -1,13 +1,13 @@
-"""The worker's side of produced streams: which words are stored when.
+"""The worker's side of produced streams: the words to store, and when to store them.
 
 `before_forward` runs before anything may write a freed block (`handle_preemptions` of the engine); `chunk_ended` runs
 when the *device* has finished the chunk, never when it was scheduled: the scheduler may be two steps ahead by then.
 
-A chunk of an earlier start may end after the slot was opened anew, or belongs to somebody else. Its tag differs
-from the slot's then, and it is not shown.
+A chunk of an earlier start may end after its slot was opened again or given to another request. Its tag then differs from the
+slot's, and its progress is not shown.
 
-A finished prompt goes on as a lease of the same slot and generation. `LeaseTable` ends it; its ends go through `leases_ended`
-before they are reported, so that readers see the end in the progress word, too.
+A finished prompt continues as a lease with the same slot and generation. `LeaseTable` ends the lease; pass its ends to
+`leases_ended` before they are reported, so that readers see the end in the progress word, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StreamWords(Protocol):
         ...
 
     def show(self, slot: int, tag: int, tokens: int) -> None:
-        """Store the progress, after everything that it tells of."""
+        """Store the progress, after everything that it announces."""
         ...
 
 
@@ -52,7 +52,7 @@ class StreamWorker:
 
     Args:
         words: The words.
-        slots: Slots of streams; leases of the slots behind them are plain.
+        slots: Number of stream slots; leases in the slots behind them are plain.
     """
 
     __slots__ = ("_ended", "_slots", "_tags", "_words")
@@ -64,9 +64,10 @@ class StreamWorker:
         self._ended: list[str] = []
 
     def before_forward(self, plan: WordOrders) -> tuple[tuple[str, Exception], ...]:
-        """Move words, open slots and publish the ids of this step's chunks; return the orders that the words refused.
+        """Void words, open slots and publish the ids of this step's chunks; return the orders that the words refused.
 
-        Each order fails alone. A void counts as done all the same: words refuse one only when they are gone.
+        A refused order does not affect the others. A refused void still counts as done: words refuse a void only when they are
+        gone.
         """
         refused: list[tuple[str, Exception]] = []
         for void in plan.voids:
@@ -91,17 +92,17 @@ class StreamWorker:
             self._words.show(chunk.slot, chunk.tag, chunk.tokens)
 
     def held(self, chunk: WordChunk) -> None:
-        """Show the tokens whose pages were there before a chunk's step, once the device has finished the steps before."""
+        """Show the tokens whose pages existed before a chunk's step, once the device has finished the earlier steps."""
         if self._tags.get(chunk.slot) == chunk.tag:
             self._words.show(chunk.slot, chunk.tag, chunk.held_tokens)
 
     def spoil(self, opening: WordOpening) -> None:
-        """Store words that no reader accepts, for a prompt whose pages are no good; its end is ordered later, as any other's."""
+        """Store words that no reader accepts, for a prompt whose pages are invalid; its end is ordered later, as usual."""
         self._words.void(opening.slot, ended_generation(opening.generation), opening.tag)
         self._tags.pop(opening.slot, None)
 
     def leases_ended(self, ends: Iterable[EndedLease]) -> None:
-        """Move the words of streams whose lease has ended on this worker."""
+        """Void the words of streams whose lease has ended on this worker."""
         for end in ends:
             if end.fence is not None and end.fence[0] < self._slots:
                 slot, word = end.fence
@@ -109,7 +110,7 @@ class StreamWorker:
                 self._tags.pop(slot, None)
 
     def take_sent(self) -> list[str]:
-        """Return the requests that ended without a lease and whose words have moved for good, each once."""
+        """Return the requests that ended without a lease and whose words are void for good, each once."""
         ended, self._ended = self._ended, []
         return ended
 

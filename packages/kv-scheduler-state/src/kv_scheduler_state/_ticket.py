@@ -60,7 +60,7 @@ class PeerAddress(NamedTuple):
 
     Attributes:
         engine_id: Its name (`remote_engine_id`).
-        host: Address of its side channel (`remote_host`); of the spellings of an IP address always the same.
+        host: Address of its side channel (`remote_host`); an IP address always in the same spelling.
         port: Port of its side channel (`remote_port`).
         tp: Its tensor-parallel size (`tp_size`, 1 if absent).
         pp: Its pipeline-parallel size (`pp_size`, 1 if absent).
@@ -84,7 +84,7 @@ class PeerAddress(NamedTuple):
 class HandoffTicket(NamedTuple):
     """A validated promise of one engine to serve one request's blocks.
 
-    The seal (`kv_seal`) is no part of it: it is verified over this value, and one that is changed must be sealed anew.
+    The seal (`kv_seal`) is not part of it: the seal is verified over this value, and a changed value must be sealed anew.
 
     Attributes:
         kind: "handoff": a prefill's blocks for the decode (`do_remote_prefill`). "readback": a decode's blocks for the
@@ -158,7 +158,7 @@ def prefill_request_params(
     Args:
         early: (id, host, port) of a streamed hand-over: 32 random lower-case hexadecimal digits, and the side channel of the
             engine that prefills. The decode engine's request gets the same `kv_stream`, and `do_remote_prefill` alone.
-        secret: A fleet secret, under which the address is covered.
+        secret: A fleet secret for the MAC that covers the address.
     """
     params: dict[str, object] = {
         "do_remote_decode": True,

@@ -44,7 +44,7 @@ class TicketReader:
     Args:
         config: The engine: its groups, its null block, its limits, the hosts that it may connect to, the ids that it cannot
             notify, and whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
-        takes_offers: Whether a ticket may name no block at all, as that of an offer does.
+        takes_offers: Whether a ticket may list no blocks at all, as an offer's ticket does.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class TicketReader:
         return fields
 
     def kind_of(self, fields: Fields) -> ParamsKind:
-        """Return what `classify` does, of params that `fields_of` has seen.
+        """Do the same as `classify`, for params that `fields_of` has accepted.
 
         Raises:
             TicketError: `ticket-type` or `ticket-flags`.
@@ -138,10 +138,10 @@ class TicketReader:
         return "none"
 
     def ticket_of(self, fields: Fields, kind: TicketKind) -> HandoffTicket:
-        """Return what `read` does, of params that `fields_of` has seen.
+        """Do the same as `read`, for params that `fields_of` has accepted.
 
         Raises:
-            TicketError: as `read` does, but for what `fields_of` refuses.
+            TicketError: as `read`, except for the refusals of `fields_of`.
         """
         get, limits = fields.get, self._limits
         tokens, lease_s, expiry_s = get("remote_num_tokens"), get("kv_lease_s"), get("remote_blocks_expiry_time")
@@ -316,7 +316,7 @@ def _are_block_ids(group: Sequence[int], most: int) -> bool:
     try:
         words = array("I", group).tobytes()  # only integers of 32 bits without a sign get in, and bools
         # A bool is equal to 0 or 1, so its word has three zero bytes in a row. Few lists have such bytes, fewer a 0 or 1, and
-        # only those are worth a look at each id's type.
+        # only in those is each id's type checked.
         if _ZEROS in words and not _BOOLS.isdisjoint(group) and bool in map(type, group):
             return False
     except (TypeError, OverflowError):

@@ -72,7 +72,7 @@ def check_disjoint_groups(aliases: Sequence[Sequence[SharedView]], local: Sequen
 
     Args:
         aliases: From `find_aliases`.
-        local: Local blocks per group; null blocks are written by nobody.
+        local: Local blocks per group; null blocks are never written.
     """
     for cluster in aliases:
         used = [view for view in cluster if len(local[view.group].ids)]

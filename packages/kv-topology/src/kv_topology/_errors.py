@@ -50,7 +50,7 @@ class GeometryMismatch(TopologyError):  # noqa: N818 - the name says what happen
 
 @final
 class UnsupportedTopology(TopologyError):  # noqa: N818 - the name says what happened
-    """No plan exists for the pair, or not one that is within limits."""
+    """No plan exists for the pair, or none that keeps within the limits."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""A producer rank's share of a plan: slices, rows, and block pairs into descriptor indices.
+"""A producer rank's share of a plan: slices, rows, and the conversion of block pairs to descriptor indices.
 
 Worked example. Two slices (layers 0 and 1), one unit per page, regions of 100 pages: the rows are 2 x 100 descriptors,
 slice 0 at indices 0..99 and slice 1 at 100..199. Pages 9 and 4 become the outer sum [0, 100] + [9, 4], row by row:
@@ -32,7 +32,7 @@ __all__ = ["Link", "list_rules"]
 
 
 def list_rules(geometry: RankGeometry, side: Fault) -> ListRules:
-    """Return what the block lists of a rank are checked against: no block count if a group's layers are elsewhere."""
+    """Return the rules that a rank's block lists must keep; a group without layers here has no block count to keep to."""
     counts = [LIMITS["page_count"]] * len(geometry.groups)
     pages = {(member.group, region.page_count) for region in geometry.regions for member in region.members}
     for group, count in pages:

@@ -131,7 +131,7 @@ def _tags_of(
             place = _spread(np.arange(axis.start, axis.stop, dtype=np.int64), 1, number, len(shape))
         code = _mix(code, place)
     if part.token_axis is None:
-        # A state's page is told by its place in the state; a block in a kernel's own order by its first token.
+        # A page of a state is identified by its place in the state; a block in a kernel's own order, by its first token.
         place = tokens[:, :1] if tokens.shape[1] else np.arange(len(pages), dtype=np.int64)[:, None]
         place = _spread(place, len(pages), 0, len(shape))
         code = _mix(code, place)

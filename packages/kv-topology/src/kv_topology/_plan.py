@@ -1,4 +1,4 @@
-"""`plan_transfer`: from two geometries to everything that a consumer rank needs to read from a producer engine."""
+"""`plan_transfer`: turn geometries into everything that a consumer rank needs to read from a producer engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TransferPlan:
 
     @property
     def notify_only_ranks(self) -> tuple[Rank, ...]:
-        """(pp, tp) ranks that this rank does not read but must notify, because nobody else will."""
+        """(pp, tp) ranks that this rank does not read but must notify, because no other rank will."""
         return self._readers.notify_only
 
     @property
@@ -90,9 +90,9 @@ class TransferPlan:
     def staged_pages(
         self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
     ) -> tuple[tuple[StagedRegion, Ints], ...]:
-        """Return which local pages a request leaves to be permuted, per staged region; arguments as `indices`.
+        """Return the local pages that must be permuted after a request, per staged region; arguments as `indices`.
 
-        Only pages that were written are named: permuting any other page would destroy it.
+        Only pages that were written are returned: permuting any other page would destroy it.
         """
         by_group: dict[int, list[Ints]] = {}
         for link, pairs in self._pairs(local, peer, tokens):
@@ -239,7 +239,7 @@ def plan_transfer(
 def _overlaps(
     local: RankGeometry, peers: Mapping[Rank, RankGeometry], readers: Readers
 ) -> dict[Rank, list[tuple[Pairing, list[Overlap]]]]:
-    """Return what is read from every producer rank, by pair of groups; pairs that share nothing are left out."""
+    """Return the overlaps to read from every producer rank, by pair of groups; pairs that share nothing are left out."""
     return {
         rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
         for rank in readers.required()

@@ -1,7 +1,7 @@
 """Readers and notifiers of every producer rank, worked out by each consumer rank on its own.
 
 Worked example. Latent attention, consumer tp 2, producer tp 4: every rank holds everything, consumer ranks 0 and 1 read
-producer ranks 0 and 2. Ranks 1 and 3 are read by nobody; the ranks across from them, 1 * 2 // 4 = 0 and 3 * 2 // 4 = 1,
+producer ranks 0 and 2. Producer ranks 1 and 3 have no reader; the ranks across from them, 1 * 2 // 4 = 0 and 3 * 2 // 4 = 1,
 notify them. So every producer rank gets one report, and `count` is 1 for each.
 """
 
@@ -39,7 +39,7 @@ def field_class(field: FieldLayout, consumer: Group, producer: Group) -> FieldCl
 
 
 def _notified(local: RankGeometry, peer_size: tuple[int, int], read: Iterable[Rank]) -> Iterator[Rank]:
-    """Return the producer ranks (pp, tp) across from this rank that are not among those read by anybody.
+    """Return the producer ranks (pp, tp) across from this rank that no consumer rank is known to read.
 
     Args:
         local: This rank.
@@ -60,7 +60,7 @@ class Readers:
     """The two engines' ranks, and for each pair of them whether one reports to the other.
 
     A layer is read from the first producer stage that holds it, by the consumer stages that have it. A producer rank
-    that nobody reads is notified by the consumer rank across from it.
+    without readers is notified by the consumer rank across from it.
 
     Args:
         local: This rank.
@@ -167,7 +167,7 @@ class Readers:
 
     @cached_property
     def _by_producer(self) -> Mapping[Rank, list[Rank]]:
-        """Consumer ranks (pp, tp) that read each producer rank; a rank that nobody reads is absent."""
+        """Consumer ranks (pp, tp) that read each producer rank; a rank without readers is absent."""
         found: dict[Rank, list[Rank]] = {}
         for consumer_stage, stage in sorted(self._classes):
             for rank in range(self._tp[0]):

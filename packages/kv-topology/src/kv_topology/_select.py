@@ -1,10 +1,10 @@
-"""Choice of producer ranks: from which rank each part of a field is read, and who notifies a rank that nobody reads.
+"""Choice of producer ranks: from which rank each part of a field is read, and which rank notifies one without readers.
 
 Theory of operation. Along its split axis a field falls into pieces at the borders of all producer ranks; every rank
 that holds a piece is a candidate for it, separately for each context-parallel share of the tokens. The m consumer ranks
 that need a piece are spread evenly over its n candidates: the k-th of them reads candidate k * n // m. Divisible pairs
-thereby get exactly the ranks that vLLM's own connector reads. A producer rank that nobody reads waits for a completion
-all the same, so the consumer rank across from it notifies it. The rules need no message: every rank computes every
+thereby get exactly the ranks that vLLM's own connector reads. A producer rank without readers still waits for a
+completion, so the consumer rank across from it notifies it. The rules need no message: every rank computes every
 other rank's choice, and so knows how many readers a producer rank has. Validation holds every geometry to the shards
 that they assume.
 
@@ -30,7 +30,7 @@ __all__ = ["FieldClass", "Piece", "choose_pieces", "notify_home", "ranks_read"]
 @final
 @dataclass(frozen=True, slots=True)
 class FieldClass:
-    """All that the choice of a producer depends on: fields of one class are read alike.
+    """Everything that the choice of a producer depends on: fields of one class are read from the same ranks.
 
     Attributes:
         parts: Size of the split axis, 1 when every rank holds the whole field.
@@ -115,5 +115,5 @@ def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: in
 
 
 def notify_home(consumer_size: int, producer_size: int, producer_rank: int) -> int:
-    """Return the consumer rank (or stage) across from a producer rank (or stage), which notifies it if nobody reads it."""
+    """Return the consumer rank (or stage) across from a producer rank (or stage), which notifies it if it has no readers."""
     return producer_rank * consumer_size // producer_size

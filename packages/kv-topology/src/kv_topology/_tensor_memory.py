@@ -38,7 +38,7 @@ class ArrayLike(Protocol):
 
 
 class CudaArrayLike(Protocol):
-    """An array with CUDA's array interface; it does not tell its device, so it is taken to be number 0."""
+    """An array with CUDA's array interface, which does not name the device, so device 0 is assumed."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, object]: ...

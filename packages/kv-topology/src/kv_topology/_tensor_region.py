@@ -153,7 +153,7 @@ def _held(step: Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[in
 
 
 def _axis(step: Step, element_bytes: int, held: tuple[int, int, int]) -> Axis:
-    # Nobody steps along an axis of one part, and tensors give it any stride.
+    # The stride of an axis with one part is never used, and tensors give it any value.
     stride = step.stride_bytes if step.count > 1 else element_bytes
     return Axis(step.name, *held, stride, "tp" if step.name == _HEAD else "whole")
 

@@ -1,7 +1,7 @@
 """Checks that a geometry agrees with itself. Everything here may come from a peer: coded errors, bounded work.
 
-The work of a check is proportional to the numbers in the geometry, whose count a document limits before it is read; what
-could cost more (comparing the bytes of fields) is taken off one budget per geometry before it is done.
+The work of a check is proportional to the numbers in the geometry, whose count a document limits before it is read. Work that
+could cost more (comparing the bytes of fields) is charged to one budget per geometry before it is done.
 """
 
 from __future__ import annotations

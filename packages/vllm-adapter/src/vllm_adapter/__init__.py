@@ -1,4 +1,4 @@
-"""Plugs the KV-transfer packages into an unmodified vLLM.
+"""Plug the KV-transfer packages into an unmodified vLLM.
 
 Importing this package does not import vLLM: the connector classes are loaded when vLLM asks for them by name.
 """

@@ -1,12 +1,12 @@
 """The processor cores that this process may use.
 
-Theory of operation. On a CPU, vLLM binds a worker's main thread to the first core of its OpenMP threads, and a thread that is
-started from there inherits that one core: the transfer thread would run where the model computes. So it is moved back to the
-cores that the *process* was given, by `taskset`, a container's cpuset or a NUMA binding, and to no others. That set is noted
-when vLLM calls our plugin. In a worker that is too late to see it: vLLM starts workers with OpenMP's variables, and OpenMP binds
-the first thread as soon as it is loaded. There the parent tells: the engine core runs on what the operator gave it.
+Theory of operation. On a CPU, vLLM binds a worker's main thread to the first core of its OpenMP threads, and threads started
+from it inherit that single core: the transfer thread would run where the model computes. So that thread is moved back to the
+cores that the *process* was given, by `taskset`, a container's cpuset or a NUMA binding, and to no others. These cores are
+recorded when vLLM calls our plugin. In a worker that is too late: vLLM starts workers with OpenMP's variables, and OpenMP binds
+the first thread as soon as it is loaded. There the parent's cores are used: the engine core runs on those the operator gave it.
 
-How many threads are worth starting is a question of time as well: a container may hold 64 cores and a quota of 4.
+The useful number of threads also depends on CPU time: a container may hold 64 cores and a quota of 4.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _V1_FOLDERS = ("cpu", "cpu,cpuacct")
 
 @cache
 def _allowed() -> frozenset[int]:
-    """Return the cores that the first thread to call this may run on, and its parent where OpenMP binds threads.
+    """Return the allowed cores of the first calling thread, together with its parent's where OpenMP binds threads.
 
-    All there are on systems without affinities.
+    Returns all cores on systems without affinities.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset(range(os.cpu_count() or 1))
@@ -42,14 +42,14 @@ def _allowed() -> frozenset[int]:
 
 
 def note_cores() -> None:
-    """Note the cores that the calling thread may run on as those of the process, unless that has happened before."""
+    """Record the calling thread's cores as those of the process, unless that has happened before."""
     _allowed()
 
 
 def use_allowed_cores() -> None:
     """Let the calling thread run on every core that the process was given, and on no other.
 
-    Where that is forbidden, or the cores were taken away since, the thread stays where it is.
+    Where that is forbidden, or the cores have been taken away since, the thread stays where it is.
     """
     if hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
@@ -57,20 +57,20 @@ def use_allowed_cores() -> None:
 
 
 def core_count() -> int:
-    """Return how many cores' worth of time this process may use: those it was given, or fewer by its cgroup's quota.
+    """Return the number of cores' worth of time for this process: the cores it was given, or fewer by its cgroup's quota.
 
-    Example: 16 cores and a quota of 250 ms in 100 ms are 3.
+    Example: 16 cores and a quota of 250 ms in 100 ms give 3.
     """
     return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
 
 
 def _quotas(root: Path, membership: Path) -> list[int]:
-    """Return the whole cores that the quotas of this process's cgroup and of those above it allow, at least one each."""
+    """Return the whole cores that the quotas of this process's cgroup and its ancestors allow, at least one each."""
     return [max(1, math.ceil(share)) for folder in _folders(root, membership) if (share := _share(folder)) is not None]
 
 
 def _folders(root: Path, membership: Path) -> list[Path]:
-    """Return the folders of this process's cgroup and of all above it, as far as they can be seen from here."""
+    """Return the folders of this process's cgroup and its ancestors, as far as they are visible here."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

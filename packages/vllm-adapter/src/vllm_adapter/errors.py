@@ -17,7 +17,7 @@ class AdapterError(Exception):
         code: Stable, kebab-case.
         fault: `"local"`, `"peer"` or `"environment"`.
         is_retry_safe: Whether the same call may succeed later; None if unknown.
-        context: Plain values that the message was made from.
+        context: Plain values that the message contains.
     """
 
     def __init__(
@@ -45,6 +45,6 @@ class UnsupportedHost(AdapterError):  # noqa: N818  (a state of the host, named 
 
 
 def code_of(error: Exception) -> str:
-    """Return the code of a coded error, or the name of any other."""
+    """Return the code of a coded error, or the class name of any other error."""
     code: object = getattr(error, "code", None)
     return code if isinstance(code, str) and code else type(error).__name__

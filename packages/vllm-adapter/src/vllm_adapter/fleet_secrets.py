@@ -1,8 +1,8 @@
-"""The fleet's secrets, from files that are read again when they change, and from the environment.
+"""The fleet's secrets, from files that are reread when they change, and from the environment.
 
-A mounted Kubernetes Secret changes under a running engine: its files are looked at once a second while requests come. Files that
-cannot be read, or hold nothing usable, leave the secrets as they were, with one line in the log. No text of this module, and no
-error, holds a secret.
+A mounted Kubernetes Secret changes under a running engine, so its files are checked once a second while requests arrive. Files
+that cannot be read, or hold nothing usable, leave the secrets unchanged, with one line in the log. No log line or error of this
+module contains a secret.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FleetSecrets:
     """Secrets in order: those of the files, line by line, then those of the environment.
 
     Args:
-        files: Files with a secret per line; white space at both ends of a line does not count.
+        files: Files with one secret per line; white space at either end of a line is ignored.
         words: Secrets separated by white space, as an environment variable holds them.
 
     Raises:
-        ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read, or its group can write.
+        ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read or its group can write.
     """
 
     __slots__ = ("_files", "_look_s", "_marks", "_trouble", "_words", "current")
@@ -63,11 +63,11 @@ class FleetSecrets:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """A digest of each secret, 12 hex digits, which tells nobody the secret and two engines whether they share it."""
+        """A digest of each secret, 12 hex digits: it does not reveal the secret, but shows two engines whether they share it."""
         return tuple(hmac.digest(secret, _FINGERPRINT, "sha256").hex()[:12] for secret in self.current)
 
     def changed(self, now_s: float) -> bool:
-        """Return whether the secrets are others than at the last call; looks at the files at most once a second."""
+        """Return whether the secrets have changed since the last call; checks the files at most once a second."""
         if now_s < self._look_s or not self._files:
             return False
         self._look_s = now_s + _LOOK_EVERY_S
@@ -77,7 +77,7 @@ class FleetSecrets:
         try:
             secrets = self._read()
         except ConfigurationError as error:
-            # The marks stay those of the last good content, so that the files are read until they are good again.
+            # Keep the marks of the last good content, so that the files are read until they are good again.
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
@@ -89,7 +89,7 @@ class FleetSecrets:
         return is_new
 
     def _look(self) -> _Marks:
-        """Return what tells one content of the files from another; a file that is missing has no time."""
+        """Return marks that differ when the content of a file may differ; a missing file has no time."""
         marks: list[tuple[int, int, int]] = []
         for file in self._files:
             try:
@@ -121,7 +121,7 @@ class FleetSecrets:
 
 
 def configured_secrets(files: Sequence[str], variable: str) -> FleetSecrets | None:
-    """Return the secrets of these files and of an environment variable, None where neither is configured.
+    """Return the secrets of these files and of an environment variable; None if neither is configured.
 
     Raises:
         ConfigurationError: `invalid-secret` or `insecure-secret-file`.
@@ -137,7 +137,7 @@ def configured_secrets(files: Sequence[str], variable: str) -> FleetSecrets | No
 
 
 def secrets_in_variable(variable: str) -> str:
-    """Return what an environment variable holds; nothing if there is none, or no name.
+    """Return the value of an environment variable; empty if it is not set or no name is given.
 
     Raises:
         ConfigurationError: `invalid-secret`: no variable can have this name.
@@ -170,7 +170,7 @@ def _secrets_in(file: Path) -> list[bytes]:
 
 
 def _read_plain(file: Path) -> tuple[int, bytes]:
-    """Return a file's mode and content, and never wait for a writer, as a pipe would have it, nor read without end.
+    """Return a file's mode and content, without waiting for a writer, as for a pipe, and without reading endlessly.
 
     Raises:
         OSError, ValueError: With the reason.

@@ -1,4 +1,4 @@
-"""vLLM's plugin entry point: makes the connector known by its own name, without a module path."""
+"""vLLM's plugin entry point: registers the connector under its own name, so that no module path is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONNECTOR_NAME = "KVTransferConnector"
 def register() -> None:
     """Register `KVTransferConnector` with vLLM's connector factory; safe to call more than once (vLLM does).
 
-    vLLM calls this early in every process, so the cores of the process are noted here, too.
+    vLLM calls this early in every process, so the process's cores are recorded here, too.
     """
     from vllm_adapter.host.factory import register_connector
 

@@ -1,6 +1,6 @@
-"""Where concrete classes of the four libraries meet: the only module that imports them.
+"""Assembly of the concrete classes of the four libraries: the only module that imports them.
 
-The lines at the end bind each concrete class to the Protocol that it stands for, so that drift is a type error which names
+The lines at the end bind each concrete class to the Protocol that it implements, so that drift is a type error which names
 the missing member.
 """
 
@@ -55,16 +55,16 @@ __all__ = [
 
 _SEED_BITS = 52
 _NULL_BLOCK = 0
-"""Block id that stands for "no block here". Source: vLLM's block pool takes its first block for that."""
+"""Block id that stands for "no block here". Source: vLLM's block pool reserves its first block for that."""
 
 _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prompt-digest": "supported"}
-"""Announced in our envelopes: notifications with a nonce are understood, tickets carry a digest of their prompt."""
+"""Capabilities in our envelopes: notifications with a nonce are understood, and tickets carry a digest of their prompt."""
 
 _STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
 _CORES_TO_SPARE = 8
 _PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
-"""Speed of putting pages in order, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
+"""Speed of permuting pages, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
 
 
 @final
@@ -132,16 +132,16 @@ class SchedulerParts:
 
     @property
     def ask_wait_s(self) -> float:
-        """Seconds that a question may wait for its answer."""
+        """Longest wait of a question for its answer, in seconds."""
         return self.settings.ask_wait_s
 
     @property
     def stream_codec(self) -> ports.StreamCodec:
-        """Writes and reads questions and answers."""
+        """Encodes and decodes questions and answers."""
         return Codec()
 
     def make_ask_client(self) -> ports.AskClient:
-        """Return what asks peers; it compares nothing."""
+        """Return the client that asks peers; it compares no factors."""
         return Client(LocalOffer(policy="off"), security=_client_security(self.settings))
 
     def make_fleet_secrets(self) -> FleetSecrets | None:
@@ -153,31 +153,31 @@ class SchedulerParts:
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Makes the concrete parts that a worker side works with."""
+    """Makes the concrete parts of the worker's half."""
 
     facts: EngineFacts
     settings: Settings
     port_factory: PortFactory | None = None
-    """Makes the NIXL port; None for the real one."""
+    """Creates the NIXL port; None for the real one."""
 
     @property
     def ucx_tls(self) -> str:
-        """The transports that UCX may choose from, as this process is configured; `"unset"` is UCX's own default."""
+        """Transports that UCX may choose from, as this process is configured; `"unset"` is UCX's own default."""
         return os.environ.get("UCX_TLS") or "unset"
 
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
-        """Return what plans from geometry documents; without a converter only plans that need none."""
+        """Return the planner for geometry documents; without a converter it makes only plans that need no conversion."""
         cost = CostModel(permute_gb_s=_PERMUTE_GB_S[memory_kind])
         return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
 
     @property
     def codec(self) -> ports.WireCodec:
-        """Reads and writes what crosses between engines."""
+        """Encodes and decodes the bytes that cross between engines."""
         return Codec(capabilities=_STREAMING_CAPABILITIES if self.settings.streaming else _CAPABILITIES)
 
     @property
     def peer_geometry(self) -> PeerGeometry:
-        """Finds the geometry of peers."""
+        """Derives the geometry of peers."""
         return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
 
     def make_lease_table(self) -> ports.LeaseTable:
@@ -185,11 +185,11 @@ class WorkerParts:
         return LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=self.settings.requires_nonces)
 
     def make_stream_worker(self, words: ports.StreamWords) -> ports.StreamWorker:
-        """Return what stores the words of prompts that are streamed from this rank."""
+        """Return the writer of the words of prompts that are streamed from this rank."""
         return StreamWorker(words, self.settings.stream_slots)
 
     def make_stream_readers(self, stall_s: float) -> ports.StreamReaders:
-        """Return the machine of streams that this rank reads; `stall_s` without progress ends one."""
+        """Return the state machine of streams that this rank reads; `stall_s` without progress ends a stream."""
         return StreamReaders(stall_s)
 
     def make_stream_ends(self) -> ports.StreamEnds:
@@ -213,8 +213,8 @@ class WorkerParts:
         on_notification: Callable[[str, bytes], None],
         on_start: Callable[[], None] | None = None,
     ) -> ports.TransferThread:
-        """Return this rank's transfer thread, not yet started; `on_start` is the first that it calls."""
-        # UCX keeps registrations of memory that is gone without it. Source: vLLM sets the same before NIXL is imported.
+        """Return this rank's transfer thread, not yet started; `on_start` is its first call."""
+        # Without this, UCX keeps registrations of freed memory. Source: vLLM sets the same before NIXL is imported.
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
         facts, settings = self.facts, self.settings
         is_ucx_only = settings.backends == ("UCX",)
@@ -223,7 +223,7 @@ class WorkerParts:
         )
         options = AgentOptions(
             backends=backends,
-            # Streams have the first words, plain leases the others.
+            # The first words belong to streams, the others to plain leases.
             fence_words=max(settings.fence_slots, 1) + (settings.stream_slots if settings.streaming else 0),
             stream_slots=settings.stream_slots if settings.streaming else 0,
             max_inflight_bytes=settings.max_inflight_bytes or None,
@@ -241,7 +241,7 @@ class WorkerParts:
         )
 
     def make_handshake_client(self) -> ports.HandshakeClient:
-        """Return a client that judges peers by this engine's factors."""
+        """Return a client that checks peers against this engine's factors."""
         settings = self.settings
         policy = settings.policy
         offer = LocalOffer(
@@ -261,13 +261,13 @@ class WorkerParts:
         *,
         generation: int,
     ) -> bytes:
-        """Return this rank's envelope for the listener, under the number of this registration."""
+        """Return this rank's envelope for the listener, with the number of this registration."""
         facts = self.facts
         fields = metadata_fields(
             facts,
             caches,
             agent_metadata=agent.agent_metadata(),
-            # An engine that hands out no fence words announces none, so that its tickets are not refused for want of one.
+            # An engine without fence slots announces no fence array, so that its tickets are not refused for lacking a fence.
             fence=agent.fence if self.settings.fence_slots else None,
             geometry=pack_document(document),
             generation=generation,
@@ -284,12 +284,12 @@ class WorkerParts:
 @final
 @dataclass(frozen=True, slots=True)
 class ProbedEngine:
-    """An engine's answers on its side channel, asked once and by hand.
+    """An engine's answers on its side channel, from one manual probe.
 
     Attributes:
         peers: Metadata by (pp, tp) rank.
-        clock_offset_s: Its clock minus ours, seconds; None if it does not say.
-        recording: The frames as they came.
+        clock_offset_s: Its clock minus ours, in seconds; None if it does not announce its clock.
+        recording: The frames as received.
     """
 
     peers: Mapping[tuple[int, int], ports.PeerMetadata]
@@ -318,7 +318,7 @@ def probe_engine(
         host: Address of the side channel.
         port: Its port.
         ranks: (pp, tp) ranks to ask for.
-        dialect: The engine's connector version.
+        dialect: Connector version of the engine.
         timeout_s: Longest wait for each reply.
         key_files: Our secret certificate and the engine's public one, for an encrypted side channel.
     """
@@ -335,10 +335,10 @@ def connector_version(vllm: str) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """Plans what a rank of one engine reads from another, from documents that both sent.
+    """Plans the reads of one engine's rank from another engine, from documents that both sent.
 
     Attributes:
-        memory_kind: Memory of the pages that are read into.
+        memory_kind: Memory kind of the pages that are read into.
         gigabytes_per_s: Speed of the wire, for the cost; None for shared memory on one host.
     """
 
@@ -362,7 +362,7 @@ class PairPlan:
     def plan(
         self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
     ) -> tuple[ports.PeerPlan, ports.PlanEstimate]:
-        """Return the plan of one rank and what it costs; raises coded errors for pairs that cannot be joined."""
+        """Return one rank's plan and its estimated cost; raises coded errors for pairs that cannot be joined."""
         plan = self._planner.plan(local, peers, peer_tp=peer_tp)
         return plan, plan.estimate
 
@@ -380,7 +380,7 @@ def _wants_progress_thread(choice: str) -> bool:
 
 
 def _starting(on_start: Callable[[], None] | None) -> Callable[[], None]:
-    """Return what a transfer thread does first: leave the engine thread's core, select its device."""
+    """Return the start function of a transfer thread: it leaves the engine thread's core, then calls `on_start`."""
 
     def start() -> None:
         use_allowed_cores()
@@ -399,7 +399,7 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 
 
 def _reserved_prefixes() -> tuple[str, ...]:
-    """Return how ids begin that no notification can name."""
+    """Return the id prefixes that no notification can name."""
     return Codec().reserved_prefixes
 
 

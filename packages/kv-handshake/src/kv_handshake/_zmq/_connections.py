@@ -61,7 +61,7 @@ _MONITORED = (
 
 @final
 class Tried(NamedTuple):
-    """Keys that a listener does not have, by what it answered.
+    """Keys that a listener does not have, as its answers showed.
 
     Attributes:
         keys: The keys, in the order in which they were tried.
@@ -87,7 +87,7 @@ class Connection:
     ) -> None:
         self.address = ""
         self.tried = Tried()
-        """Keys that were tried on its listener, with its own."""
+        """Keys that were tried on its listener, including this connection's own."""
         self.server_key = ""
         self.socket = context.socket(zmq.DEALER)
         self.is_open = False
@@ -205,7 +205,7 @@ class Connection:
         return "authentication-refused"
 
     def is_flooded(self, grip: Grip) -> bool:
-        """Return whether more has come in than all replies that were asked for may have."""
+        """Return whether more bytes have come in than all requested replies may have."""
         if self._descriptor < 0:
             return False
         if grip.received_bytes(self._descriptor) <= _OPENING_BYTES + self._sent * MAX_REPLY_BYTES:

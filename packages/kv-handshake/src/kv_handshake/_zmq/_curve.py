@@ -24,7 +24,7 @@ _ADDRESS_FRAME = 3
 _ZAP_VERSION = b"1.0"
 _LET_IN = b"200"
 _ID_BYTES = 16
-"""Random bytes of a routing id, so that nobody chooses another's. The first byte is not zero, as are those of the counter."""
+"""Random bytes of a routing id, so that no peer can choose another's. The first byte is not zero, unlike in libzmq's own ids."""
 
 
 def generate_keypair() -> tuple[str, str]:
@@ -60,8 +60,9 @@ def _routing_id_property(routing_id: bytes) -> bytes:
 class ClientKeyCheck(ThreadAuthenticator):
     """Lets listed client keys in, on a thread of its own, and counts refusals by address and key.
 
-    Each connection that is let in gets its routing id here, since libzmq takes what a peer chooses. The id of this answer counts
-    if it comes last, as it does but for 2 in 1000 connections to a machine without a free core (measured with libzmq 4.3.5).
+    Each connection that is let in gets its routing id here, since libzmq accepts any id that a peer chooses. The id given here
+    counts if it comes last, as it does except for 2 in 1000 connections to a machine without a free core (measured with
+    libzmq 4.3.5).
 
     Args:
         context: The context of the listening socket.

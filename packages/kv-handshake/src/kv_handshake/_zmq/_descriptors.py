@@ -42,7 +42,7 @@ def most_connections(wanted: int) -> int:
 
 
 def _descriptors_left() -> int | None:
-    """Return how many more descriptors this process may open; None where nothing bounds them or it cannot be told."""
+    """Return how many more descriptors this process may open; None where their number is unlimited or unknown."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return None

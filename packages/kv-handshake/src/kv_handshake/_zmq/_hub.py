@@ -26,7 +26,7 @@ __all__ = ["Hub"]
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
 _MOST_STEPS = 3
-"""Times that `poll` waits on after a step of an opening, which nobody has to act on: connected, opened."""
+"""Times that `poll` keeps waiting after a step of an opening that needs no action: connected, opened."""
 
 _FRESH_MS = 2
 _FRESH_S = _FRESH_MS / 1000
@@ -68,10 +68,11 @@ class Hub:
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def next_try(self, connection: Connection) -> Tried | None:
-        """Return how to go on after an opening that its listener refused, None if there is no more to try.
+        """Return the next try after an opening that the listener refused, or None if there is nothing left to try.
 
-        Each key is tried, and then each once more: a listener may change its own pair between two of them, and ends openings when
-        it does, or when it has too many. Without keys it is tried once more, unless it was reset: that is told as it is.
+        Each key is tried, and then each once more: a listener may change its own pair between two tries, and ends openings when
+        it does, or when it has too many. Without keys, the opening is tried once more, unless the connection was reset, which is
+        reported as it is.
 
         Example: keys "new" and "old", and a listener that changes from "old" to "new" after it has refused "new". It refuses
         "old", too, and is asked with "new" again.
@@ -136,7 +137,7 @@ class Hub:
                 self._add(connection.monitor, connection)
 
     def _refresh_keys(self) -> None:
-        """Take changed key files over, at most once a second."""
+        """Load changed key files, at most once a second."""
         if self._security is None or time.monotonic() < self._next_refresh_s:
             return
         self._next_refresh_s = time.monotonic() + _REFRESH_S
@@ -160,7 +161,7 @@ class Hub:
             self._do_upkeep()
 
     def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
-        """Wait until a connection is readable or changes, `wake` is called, or the time is over; at times less.
+        """Wait until a connection is readable or changes, `wake` is called, or the time is over; it may return earlier.
 
         Returns:
             The connections with replies to read, and those for whose end `fault` has a code.

@@ -196,7 +196,7 @@ def _read(file: Path) -> tuple[str, str | None]:
 
 
 def _require_plain(file: Path) -> None:
-    """Refuse what could be read without end, or waits for a writer; raises ValueError or OSError."""
+    """Refuse a file that could be read without end, or that waits for a writer; raises ValueError or OSError."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no plain file")

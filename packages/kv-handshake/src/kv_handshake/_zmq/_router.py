@@ -239,7 +239,7 @@ class RouterSocket:
         self._key_check.start()
 
     def _refresh_keys(self) -> bool:
-        """Take changed key files over; return whether connections may stand that would not be let in any more.
+        """Load changed key files; return whether open connections may include some that would no longer be admitted.
 
         Key files that cannot be read admit nobody, since one of them may have been a revocation. Runs on the thread of the watch.
         """

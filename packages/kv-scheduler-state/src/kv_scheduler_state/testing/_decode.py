@@ -1,7 +1,7 @@
-"""A decode engine as small as it can be: scheduler, reading ranks, parked requests, and an eye on all of them.
+"""A minimal decode engine: scheduler, reading ranks, parked requests, and an observer of all of them.
 
-Like a real engine it dies when told nonsense: an id is only accepted as received while its request is parked, or was
-aborted while parked. The peer is whatever offers the five methods of `Peer`: a `PrefillSide`, or `GenerousPeer`,
+Like a real engine, it dies on nonsense: an id is only accepted as received while its request is parked, or was
+aborted while parked. The peer is any object with the five methods of `Peer`: a `PrefillSide`, or `GenerousPeer`,
 which always serves and so lets the decode side be explored alone.
 """
 
@@ -72,7 +72,7 @@ class DecodeSide:
         self.peer = peer
         self.answers = {f"d{index}": Answer(len(peer.readers)) for index in range(requests)}
         self.fails_requests = fails_requests
-        # All requests hold one ticket, like the children of a request with n > 1.
+        # Whether all requests hold one ticket, like the children of a request with n > 1.
         self.is_shared = is_shared
         self.adversity = adversity
 
@@ -158,7 +158,7 @@ class DecodeSide:
             held = [other for other in self.answers.values() if other.status in {"waiting", "parked", "aborting"}]
             if self.is_shared and not held:
                 for other in self.answers.values():
-                    other.is_over = other.is_read  # nobody held the ticket any more, so a bad end is forgotten
+                    other.is_over = other.is_read  # no request held the ticket any more, so a bad end is forgotten
             answer.status = "waiting"
         elif name == "d-load":
             demand(self.state.external_tokens(request_id, computed_tokens=0) == 32, f"{request_id}: nothing to load")
@@ -231,7 +231,7 @@ class DecodeSide:
         answer.is_notified = True
 
     def obey(self, plan: StepPlan, now_s: float) -> None:
-        """Let the ranks do what a plan says."""
+        """Let the ranks carry out a plan."""
         for order in plan.reads:
             answer = self.answers[order.request_id]
             answer.orders += 1
@@ -269,7 +269,7 @@ class DecodeSide:
         self._beat({request_id for beat in plan.heartbeats for request_id, _ in beat.readers}, now_s)
 
     def _may_tell(self, request_id: str) -> bool:
-        """Return whether nobody else needs the hand-over that this request gives up now."""
+        """Return whether no other request needs the hand-over that this request gives up now."""
         others = [answer for name, answer in self.answers.items() if name != request_id] if self.is_shared else []
         return not any(answer.status in {"waiting", "parked"} or answer.is_passed for answer in others)
 
@@ -288,7 +288,7 @@ class DecodeSide:
     # ---- for the explorer
 
     def heal_step(self) -> Step | None:
-        """Return what a well-behaved engine does next, or None if it only waits."""
+        """Return the next step of a well-behaved engine, or None if it only waits."""
         for request_id, answer in self.answers.items():
             if answer.in_flight:
                 return ("d-deliver", request_id, str(min(answer.in_flight)))
@@ -303,13 +303,13 @@ class DecodeSide:
         return ("d-step",) if self.state.has_work() else None
 
     def is_settled(self) -> bool:
-        """Whether nothing is left of any request, and every peer was told exactly once."""
+        """Whether nothing is left of any request, and every peer was notified exactly once."""
         ended = [answer for answer in self.answers.values() if answer.status != "absent"]
         is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
         return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))  # noqa: SLF001
 
     def _is_peer_told(self, ended: list[Answer]) -> bool:
-        """Whether some holder of the shared ticket has told the peer, or let a read end."""
+        """Whether some holder of the shared ticket has notified the peer, or let a read end."""
         return not ended or any(answer.is_over or answer.is_notified for answer in ended)
 
     def probe(self, now_s: float) -> None:
@@ -343,12 +343,12 @@ class DecodeSide:
             "received": partial(state.report, sent=[], received=[request_id], failed=[]),
             "failed": partial(state.report, sent=[], received=[], failed=[request_id]),
             "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
-            # Last, because a refused one is reported as failed: the engine has parked the request.
+            # Last, because a refused load is reported as failed: the engine has parked the request.
             "load": partial(allocate, external_tokens=32),
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
-        """Return everything that tells this request's future, with times relative to now and, perhaps, ranks unnamed."""
+        """Return everything that determines this request's future, with times relative to now and, perhaps, ranks unnamed."""
         answer = self.answers[request_id]
         live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
         outbox = self.state._outbox  # noqa: SLF001
@@ -380,6 +380,6 @@ class DecodeSide:
         return int(state == "queued"), int(state in {"reading", "draining"}), state not in {"queued", "reading"}
 
     def shared_key(self, now_s: float) -> tuple[object, ...]:
-        """Return what no single request owns: when the peer's next heartbeat is due."""
+        """Return the state that no single request owns: when the peer's next heartbeat is due."""
         book = self.state._consumers.heartbeats  # noqa: SLF001 -- as above
         return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))  # noqa: SLF001

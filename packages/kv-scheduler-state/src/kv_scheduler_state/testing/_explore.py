@@ -1,8 +1,8 @@
 """Every order of events, within a bound.
 
 `explore` walks a model breadth first. A state is a pickled world; two states with equal keys have equal futures and
-are visited once. From every state the world is then *healed*: nothing fails any more and everybody does what is left
-to do. A world that does not settle then has a request that never ends, a lease nobody ends, or a slot nobody returns.
+are visited once. From every state the world is then *healed*: nothing fails any more and every part does the work that is left.
+A world that does not settle then has a request, or a lease, that never ends, or a slot that is never returned.
 """
 
 # The models look inside on purpose.
@@ -51,7 +51,7 @@ class Exploration:
     Attributes:
         states: Different states that were visited.
         transitions: Steps that were taken between them.
-        depth: Steps of the longest shortest way to a state.
+        depth: Steps of the shortest way to the most distant state.
         is_complete: Whether every reachable state was visited, or a bound was met.
         violation: The broken promise, or empty.
         path: Steps that lead to it.
@@ -90,7 +90,7 @@ class Explorable(Protocol):
         ...
 
     def constants(self) -> list[object]:
-        """Return what never changes and need not be copied."""
+        """Return the objects that never change and need not be copied."""
         ...
 
     def heal(self) -> tuple[Step, ...]:
@@ -119,7 +119,7 @@ class World:
         return steps
 
     def _reader_steps(self, prefill: PrefillSide) -> Iterator[Step]:
-        # Without a decode side the readers act on their own, as often as they like and on each worker by itself.
+        # Without a decode side, the readers act independently, any number of times and on each worker separately.
         for request_id, prompt in prefill.prompts.items():
             if prompt.ticket is not None:
                 for worker in range(len(prefill.tables)):
@@ -159,7 +159,7 @@ class World:
     def key(self) -> bytes:
         """Return a digest that is equal for states with equal futures; requests are interchangeable."""
         shared = self.decode.shared_key(self.now_s) if self.decode is not None else ()
-        # 16 bytes instead of kilobytes; that two of a million states share them has a chance below one in 10**26.
+        # 16 bytes instead of kilobytes; the chance that two of a million states share them is below one in 10**26.
         return blake2b(repr((sorted(self._request_keys()), shared)).encode(), digest_size=16).digest()
 
     def _request_keys(self) -> list[str]:
@@ -178,7 +178,7 @@ class World:
         ]
 
     def different_steps(self) -> list[Step]:
-        """Return one of `steps` for each kind of future: what happens to one of two equal requests is enough."""
+        """Return one of `steps` for each kind of future: of two equal requests, the steps of one are enough."""
         keys = self._request_keys()
         kinds = {(step[0], keys[int(step[1][1:])], *step[2:]) if len(step) > 1 else step: step for step in self.steps()}
         return list(kinds.values())
@@ -192,7 +192,7 @@ class World:
         """Do everything that is left to do, without faults, until nothing is left.
 
         Raises:
-            ModelViolation: if something is left although everybody did his part.
+            ModelViolation: if something is left although every part did its work.
         """
         path: list[Step] = []
         ticks = 0
@@ -224,7 +224,7 @@ class World:
 def prefill_world(
     tables: Tables | None = None, *, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False
 ) -> World:
-    """Return a prefill engine whose readers do what they like."""
+    """Return a prefill engine whose readers act freely."""
     return World(
         PrefillSide(tables or Tables(), requests=requests, readers=readers, workers=workers, is_plain=is_plain),
         None,
@@ -308,7 +308,7 @@ def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
 
 @final
 class _Codec:
-    """Copies worlds by pickling; what never changes is shared and not copied."""
+    """Copies worlds by pickling; objects that never change are shared, not copied."""
 
     def __init__(self, first: Explorable) -> None:
         self._constants = _Constants()
@@ -326,7 +326,7 @@ class _Codec:
 
 @final
 class _Constants:
-    """Values with numbers, kept alive so that their identities stay theirs."""
+    """Numbered values, kept alive so that their identities stay unique."""
 
     def __init__(self) -> None:
         self.values: list[object] = []

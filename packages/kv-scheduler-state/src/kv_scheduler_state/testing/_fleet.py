@@ -1,8 +1,8 @@
 """A producer and several consumers with block pools and memory, driven at random under a random configuration.
 
-The exhaustive models fix what this one draws: kinds of groups, fence slots that run out, processes that stand still, several
-consumers and siblings per ticket, request ids that come again, revocations, blocks that were only allocated ahead. Truth is
-kept beside the code under test: the content of every block, and the readers that really reported.
+This model draws at random the settings that the exhaustive models fix: kinds of groups, fence slots that run out, processes that
+stand still, several consumers and siblings per ticket, request ids that come again, revocations, blocks that were only
+allocated ahead. The truth is kept beside the code under test: the content of every block, and the readers that really reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A consumer of a random fleet: it admits tickets, reads, and looks at every byte that it accepts."""
+"""A consumer of a random fleet: it admits tickets, reads, and checks every byte that it accepts."""
 
 # The models look inside on purpose.
 # pyright: reportPrivateUsage=false
@@ -130,7 +130,7 @@ class FleetConsumer:
                 read.order = order
                 read.ranks = ["ok" if order.is_notify_only else "posted"] * self.shared.config.readers
         for request_id in (*plan.cancels, *plan.failures):
-            read = self.reads.get(request_id)  # None: it ended before the workers heard of the abort
+            read = self.reads.get(request_id)  # None: it ended before the abort reached the workers
             if read is not None:
                 read.ranks = ["bad"] * self.shared.config.readers
                 if read.order is not None and request_id not in plan.passes:

@@ -125,7 +125,7 @@ class FleetProducer:
             if self.shared.below(2):
                 self.state.preempt(request_id, now_s=self.shared.now_s)
                 prompt.status = "waiting"
-            else:  # told late: the request has been allocated again by then
+            else:  # reported late: the request has been allocated again by then
                 self._start(request_id, prompt)
                 self.state.preempt(request_id, now_s=self.shared.now_s)
         elif choice < 3 and prompt.is_stepped:

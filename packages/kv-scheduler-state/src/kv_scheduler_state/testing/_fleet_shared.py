@@ -45,7 +45,7 @@ class Configuration:
         fence_slots: Words of each worker's fence array.
         ids: Request ids that the producer uses again and again.
         lease_s: Length of leases.
-        has_lag: Whether each engine orders a step before it knows what the one before gave (vLLM's `AsyncScheduler`).
+        has_lag: Whether each engine orders a step before it knows the results of the step before (vLLM's `AsyncScheduler`).
     """
 
     groups: tuple[GroupConfig, ...]
@@ -111,7 +111,7 @@ def draw_configuration(below: Callable[[int], int]) -> Configuration:
 
 @final
 class Results:
-    """Tells an engine the results of its steps: at once or, with a lag, when the next step has been ordered."""
+    """Delivers the results of an engine's steps: at once or, with a lag, when the next step has been ordered."""
 
     def __init__(self, *, has_lag: bool) -> None:
         self._has_lag = has_lag

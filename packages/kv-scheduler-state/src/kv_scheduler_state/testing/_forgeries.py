@@ -73,7 +73,7 @@ def _changes(key: str, value: object) -> Iterator[object]:
 
 
 def tampered_tickets(params: Params) -> Iterator[tuple[str, Params]]:
-    """Yield (what was done, ticket) for each key of a ticket that a consumer acts on, changed by one who has no secret."""
+    """Yield (description, ticket) for each key of a ticket that a consumer acts on, changed without knowledge of a secret."""
     for key, value in params.items():
         if key in _HARMLESS or key in {"do_remote_prefill", "do_remote_decode"}:
             continue

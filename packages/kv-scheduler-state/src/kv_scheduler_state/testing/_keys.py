@@ -1,4 +1,4 @@
-"""Keys of states: everything that tells a prefill request's future, and nothing else."""
+"""Keys of states: everything that determines a prefill request's future, and nothing else."""
 
 # The models look inside on purpose.
 # pyright: reportPrivateUsage=false
@@ -27,7 +27,7 @@ class _Prefill(Protocol):
 
 
 def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
-    """Return everything that tells this request's future, with times relative to now and, perhaps, readers unnamed."""
+    """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""
     prompt = side.prompts[request_id]
     live = side.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
     outbox = side.state._outbox  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Words that the models share."""
+"""Definitions that the models share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelViolation", "Step", "demand", "demand_refusal"]
 
 Step = tuple[str, ...]
-"""An event in a model: its name and the things that it happens to."""
+"""An event in a model: its name and the objects that it affects."""
 
 
 @final

@@ -29,7 +29,7 @@ class Peer(Protocol):
         ...
 
     def is_freed(self, request_id: str) -> bool:
-        """Return whether the blocks belong to somebody else by now."""
+        """Return whether the blocks belong to another request by now."""
         ...
 
 
@@ -68,7 +68,7 @@ class GenerousPeer:
 
 @final
 class Answer:
-    """The knowledge of the engine, and of the eye, of one request."""
+    """The engine's and the observer's knowledge of one request."""
 
     __slots__ = (
         "beaten_s",
@@ -89,12 +89,12 @@ class Answer:
         self.preemptions = 0
         self.orders = 0
         self.is_notified = False
-        # Its read has used the ticket up, or will pass it on when it is quiet.
+        # Whether its read has used the ticket up, or will pass it on when it is quiet.
         self.is_over = False
-        # Its read has ended well: nobody else reads the ticket any more.
+        # Whether its read has ended well, so that no other request reads the ticket any more.
         self.is_read = False
         self.is_passed = False
-        # Nobody else wanted the hand-over when this request gave it up.
+        # Whether no other request wanted the hand-over when this request gave it up.
         self.may_tell = True
         self.ranks = ["idle"] * readers
         self.in_flight: frozenset[int] = frozenset()

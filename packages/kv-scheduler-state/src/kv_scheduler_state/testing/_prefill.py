@@ -1,7 +1,7 @@
-"""A prefill engine as small as it can be: scheduler, workers, block owner, and an eye on all of them.
+"""A minimal prefill engine: scheduler, workers, block owner, and an observer of all of them.
 
 The engine here follows the rules that a real one enforces by dying: it accepts an id as sent only for a request whose
-blocks it keeps, and it frees nothing else. The eye knows the truth (who really read what, when a lease really ends)
+blocks it keeps, and it frees nothing else. The observer knows the truth (who really read what, when a lease really ends)
 without asking the code under test.
 """
 
@@ -215,7 +215,7 @@ class PrefillSide:
             prompt.is_revocation_told = prompt.is_revoked
 
     def _check_starts(self, plan: StepPlan) -> None:
-        """Demand a new fence word for every start of a prompt, and word of every prompt that is complete."""
+        """Demand a new fence word for every start of a prompt, and a `completes` entry for every complete prompt."""
         written = {order.request_id: order.generation for order in plan.fences}
         for request_id, prompt in self.prompts.items():
             if prompt.status == "running" and prompt.is_start_due:
@@ -285,7 +285,7 @@ class PrefillSide:
                 verdict != "counted" or reader not in prompt.delivered[worker],
                 f"{request_id}: {reader} was counted twice",
             )
-            if verdict != "unknown":  # a worker that uses no announcements does not hear a reader before the grant
+            if verdict != "unknown":  # a worker that uses no announcements ignores a reader before the grant
                 prompt.delivered[worker] |= {reader}
 
     def renew(self, request_id: str, now_s: float, only: int | None = None) -> None:
@@ -306,7 +306,7 @@ class PrefillSide:
         return numbered if worker is None else [numbered[worker]]
 
     def is_fence_intact(self, request_id: str) -> bool:
-        """Whether the fence words say what the ticket says."""
+        """Whether the fence words match the ticket."""
         ticket = self.prompts[request_id].ticket
         fence = None if ticket is None else ticket.get("kv_fence")
         demand(isinstance(fence, list), f"{request_id}: no fence in the ticket although a slot was free")
@@ -314,13 +314,13 @@ class PrefillSide:
         return all(words[slot] == generation for words in self.words)
 
     def is_freed(self, request_id: str) -> bool:
-        """Whether the engine has given the blocks to somebody else."""
+        """Whether the engine has given the blocks to another request."""
         return self.prompts[request_id].status == "freed"
 
     # ---- for the explorer
 
     def heal_step(self) -> Step | None:
-        """Return what a well-behaved engine does next, or None if it only waits."""
+        """Return the next step of a well-behaved engine, or None if it only waits."""
         for request_id, prompt in self.prompts.items():
             if prompt.status not in {"waiting", "preempted", "running"}:
                 continue
@@ -377,7 +377,7 @@ class PrefillSide:
         }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
-        """Return everything that tells this request's future."""
+        """Return everything that determines this request's future."""
         return prefill_key(self, request_id, now_s, is_named=is_named)
 
     def _blocks(self, request_id: str) -> list[int]:

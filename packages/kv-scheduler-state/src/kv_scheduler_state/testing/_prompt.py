@@ -42,7 +42,7 @@ class Tables:
 
 @final
 class Prompt:
-    """The knowledge of the engine, and of the eye, of one request."""
+    """The engine's and the observer's knowledge of one request."""
 
     __slots__ = (
         "chunks",

@@ -1,8 +1,8 @@
-"""A streaming prefill engine as small as it can be: scheduler, workers, devices that lag behind, and pages with contents.
+"""A minimal streaming prefill engine: scheduler, workers, devices that lag behind, and pages with contents.
 
 A prompt has a few chunks of one block each, and a recurrent state that every chunk overwrites. The scheduler runs ahead of
-the devices: it may schedule, preempt and abort while steps are queued. What it decides are `SchedulerState`'s own plans, and
-what the workers do with them is done by `StreamWorker` and `LeaseTable`.
+the devices: it may schedule, preempt and abort while steps are queued. Its plans are those of `SchedulerState`, and the workers
+carry them out by `StreamWorker` and `LeaseTable`.
 """
 
 # The models look inside on purpose.
@@ -36,7 +36,7 @@ GROUPS = (GroupConfig("full", block_tokens=1), GroupConfig("state", block_tokens
 
 @final
 class Prompt:
-    """The eye's knowledge of a request."""
+    """The observer's knowledge of a request."""
 
     def __init__(self) -> None:
         self.status = "absent"
@@ -98,7 +98,7 @@ class Worker:
             self.notes.append(chunk)
 
     def take_sent(self, now_s: float) -> list[str]:
-        """Return what this worker reports as sent."""
+        """Return the requests that this worker reports as sent."""
         ends: tuple[LeaseEnd, ...] = self.leases.take_ended(now_s=now_s)
         for end in ends:
             if end.fence is not None:
@@ -339,7 +339,7 @@ class StreamPrefill:
                 self.board.pop(standing.hand_over_id, None)
 
     def answer_by_listener(self, question: StreamQuestion) -> dict[str, object] | None:
-        """Return what the listener answers by itself, however long ago it was published; None for a question that waits."""
+        """Return the listener's own answer, however long ago it was published; None for a question that waits."""
         answer = self.board.get(question.hand_over_id)
         is_of_use = answer is not None and (answer["kind"] != "offer" or not question.wants_final)
         return answer if is_of_use else None
@@ -349,7 +349,7 @@ class StreamPrefill:
         self._send(((min(self.free), "other"),) if is_other else ())
 
     def settle(self) -> None:
-        """Free what every worker has reported as sent."""
+        """Free the requests that every worker has reported as sent."""
         if self.is_dead:
             return
         for number, worker in enumerate(self.workers):
@@ -373,7 +373,7 @@ class StreamPrefill:
         return page
 
     def _reset(self) -> None:
-        """Let nothing count any more that was computed before now."""
+        """Void everything that was computed before now."""
         self.resets -= 1
         self.epoch += 1
         self.state.reset(now_s=self.now_s)
@@ -391,7 +391,7 @@ class StreamPrefill:
     # ---- the end
 
     def heal_step(self) -> Step | None:
-        """Return what this side has left to do."""
+        """Return the next step that this side has left to do."""
         steps = self.steps()
         for name in ("p-work", "p-event", "p-note", "p-idle", "p-arrive", "p-chunk", "p-finish"):
             step = next((each for each in steps if each[0] == name), None)
@@ -400,11 +400,11 @@ class StreamPrefill:
         return None
 
     def expire_one(self) -> Step | None:
-        """Return the end of a lease that nobody read, or took back."""
+        """Return the end of a lease that was neither read nor revoked."""
         return next((each for each in self.steps() if each[0] == "p-end"), None)
 
     def leftovers(self) -> list[str]:
-        """Return what should not be left once all is over."""
+        """Return everything that should not be left at the end."""
         if self.is_dead:
             return []
         left = [
@@ -418,5 +418,5 @@ class StreamPrefill:
         return [*left, f"{leases} leases are left"] if any(leases) else left
 
     def key(self) -> object:
-        """Return all that the future depends on."""
+        """Return everything that the future depends on."""
         return "dead" if self.is_dead else freeze(self)

@@ -1,4 +1,4 @@
-"""A worker of the streaming decode engine of the model: what it reads of its peer's memory, and what it reports."""
+"""A worker of the model's streaming decode engine: its reads of the peer's memory, and its reports."""
 
 # The models look inside on purpose.
 # pyright: reportPrivateUsage=false
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 @final
 class Reader:
-    """A worker; what it reads of a peer's memory goes through `opposite` alone."""
+    """A worker; it reads its peer's memory only through `opposite`."""
 
     def __init__(self, number: int, table: Table, peer: StreamPrefill) -> None:
         self.number = number
@@ -58,7 +58,7 @@ class Reader:
     # ---- what can happen
 
     def steps(self) -> list[Step]:
-        """Return everything that may happen here next, but for lost parts."""
+        """Return everything that may happen here next, except lost parts."""
         number = str(self.number)
         names: list[Step] = [("c-work", number)] if self.inbox else []
         if self.has_news():
@@ -151,7 +151,7 @@ class Reader:
         takes_state = part.first == 0 if rules.reads_state_early else part.is_last
         places = [*wanted, *([state] if takes_state else [])]
         found = {place: table[place][1] for place in places if table.get(place, (-1, 0))[0] == tag}
-        # The state is listed with the last chunk; who reads it early guesses its page.
+        # The state is listed with the last chunk; a reader that reads it early guesses its page.
         guess = {state: table[state - read.tokens][1] - 1} if takes_state and rules.reads_state_early else {}
         found = {**guess, **found}
         demand(len(found) == len(places), "the table lists what is finished")

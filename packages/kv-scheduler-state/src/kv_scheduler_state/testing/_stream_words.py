@@ -79,7 +79,7 @@ class Words:
 
 
 def page_text(kind: str, request_id: str, number: int, epoch: int) -> str:
-    """Return what a page holds; that of an epoch after a reset says so: `kv s0 1`, then `kv s0 1 of epoch 1`."""
+    """Return the content of a page, which names the epoch after a reset: `kv s0 1`, then `kv s0 1 of epoch 1`."""
     return f"{kind} {request_id} {number}" + (f" of epoch {epoch}" if epoch else "")
 
 

@@ -157,7 +157,7 @@ class StreamWorld:
         """Do everything that is left to do, without faults, until nothing is left.
 
         Raises:
-            ModelViolation: if something is left although everybody did his part.
+            ModelViolation: if something is left although every part did its work.
         """
         path: list[Step] = []
         self.ticks, self.deaths = _HEAL_TICKS, 0
@@ -167,7 +167,7 @@ class StreamWorld:
             if step is None:
                 if not self.leftovers():
                     return tuple(path)
-                # Nobody reads these any more, or somebody waits for a deadline.
+                # These have no reader any more, or some part waits for a deadline.
                 step = ("tick",) if self.ticks else self.prefill.expire_one()
             if step is None:
                 break
@@ -176,5 +176,5 @@ class StreamWorld:
         raise ModelViolation(f"something never ends: {self.leftovers()} after {path[-8:]}")
 
     def leftovers(self) -> list[str]:
-        """Return what should not be left once all is over."""
+        """Return everything that should not be left at the end."""
         return [*self.prefill.leftovers(), *self.decode.leftovers()]

@@ -41,7 +41,7 @@ _ALIASES = {
 @final
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Sizes of a recurrent layer; what a kind does not use stays 0.
+    """Sizes of a recurrent layer; sizes that a kind does not use stay 0.
 
     Attributes:
         heads: State heads (Mamba-2), channels (Mamba-1) or value heads (gated delta net).

@@ -93,7 +93,7 @@ def explain_values(found: Survey, rank: Rank, *, most: int) -> dict[str, object]
 
 
 def explain_text(found: Survey, rank: Rank, *, most: int) -> str:
-    """Return the same for a person."""
+    """Return the explanation as text for a person."""
     plan = found.plans[rank]
     lines = [f"consumer rank {rank_name(rank)} holds {_held(found.consumers[rank])}"]
     for producer in plan.producer_ranks:

@@ -1,4 +1,4 @@
-"""Files of a dry run: whatever one holds, it becomes a value or `spec-malformed`, and no other error."""
+"""Files of a dry run: any content becomes a value or `spec-malformed`, and no other error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_LEVELS = 32
 
 
 def malformed(message: str) -> InvalidGeometry:
-    """Return the error of a specification that is none."""
+    """Return the error of a malformed specification."""
     return InvalidGeometry(message, code="spec-malformed")
 
 
 def read_spec(path: Path) -> object:
-    """Return what a specification holds: JSON under the name `*.json`, otherwise TOML.
+    """Return the content of a specification: JSON under the name `*.json`, otherwise TOML.
 
     Raises:
         InvalidGeometry: `spec-malformed`.
@@ -33,7 +33,7 @@ def read_spec(path: Path) -> object:
 
 
 def read_json(path: Path) -> object:
-    """Return what a JSON file holds, under any name.
+    """Return the content of a JSON file of any name.
 
     Raises:
         InvalidGeometry: `spec-malformed`.

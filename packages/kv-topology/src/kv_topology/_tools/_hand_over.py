@@ -94,9 +94,9 @@ class HandOver:
     Attributes:
         way: Plain or streamed.
         wait_ms: From the prefill's end to the first token.
-        first_token_ms: From the prefill's begin to the first token.
+        first_token_ms: From the prefill's start to the first token.
         most_in_flight_bytes: The most that one read has on the wire.
-        early_share: Share of the bytes that are here at the prefill's end.
+        early_share: Share of the bytes that have arrived by the prefill's end.
         producer_hold_ms: From the prefill's end until the producer's blocks are free.
         consumer_hold_ms: From the reservation of the consumer's blocks to the first token.
         looks_per_s: The most one-sided reads of progress words that a producer rank is asked for in a second.
@@ -130,7 +130,7 @@ def estimate(
         model: Prices and sizes of the fleet.
         cost: Prices of the wire.
         load: Reads of a rank for the prompt's tokens.
-        states: Reads besides, of what is final only at the prefill's end.
+        states: Additional reads, of data that is final only at the prefill's end.
         readers: Consumer ranks of an engine that read from one producer rank.
     """
     return _plain(model, cost, load.plus(states)), _streamed(model, cost, load, states, readers)
@@ -156,7 +156,7 @@ def _plain(model: HandOverModel, cost: CostModel, load: Load) -> HandOver:
 
 
 def _streamed(model: HandOverModel, cost: CostModel, load: Load, states: Load, readers: int) -> HandOver:
-    """Return a streamed hand-over: a part is all that is whole when the part before has arrived."""
+    """Return a streamed hand-over; each part is everything that is whole when the part before it has arrived."""
     tokens, chunk = cost.prompt_tokens, model.chunk_tokens
     ends = [*range(chunk, tokens, chunk), tokens]
     to_ms = 1e3 / model.prefill_tokens_s

@@ -40,7 +40,7 @@ def hand_overs(found: Survey, model: HandOverModel) -> tuple[Rank, dict[str, tup
 
 
 def hand_over_page(found: Survey, model: HandOverModel) -> Page:
-    """Return what plain and streamed hand-overs take."""
+    """Return the times that plain and streamed hand-overs take."""
     rank, pools = hand_overs(found, model)
     columns = [
         ("pool", -10),
@@ -78,7 +78,7 @@ def _cells(pool: str, each: HandOver) -> list[str]:
 
 
 def hand_over_json(found: Survey, model: HandOverModel) -> dict[str, object]:
-    """Return the same in plain values, with the prices."""
+    """Return plain and streamed hand-overs in plain values, with the prices."""
     rank, pools = hand_overs(found, model)
     ways = [{"pool": pool, **asdict(each)} for pool, both in pools.items() for each in both]
     return {"consumer_rank": list(rank), "model": asdict(model), "hand_overs": ways}

@@ -134,7 +134,7 @@ def estimate_page(found: Survey, *, only: int | None = None) -> Page:
 
 
 def estimate_json(found: Survey, *, only: int | None = None) -> dict[str, object]:
-    """Return the same in plain values."""
+    """Return the cost of every plan in plain values."""
     return {
         "prompt_tokens": found.run.cost.prompt_tokens,
         "bandwidth_gb_s": found.run.cost.bandwidth_gb_s,

@@ -56,7 +56,7 @@ class Survey:
         return (staged if plan.is_staged and staged is not None else plan.estimate.direct_us) / 1e3
 
     def warnings(self) -> list[str]:
-        """Return what a person should know before running this pair."""
+        """Return the warnings that a person should read before running this pair."""
         checks = (self._tiny_slices, self._unread_replicas, self._unequal_load, self._replicated_reads, self._staged)
         return [warning for check in checks if (warning := check())]
 

@@ -1,3 +1,3 @@
-"""This engine's KV cache as values: facts, fields of a page, geometry documents, envelopes."""
+"""This engine's KV cache as plain values: facts, fields of a page, geometry documents, envelopes."""
 
 __all__: list[str] = []

@@ -28,7 +28,7 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
     if facts.kernel_order:
         return _kernel_ordered(facts, cache)
     if cache.has_planes:
-        # Keys and values in planes of their own, perhaps in a kernel's order: only equal engines understand them.
+        # Keys and values have separate planes, perhaps in a kernel's order, so only equal engines can read each other's pages.
         packing = (
             f"planes:{facts.attention_backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
         )
@@ -42,7 +42,7 @@ def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> li
     """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
 
     A page of the sparse indexer has that shape too, but vLLM's writers (`indexer_k_quant_and_cache`) put the values of all its
-    tokens first and their scales after them, and tile the values on ROCm: its tokens have no bytes of their own.
+    tokens first and their scales after them, and tile the values on ROCm, so its tokens have no separate byte ranges.
 
     Raises:
         AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
@@ -68,9 +68,9 @@ def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> li
 
 
 def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
-    """Return (first head, one past the last, heads of the model) in the page; ranks share heads when there are too few.
+    """Return (first head, one past the last, heads of the model) of the page; ranks share heads when there are too few.
 
-    A layer may have other heads than the model says (a draft model's, a global layer's): then each rank holds its own.
+    A layer may have a head count other than the model's (a draft model's, a global layer's): then each rank holds its own heads.
     """
     held = cache.head_slots or cache.shape[1]
     total = max(facts.total_kv_heads, 1)

@@ -1,4 +1,4 @@
-"""Geometry documents that came from elsewhere, with names for what travels as lists."""
+"""Geometry documents from other sources, with names for the parts that travel as lists."""
 
 from __future__ import annotations
 

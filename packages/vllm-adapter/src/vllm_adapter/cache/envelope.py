@@ -50,8 +50,8 @@ def metadata_fields(
 ) -> Mapping[str, object]:
     """Return the values of the agent metadata by wire name.
 
-    Regions are in the order of their layers' names, numbers compared as numbers; a tensor that several layers share
-    appears once. That is the order that vLLM's own connector pairs regions by.
+    Regions are sorted by their layers' names, with numbers compared as numbers; a tensor that several layers share appears once.
+    vLLM's own connector pairs regions by that order.
     """
     regions = _regions(facts, caches)
     kernel_blocks = max((_kernel_blocks(facts, cache) for cache in caches), default=1)

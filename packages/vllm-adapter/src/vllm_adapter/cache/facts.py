@@ -1,4 +1,4 @@
-"""Facts about this engine as plain frozen values; no vLLM object goes further than the host seam."""
+"""Facts about this engine as plain frozen values; no vLLM object passes beyond `host/`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class CacheGroup:
         kind: Content of its pages.
         block_tokens: Tokens per logical block.
         window_tokens: Attention window; 0 for none.
-        chunk_tokens: Chunked local attention: a token sees those from the last multiple of this on; 0 for none.
+        chunk_tokens: Chunked local attention: a token sees the tokens from the last multiple of this on; 0 for none.
         scratch_blocks: Trailing blocks per request that hold no state (speculative slots of state groups).
         layers: Names of its layers.
-        is_dealt: Whether context parallelism deals out its tokens; else every rank of the context group has all of them.
+        is_dealt: Whether context parallelism deals out its tokens; otherwise every rank of the context group has all of them.
         block_bytes: Bytes of one block in all its layers on a rank; 0 if not known.
     """
 
@@ -61,8 +61,7 @@ class LayerCache:
         is_latent: Whether a token has one vector that all ranks hold.
         is_indexer: Whether pages belong to a sparse indexer: values of all tokens, then scales, perhaps tiled.
         is_replicated: Whether all ranks hold the same state.
-        has_planes: Whether the tensor's head slots are something else than one per KV head, e.g. one for all keys and one
-            for all values.
+        has_planes: Whether the tensor's head slots are not simply one per KV head, e.g. one for all keys and one for all values.
         key_size: Elements of a head's key in this layer; 0 for the model's.
         value_size: Elements of a head's value; 0 for what the key leaves.
         head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
@@ -98,15 +97,15 @@ class EngineFacts:
     Attributes:
         factors: Inputs of vLLM's compatibility hash, by vLLM's names.
         extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
-        generation: Number of this incarnation's memory registration, the same on all ranks; peers meet us anew when it differs.
+        generation: Generation of this engine's memory registration, equal on all ranks; peers set us up again if it changes.
         kernel_order: Order inside an attention page: empty for a key and then a value per head and token, `KEYS_BY_CHANNEL`,
-            or the name of a kernel whose own order nobody else understands.
+            or the name of a kernel with an order of its own.
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
         backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
-        interleave_tokens: Tokens that go to one rank in turn under context parallelism, as the host decided them.
-        state_groups: Groups of B and C that the model's Mamba-2 layers have, 0 if not known; ranks beyond them hold copies.
-        whole_reason: Why no prompt of this engine can be read while it is computed; empty where one can.
+        interleave_tokens: Tokens that one rank receives per turn under context parallelism, as the host decided.
+        state_groups: Groups of B and C in the model's Mamba-2 layers, 0 if not known; ranks beyond them hold copies.
+        whole_reason: Why no prompt of this engine can be read while it is computed; empty where prompts can be.
         is_lock_stepped: Whether other engines wait in each step for this one.
     """
 

@@ -1,4 +1,4 @@
-"""Fields in the pages of a cache, as the geometry document lists them, and helpers that all makers of fields share."""
+"""Fields in the pages of a cache, as the geometry document lists them, and shared helpers that build fields."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def make_field(
 def whole_page(
     facts: EngineFacts, name: str, page_bytes: int, packing: str, *, is_replicated: bool = False
 ) -> list[FieldDocument]:
-    """Return a page of unknown inside: it moves as it is, between equal ranks of equally sized engines.
+    """Return the field of an opaque page: it moves unchanged, between equal ranks of equally sized engines.
 
     Args:
         facts: This engine and rank.
         name: Name of the field.
         page_bytes: Bytes that hold data.
-        packing: Name of the order inside; both engines must have the same.
+        packing: Name of the order inside the page, which both engines must share.
         is_replicated: Whether all ranks hold the same bytes, so that the sizes of the engines do not matter.
     """
     interior = AxisEntry("interior", page_bytes, 0, page_bytes, 1)
@@ -63,7 +63,7 @@ def extent_bytes(layout: Sequence[FieldDocument]) -> int:
 
 
 def unknown_shape(cache: LayerCache, expected: str) -> AdapterError:
-    """Return the refusal of a cache that is not understood."""
+    """Return the error that refuses a cache of unknown shape."""
     return AdapterError(
         f"layer {cache.layer}: its cache of shape {cache.shape} and strides {cache.stride_bytes} (bytes) is not "
         f"understood: {expected}",

@@ -1,19 +1,19 @@
-"""From the tensors that the engine allocated to this rank's geometry document (the format is kv-topology's, version 1).
+"""Conversion of the engine's tensors into this rank's geometry document (in kv-topology's format, version 1).
 
-Everything is read off real shapes, strides and cache specs; names of attention back ends decide nothing except whether the
-inside of a page is plainly strided or in a kernel's own order.
+Everything is derived from real shapes, strides and cache specs. Names of attention back ends decide only whether the inside of
+a page is plainly strided or in a kernel's own order.
 
 What the host allocates (its axes: B kernel block, H head, N token, C content; "LBHNC" names their order in memory):
 
 - attention: (B, H, N, C), a head's key and then its value in C; strides say which of H and N is outer, whether the pages
   of several layers lie side by side, and whether the heads of a page lie apart (then each head is a region of its own).
-  vLLM's CPU kernel keeps (B, H) apart and orders the rest to its own liking;
+  vLLM's CPU kernel keeps (B, H) apart and orders the rest in its own way;
 - latent attention: (B, 1, N, C) or (B, N, C), one vector per token on every rank;
 - its sparse indexer: the same shape, but the page holds the values of all tokens and then their scales, so it is opaque;
 - state layers: pages of bytes that hold the convolution's inputs and then the recurrent state.
 
-Pages that are not understood in detail (planes of keys and of values, unknown states) move whole between engines of equal
-size, and are refused when the plan for other sizes is made.
+Pages that are not understood in detail (planes of keys and of values, unknown states) move whole between engines of equal size,
+and are refused when a plan for other sizes is made.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _extent_bytes(cache: LayerCache) -> int:
 
 
 def _pages_per_block(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[int]:
-    """Kernel blocks per scheduler block, by group, from how many pages the tensors really have."""
+    """Return the kernel blocks per scheduler block, by group, derived from the real number of pages in the tensors."""
     found = [1] * len(facts.groups)
     for cache in caches:
         if facts.groups[cache.group].kind != "state" and len(cache.shape) > 1:
@@ -134,7 +134,7 @@ def _page_extent_bytes(cache: LayerCache) -> int:
 
 
 def region_caches(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """Return the caches by region of the document: a cache whose heads lie apart becomes one per head."""
+    """Return the caches by region of the document: a cache whose heads lie apart becomes one cache per head."""
     found: list[LayerCache] = []
     for cache in caches:
         is_plain = facts.groups[cache.group].kind == "state" or cache.is_latent or len(cache.shape) != 4

@@ -1,4 +1,4 @@
-"""A peer rank's geometry document: sent by our own peers, derived from the numbers that vLLM's own connector sends."""
+"""A peer rank's geometry document: sent by our own peers, or derived from the numbers that vLLM's own connector sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PeerGeometry", "pack_document"]
 
 _MAX_DOCUMENT_BYTES = 16 * 2**20
 _MAX_DOCUMENT_VALUES = 1 << 19
-"""Commas and brackets of a document: counted before it is read, since a value of two bytes takes sixty in memory."""
+"""Most commas and brackets of a document, counted before it is read: a value of two bytes takes sixty in memory."""
 _SENT = (
     "kv_caches_base_addr",
     "device_id",
@@ -42,7 +42,7 @@ def pack_document(document: Mapping[str, object]) -> bytes:
 
 @final
 class PeerGeometry:
-    """Finds the geometry document of a peer rank.
+    """Provides the geometry document of a peer rank.
 
     Args:
         reshard: Makes the document of another rank from our own one, for peers that send no document.
@@ -56,7 +56,7 @@ class PeerGeometry:
     def document(
         self, local: GeometryDocument, metadata: PeerMetadata, rank: tuple[int, int], sizes: PeerSizes
     ) -> Mapping[str, object]:
-        """Return the document of a (pp, tp) rank; raises coded errors on what does not fit."""
+        """Return the document of a (pp, tp) rank; raises coded errors for metadata that does not fit."""
         if metadata.geometry is not None:
             return _unpack(metadata.geometry)
         facts: dict[str, object] = {name: getattr(metadata, name) for name in _SENT}
@@ -65,7 +65,7 @@ class PeerGeometry:
     def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
         """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.
 
-        A client may change an unsealed ticket, and an engine is not to be met twice under two sizes.
+        A client may change an unsealed ticket, and an engine must not be set up twice with two sizes.
         """
         context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
         if any(self._dealt_groups) and context != sizes.dcp:
@@ -78,12 +78,12 @@ class PeerGeometry:
 
     @staticmethod
     def value_count(metadata: PeerMetadata) -> int:
-        """Return how many values the document of a peer rank has, roughly; 0 where it sends none."""
+        """Return the approximate number of values in a peer rank's document; 0 if it sends none."""
         return _count_values(metadata.geometry) if metadata.geometry is not None else 0
 
     @staticmethod
     def memory_kind(metadata: PeerMetadata) -> MemoryKind:
-        """Return where the peer's pages live; DRAM where it does not say."""
+        """Return the memory kind of the peer's pages; DRAM if it announces none."""
         kinds = set(metadata.region_mem_types or ("DRAM",))
         if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
             raise AdapterError(

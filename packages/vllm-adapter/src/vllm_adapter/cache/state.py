@@ -1,8 +1,8 @@
 """Pages of state layers: the convolution's last inputs, and then the recurrent state.
 
-The convolution keeps its projections side by side, each with the channels of this rank's heads or groups; which ones they
-are depends on the kind of layer (and cannot be told from the shapes). Its rows are the last few inputs: the host keeps the
-rows of a channel together ("DS") or the channels of a row ("SD").
+The convolution keeps its projections side by side, each with the channels of this rank's heads or groups. The kind of layer
+determines which projections these are (the shapes cannot tell). Its rows are the last few inputs: the host keeps the rows of a
+channel together ("DS") or the channels of a row ("SD").
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
 
 
 def _projections(facts: EngineFacts, cache: LayerCache) -> list[Projection] | None:
-    """Return the projections whose inputs the convolution keeps, None for a kind of layer that is not known."""
+    """Return the projections whose inputs the convolution keeps; None for an unknown kind of layer."""
     ranks = tuple(len(shape) for shape in cache.state_shapes)
     channels = max(cache.state_shapes[0])
     if (cache.state_kind, ranks) == ("LINEAR", (3,)):

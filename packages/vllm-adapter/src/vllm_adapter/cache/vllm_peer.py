@@ -1,10 +1,10 @@
-"""Geometry of a peer that runs vLLM's own connector: it sends numbers, not geometry, so its document is derived from ours.
+"""Geometry of a peer that runs vLLM's own connector, derived from our document because the peer sends numbers only.
 
-Theory of operation. The peer runs the same model, so its layers have our fields; what differs is the shard, the block size, the
-order of heads and tokens, and the addresses. The planner reshards our document to the peer's rank; here the result is placed at
-the addresses that the peer sent, and every length that it sent is checked against what follows from the model. Its regions are
-named by layer; without names they are in the natural order of layer names, as that connector registers them. Layers that share
-a region here share one there.
+Theory of operation. The peer runs the same model, so its layers have our fields; its shard, block size, order of heads and
+tokens, and addresses may differ. The planner reshards our document to the peer's rank; this module places the result at the
+addresses that the peer sent, and checks every length that it sent against the one that follows from the model. Regions are named
+by layer; without names they are in the natural order of layer names, as that connector registers them. Layers that share a
+region here share one at the peer.
 
 Worked example. Our tp 1 keeps layers.0 in pages of 16 tokens x 8 heads x 256 bytes = 32 768 bytes. A peer of tp 2 with blocks of
 32 tokens must have 32 x 4 x 256 = 32 768 bytes too; one that says 65 536 runs another model or another tensor-parallel size, and
@@ -63,13 +63,13 @@ def derive_document(
         local: Our document, of the same model.
         peer_facts: The peer's metadata by its own names.
         rank: (pp, tp) of the peer's rank.
-        sizes: The parallel sizes of its engine.
-        reshard: The planner's.
+        sizes: Parallel sizes of the peer's engine.
+        reshard: The planner's function for resharding documents.
         dealt_groups: Whether context parallelism deals out the tokens of each group.
 
     Raises:
         AdapterError: `peer-facts-malformed`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
-            `layer-not-held`, `pipeline-regions-ambiguous`; or what the planner raises.
+            `layer-not-held`, `pipeline-regions-ambiguous`; or the planner's errors.
     """
     facts = read_facts(peer_facts)
     if sizes.pp > 1:
@@ -99,7 +99,7 @@ def derive_document(
 def _check_stages_can_be_told(local: GeometryDocument, facts: PeerFacts) -> None:
     """Refuse a pipeline whose stages do not say which layers they hold.
 
-    A region is named by one layer. Where several layers share a region here, a stage lets its own layers share others.
+    A region is named by one layer. Where several layers share a region here, the layers of a stage may be shared differently.
     Example: attention layers 0, 2, 4 and states 1, 3, 5 share memory in pairs (0, 1), (2, 3), (4, 5) here. Stage 0 of two holds
     layers 0 to 2 and names its regions 0 and 2, but that of 2 holds no layer 3.
     """

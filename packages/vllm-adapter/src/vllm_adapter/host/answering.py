@@ -1,4 +1,4 @@
-"""The socket on which this process answers `vllm-adapter status`, with what the connector says of itself."""
+"""The socket on which this process answers `vllm-adapter status`, and the connector's description of itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMA", "open_status"]
 
 SCHEMA = 1
-"""Version of the answer; keys may be added to it without a new one."""
+"""Version of the answer; adding keys does not change it."""
 
 
 def open_status(
@@ -31,10 +31,10 @@ def open_status(
 
     Args:
         part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
-        describe: Returns what it holds, on the socket's thread.
-        hand_overs: Returns its latest hand-overs, alike.
+        describe: Returns its current state, on the socket's thread.
+        hand_overs: Returns its latest hand-overs, on the socket's thread.
         labels: The connector's description of itself, made at start.
-        settings: The configuration, of which the figures that peers depend on are told.
+        settings: The configuration; the figures that peers depend on are included in the answer.
     """
     began_s = time.monotonic()
     fixed: dict[str, object] = {

@@ -26,7 +26,7 @@ _VECTOR_KERNELS = ("vec", "vec16")
 
 
 def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[LayerCache]:
-    """Describe the tensors that the engine allocated, layer by layer, skipping layers that only share another's cache."""
+    """Describe the tensors that the engine allocated, layer by layer; skip layers that only share another layer's cache."""
     specs, group_of = _layer_specs(cache)
     found: list[LayerCache] = []
     for layer, tensor in caches.items():
@@ -52,7 +52,7 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[
 
 
 def _is_ring(spec: object) -> bool:
-    """Return whether a request keeps all its tokens in one page, written in a circle; to a transfer such a page is a state."""
+    """Return whether a request keeps all its tokens in one page, written in a circle; transfers treat such a page as a state."""
     return any("CircularBuffer" in base.__name__ for base in type(spec).__mro__)
 
 
@@ -92,7 +92,7 @@ def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
 
 
 def transfer_group_ids(cache: KVCacheConfig) -> tuple[int, ...]:
-    """Return the numbers of the transferable groups among all of the scheduler's."""
+    """Return the numbers of the transferable groups among all of the scheduler's groups."""
     ids: Any = getattr(cache, "transfer_group_ids", None)
     return tuple(range(len(cache.kv_cache_groups))) if ids is None else tuple(ids)
 
@@ -117,7 +117,7 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     elif isinstance(first, MLAAttentionSpec):
         kind = "latent"
     is_dealt = kind == "state" or bool(getattr(spec, "dcp_sharded", True))
-    # A uniform spec of several layers gives the bytes of all of them, each other one those of a layer.
+    # A uniform spec of several layers gives the bytes of all of them; any other spec gives those of one layer.
     pages = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers)
     block_bytes = pages * spec.page_size_bytes
     return CacheGroup(
@@ -137,10 +137,10 @@ def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str
 
 
 def kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
-    """Name the order inside a page where it is not a key and then a value per token: vLLM's CPU kernels have others.
+    """Name the order inside a page where it is not a key and then a value per token, as in vLLM's CPU kernels.
 
-    Source: the vector kernels' order was read off pages that they wrote (a host test does so again); that of the matrix
-    kernel ("amx") interleaves tokens and channels and stays a name.
+    Source: the vector kernels' order was derived from pages that they wrote (a host test repeats this). The matrix kernel ("amx")
+    interleaves tokens and channels; its order is only named.
     """
     if backend != "CPU_ATTN":
         return ""

@@ -1,4 +1,4 @@
-"""The device of a rank's cache, for threads that the host did not start. Imported in the host's process only."""
+"""Selection of a rank's device for threads that the host did not start. Imported in the host's process only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["device_selector"]
 
 
 def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-    """Return what makes the tensors' device that of the thread which calls it; None on a CPU.
+    """Return a function that makes the tensors' device current on the calling thread; None on a CPU.
 
-    The current device belongs to a thread, and a new thread begins with device 0: without this, UCX would take rank 3's
-    transfers for device 0's, in a context of their own and without NVLink. Source: vLLM issue 36475.
+    The current device belongs to a thread, and a new thread starts with device 0. Without this, UCX would treat rank 3's
+    transfers as device 0's, in a separate context and without NVLink. Source: vLLM issue 36475.
     """
     device = next(iter(tensors)).device
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Effects of speculative decoding on a hand-over, read off the host's configuration."""
+"""Effects of speculative decoding on a hand-over, derived from the host's configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["backoff_tokens", "speculative_factors"]
 def backoff_tokens(config: VllmConfig, cache: KVCacheConfig, *, has_state: bool) -> int:
     """Return how many trailing prompt tokens the decode engine computes itself.
 
-    One for a running state, which cannot be set back, and where a hit's last window is computed again; as many as a drafter
-    of several modules reads ahead, since at the end of a prompt it would store drafts that nobody has verified.
+    One for a running state, which cannot be reset, and where the last window of a prefix hit is computed again. As many as a
+    drafter of several modules reads ahead, since at the end of a prompt it would store drafts that have not been verified.
     Source: vLLM's own connector backs off alike. Hosts before 0.32 may lack either property.
     """
     replays = any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0 for group in cache.kv_cache_groups)
@@ -23,7 +23,7 @@ def backoff_tokens(config: VllmConfig, cache: KVCacheConfig, *, has_state: bool)
 
 
 def speculative_factors(config: VllmConfig) -> dict[str, object] | None:
-    """Return what two engines with a drafter on hidden states must share, by vLLM's names; None without one."""
+    """Return the factors that engines with a drafter on hidden states must share, by vLLM's names; None without one."""
     speculative = config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return None

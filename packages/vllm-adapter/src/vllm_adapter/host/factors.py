@@ -1,4 +1,4 @@
-"""Compatibility factors, read off the host's configuration: the inputs of vLLM's hash, and what it leaves out."""
+"""Compatibility factors from the host's configuration: the inputs of vLLM's hash, and further ones that the hash omits."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> di
 
 
 def computation_factors(config: VllmConfig) -> dict[str, object]:
-    """Return what else decides which KV a model computes from a prompt: overrides can change it under one model name.
+    """Return further factors that decide which KV a model computes: overrides can change it under one model name.
 
-    The handshake does not know these names, so they must match where both engines send them: older releases send none.
+    The handshake does not know these names, so they must match if both engines send them; older releases send none.
     """
     model: Any = config.model_config
     return {
@@ -46,14 +46,14 @@ def computation_factors(config: VllmConfig) -> dict[str, object]:
 
 
 def _quantization(model: Any) -> str:  # noqa: ANN401  (vLLM's, which types little of it)
-    """Return how the weights are quantized: as the checkpoint says, since vLLM names the kernels of a device besides."""
+    """Return how the weights are quantized, as the checkpoint states it; vLLM's own value also names a device's kernels."""
     stored: Any = getattr(model.hf_config, "quantization_config", None)
     method = cast("dict[str, object]", stored).get("quant_method") if isinstance(stored, dict) else None
     return str(method or getattr(model, "quantization", None) or "none")
 
 
 def _plain(value: object) -> object:
-    """Return a value as JSON in which numbers that are equal are the same, and what is not set is left out."""
+    """Return a value as JSON in which equal numbers are identical and unset values are left out."""
     if isinstance(value, dict):
         items = cast("dict[object, object]", value).items()
         return {str(key): _plain(inner) for key, inner in items if inner is not None}

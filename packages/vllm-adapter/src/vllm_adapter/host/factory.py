@@ -8,6 +8,6 @@ __all__ = ["register_connector"]
 
 
 def register_connector(name: str, module: str) -> None:
-    """Make a connector class known by its name, to be loaded from a module when it is used; idempotent."""
+    """Register a connector class by name; its module is loaded on first use; idempotent."""
     if name not in KVConnectorFactory._registry:  # noqa: SLF001  (the factory has no public look-up)
         KVConnectorFactory.register_connector(name, module, name)

@@ -1,4 +1,4 @@
-"""Pickle shells: the host's message classes around the values of `steps.py`."""
+"""Picklable shells: the host's message classes around the values of `steps.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @final
 class RankEnvelope(KVConnectorHandshakeMetadata):
-    """A rank's side-channel envelope, worker to scheduler, where the listener serves it."""
+    """A rank's side-channel envelope, from the worker to the scheduler, where the listener serves it."""
 
     def __init__(self, envelope: bytes) -> None:
         self.envelope = envelope
@@ -32,10 +32,10 @@ class RankEnvelope(KVConnectorHandshakeMetadata):
 
 @final
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Words of the workers for the scheduler half alone, by (pp rank, tp rank); vLLM adds the ranks' reports up.
+    """Reports of the workers for the scheduler half alone, by (pp rank, tp rank); vLLM merges the ranks' reports.
 
     Attributes:
-        ranks: Registrations of ranks that were asked for it, or have a new one.
+        ranks: Registrations of ranks that were asked for theirs, or have a new one.
         reasons: Why reads failed, by request and rank.
         stream_ends: (request, rank, whether its fence held) of streams that ended.
     """
@@ -51,7 +51,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         self.stream_ends = tuple(stream_ends)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Return the reports of both; nothing else is ever added to a report of this connector."""
+        """Return both reports merged; vLLM only ever passes reports of this connector."""
         if not isinstance(other, WorkerReport):
             return self
         reasons = {

@@ -1,7 +1,7 @@
-"""Transfer statistics under vLLM's names, so that its log line and dashboards keep working, and ours beside them.
+"""Transfer statistics under vLLM's names, so that its log line and dashboards keep working, and our own metrics.
 
-vLLM's output loop and its start call these classes, so nothing in them raises: a metric that cannot be made or recorded is
-logged once and left out, and the others go on.
+vLLM's output loop and its start-up call these classes, so nothing in them raises: a metric that cannot be created or recorded
+is logged once and left out, and the others continue.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class TransferStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all observations."""
         self.data: dict[str, Any] = empty_observations()
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was observed."""
+        """Return whether nothing was observed."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another interval's or rank's observations to these."""
+        """Add the observations of another interval or rank."""
         for key, values in other.data.items():
             mine: object = self.data.get(key)
             if not isinstance(mine, list):
@@ -86,10 +86,10 @@ class TransferStats(KVConnectorStats):
 
 @final
 class PromMetrics(KVConnectorPromMetrics):
-    """The Prometheus side: histograms, counters and gauges, per engine.
+    """Prometheus side: histograms, counters and gauges, per engine.
 
     Args:
-        info: Labels of the metric that names the connector; none without any.
+        info: Labels of the metric that names the connector; empty for none.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class PromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._label_names, self._engine_labels = labelnames, per_engine_labelvalues
-        # Changes are added up wherever they arrive, so the processes of one server add up, too. Gauges are only ever set:
-        # the wrapper that vLLM uses under Ray has nothing else. All are set with every observation, changed or not: Ray drops
-        # a gauge that was not set for 20 s.
+        # Changes are summed wherever they arrive, so the processes of one server are summed, too. Gauges are only ever set,
+        # because vLLM's wrapper under Ray offers nothing else. All gauges are set with every observation, changed or not: Ray
+        # drops a gauge that was not set for 20 s.
         self._totals: defaultdict[tuple[str, int, str], float] = defaultdict(float)
         self._failed: set[str] = set()
         self._records: dict[str, Record] = {}
@@ -222,13 +222,13 @@ class PromMetrics(KVConnectorPromMetrics):
         return record
 
     def _total(self, key: str, engine: int, state: str, change: float) -> float:
-        """Return a level after a change, e.g. 4096 bytes in quarantine, then a change of -1024: 3072."""
+        """Return a level after a change, e.g. 3072 for 4096 bytes in quarantine and a change of -1024."""
         self._totals[key, engine, state] += change
         return self._totals[key, engine, state]
 
 
 def _listed(values: object) -> list[Any]:
-    """Return observations as they should be; those that are no list are left out."""
+    """Return observations if they are a list, else an empty list."""
     return values if isinstance(values, list) else []  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -241,7 +241,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _percentile_90(values: Sequence[float]) -> float:
-    """Return the value below which 90 % lie, between neighbours in proportion: 9.1 for the numbers 1 to 10."""
+    """Return the 90th percentile, interpolated between neighbours: 9.1 for the numbers 1 to 10."""
     if len(values) < 2:
         return _mean(values)
     return statistics.quantiles(values, n=10, method="inclusive")[-1]

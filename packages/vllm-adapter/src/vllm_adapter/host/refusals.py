@@ -1,7 +1,7 @@
-"""Refusals and warnings at start: one table, each row a condition that cannot work, or hardly can, and its reason.
+"""Start-up refusals and warnings: a table whose rows each name an unusable or risky condition and the reason.
 
-A hand-over that can never succeed is found at start, and not by the first request, by an engine whose KV is silently wrong, or by
-every peer. The rows read a `Situation` of plain values; `situation.py` takes it from the host.
+A hand-over that can never succeed is detected at start, instead of by the first request, by an engine whose KV is silently
+wrong, or by every peer. The rows read a `Situation` of plain values, which `situation.py` derives from the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["REFUSALS", "WARNINGS", "Row", "Situation", "check_start"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 _MOST_PORTS = 65535
 _LEAST_PORT = 1024
-"""The lowest port that readers of tickets take."""
+"""Lowest port that readers of tickets accept."""
 _HOST_TRANSPORTS = frozenset(
     {"all", "tcp", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self", "srd"}
     | {"ib", *(f"{kind}{end}" for kind in ("rc", "ud", "dc") for end in ("", "_v", "_x", "_verbs", "_mlx5"))}
@@ -32,24 +32,24 @@ _HOST_TRANSPORTS = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The facts that the rows look at.
+    """Facts that the rows check.
 
     Attributes:
         version: The host's (major, minor).
         kv_role: `"kv_producer"`, `"kv_consumer"` or `"kv_both"`.
-        outer_role: The same of a MultiConnector around this connector; `kv_role` without one, or where it cannot be seen.
+        outer_role: Role of a MultiConnector around this connector; `kv_role` without one, or where it cannot be seen.
         pp: Pipeline stages.
         pcp: Prefill context-parallel size.
-        host: Where peers are told to reach this engine's side channel.
-        port: Its port, the data-parallel index included.
-        has_sleep_mode: Whether the host may give the cache's memory back.
+        host: Address at which peers reach this engine's side channel.
+        port: Its port, including the data-parallel index.
+        has_sleep_mode: Whether the host may release the cache's memory.
         computes_scales: Whether the host derives the cache's scales from the first prompt.
         is_bidirectional: Whether decode engines hand blocks back for the next turn.
         uses_ucx: Whether UCX is among the back ends.
         is_mirrored: Whether peers read a mirror of the cache in host memory.
         is_speculative: Whether the host drafts tokens.
         has_v2_runner: Whether its model runner has version 2.
-        ucx_tls: The environment's `UCX_TLS`; empty for UCX's own choice.
+        ucx_tls: `UCX_TLS` of the environment; empty for UCX's own choice.
     """
 
     version: tuple[int, int] = (0, 32)
@@ -72,7 +72,7 @@ class Situation:
 @final
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A condition, with the code and the reason of the refusal or warning; the reason is formatted with the situation."""
+    """A condition with the code and the reason of its refusal or warning; the reason is formatted with the situation."""
 
     code: str
     applies: Callable[[Situation], bool]
@@ -135,7 +135,7 @@ REFUSALS: tuple[Row, ...] = (
         "never copied; set kv_buffer_device to the device's own, or leave speculative decoding to the engines that decode",
     ),
 )
-"""First match wins. Not here: keys and values (`config.py`), NIXL back ends that are not there (refused by `kv-nixl-agent`)."""
+"""First match wins. Checked elsewhere: keys and values (`config.py`), missing NIXL back ends (`kv-nixl-agent`)."""
 
 WARNINGS: tuple[Row, ...] = (
     Row(
@@ -165,10 +165,10 @@ WARNINGS: tuple[Row, ...] = (
 
 
 def check_start(situation: Situation, *, warns: bool = True) -> None:
-    """Refuse what cannot work, and warn of what hardly can.
+    """Refuse unusable configurations, and warn about risky ones.
 
     Args:
-        situation: The engine as it is configured.
+        situation: The engine's configuration.
         warns: Whether this process warns on behalf of all of its engine.
 
     Raises:
@@ -207,6 +207,6 @@ def _is_link_local(host: str) -> bool:
 
 
 def _reaches_host_memory(ucx_tls: str) -> bool:
-    """Return whether a UCX_TLS has a transport for host memory; one that only excludes some is believed."""
+    """Return whether a UCX_TLS has a transport for host memory; a list that only excludes some is trusted."""
     names = {name.strip().lower().removeprefix("\\") for name in ucx_tls.split(",")}
     return not ucx_tls or ucx_tls.startswith("^") or not names.isdisjoint(_HOST_TRANSPORTS)

@@ -30,8 +30,8 @@ class RequestIdentity:
     """Computes the digest of a host request's prompt, and of the tokens after it.
 
     Args:
-        request: The host's request, read when a digest is asked for.
-        has_content_ids: Whether the engine identifies images by their content, else by their request.
+        request: The host's request, read when a digest is computed.
+        has_content_ids: Whether the engine identifies images by their content; otherwise by their request.
     """
 
     def __init__(self, request: Request, *, has_content_ids: bool) -> None:
@@ -73,13 +73,13 @@ def _embeds(request: Request, tokens: int) -> str:
 
 @final
 class RefusedIdentity:
-    """Stands for the prompt of a request that vLLM's frontend refused before the engine saw it.
+    """Placeholder for the prompt of a request that vLLM's frontend refused before the engine saw it.
 
-    vLLM sends its ticket with a stand-in prompt and aborts it at once, so that the producer can be told; nothing is read.
-    The digest is therefore the one that the ticket names. Source: `AsyncLLM.notify_kv_transfer_request_rejected`.
+    vLLM sends the request's ticket with a stand-in prompt and aborts it at once, so that the producer can be notified; nothing is
+    read. The digest is therefore taken from the ticket. Source: `AsyncLLM.notify_kv_transfer_request_rejected`.
 
     Args:
-        params: The ticket as it came.
+        params: The ticket as received.
     """
 
     refusal = ""
@@ -90,25 +90,25 @@ class RefusedIdentity:
         self._digest = named if isinstance(named, str) else None
 
     def digest(self, tokens: int) -> str | None:
-        """Return the digest that the ticket names, None if it names none."""
+        """Return the digest in the ticket; None if it has none."""
         del tokens
         return self._digest
 
 
 def _frontend_s(request: Request) -> float | None:
-    """Return the time since the host's frontend began with a request; None if this vLLM does not say.
+    """Return the time since the host's frontend began with a request; None if this vLLM does not report it.
 
-    Both are readings of this host's wall clock; what is kept is the time between them.
+    Both times come from this host's wall clock; only the interval between them is kept.
     """
     began_s: object = getattr(request, "arrival_time", None)
     return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
 
 
 def _is_read_early(params: object) -> bool:
-    """Tell whether params ask to read a prompt by an early ticket, which names no request that could be told of its end.
+    """Return whether params ask to read a prompt by an early ticket, which names no request that could be notified of its end.
 
-    vLLM sends the stand-in of a refused request after each request whose client has left, too. With an early ticket it would
-    be taken for a second reader of the same hand-over.
+    vLLM also sends the stand-in of a refused request after each request whose client has left. With an early ticket, the stand-in
+    would be taken for a second reader of the same hand-over.
     """
     fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
     return "kv_stream" in fields and fields.get("do_remote_prefill") is True
@@ -138,7 +138,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
 
 def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
     """Describe a request that has ended."""
-    in_flight: Any = getattr(request, "num_in_flight_tokens", 0)  # hosts before 0.32 have no such count
+    in_flight: Any = getattr(request, "num_in_flight_tokens", 0)  # hosts before 0.32 lack this count
     return Ending(
         request.request_id,
         end_reason(request),
@@ -160,7 +160,7 @@ def scheduled_tokens(
         output: The step.
         group_ids: Numbers of the transferable groups among all of the scheduler's.
         span_tokens: Tokens that a block of each of these stands for; 0 for a group of states.
-        follows: Tells which requests are looked at.
+        follows: Tells which requests to yield.
     """
     hits = PrefixHits(
         span_tokens, lambda: _computed_of(output), lambda request_id: _table(output, request_id, group_ids)
@@ -187,7 +187,7 @@ def scheduled_tokens(
 
 
 def _computed_of(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield all requests of a step with the tokens that need not be computed any more."""
+    """Yield all requests of a step with the number of tokens already computed."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     running = output.scheduled_cached_reqs
@@ -195,9 +195,9 @@ def _computed_of(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def _table(output: SchedulerOutput, request_id: str, group_ids: tuple[int, ...]) -> tuple[list[int], ...] | None:
-    """Return a request's whole block table in the transferable groups; None where it does not tell what the step writes.
+    """Return a request's block table in the transferable groups; None where it does not show what the step writes.
 
-    That is so before 0.32, and in a step that loads blocks for other connectors: they count as computed, and are not there yet.
+    That is the case before 0.32, and in a step that loads blocks for other connectors: they count as computed before they arrive.
     """
     state: Any = (
         None if getattr(output, "has_sync_kv_loads", True) else getattr(output, "kv_connector_block_state", None)

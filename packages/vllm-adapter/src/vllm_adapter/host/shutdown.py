@@ -1,7 +1,7 @@
-"""The moment at which the host is told to end: from then on the scheduler's connector hands out no tickets.
+"""Detection of the host's shutdown, from which on the scheduler's connector grants no tickets.
 
-vLLM tells its connectors nothing before `shutdown()`, which it calls after its last step. Its engine-core process hears the
-signal, though, and makes the scheduler's connector after it has installed its handler, on the same thread. So that handler is
+vLLM tells its connectors nothing before `shutdown()`, which it calls after its last step. But its engine-core process receives
+the signal, and creates the scheduler's connector after it has installed its handler, on the same thread. So that handler is
 extended here and called as before (ADR 0009).
 """
 
@@ -23,19 +23,19 @@ __all__ = ["LEASES_OF_A_DRAIN", "ShutdownWatch", "warn_of_short_drain"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXTENDED = frozenset({"vllm", "vllm_adapter"})
-"""Top-level packages whose handlers are extended; ours where several connectors of this kind run in one engine."""
+"""Top-level packages whose handlers are extended; ours, for several connectors of this kind in one engine."""
 LEASES_OF_A_DRAIN = 2
-"""A ticket given just before the signal stays readable for one lease; a reader that comes at its end needs most of another."""
+"""A ticket given just before the signal stays readable for one lease; a reader that starts at its end needs most of another."""
 
 
 def warn_of_short_drain(config: VllmConfig, lease_s: float) -> None:
-    """Warn of an engine that gives tickets and may end before they are read, as it does by the host's default of 0.
+    """Warn about an engine that grants tickets but may end before they are read, as it does by the host's default of 0.
 
-    Example: the lease is 30 s, so a `--shutdown-timeout` of 59 is warned of and one of 60 is not.
+    Example: with a lease of 30 s, a `--shutdown-timeout` of 59 causes a warning and one of 60 does not.
     """
     least_s = LEASES_OF_A_DRAIN * lease_s
     transfer = config.kv_transfer_config
-    timeout_s: int = getattr(config, "shutdown_timeout", 0)  # hosts that do not drain have no such setting
+    timeout_s: int = getattr(config, "shutdown_timeout", 0)  # hosts that do not drain lack this setting
     if transfer is None or not transfer.is_kv_producer or timeout_s >= least_s:
         return
     _logger.warning(
@@ -50,18 +50,18 @@ def warn_of_short_drain(config: VllmConfig, lease_s: float) -> None:
 
 @final
 class ShutdownWatch:
-    """Notes SIGTERM and SIGINT beside the host's own handler.
+    """Records SIGTERM and SIGINT in addition to the host's own handler.
 
-    Only handlers that vLLM installed are extended: those of an application that runs vLLM inside its own process, and
-    Python's, mean something else. The handler sets one flag; it takes no lock and writes no log line, because it may interrupt
-    any line of the engine's thread.
+    Only handlers that vLLM installed are extended: those of an application that runs vLLM inside its own process, and Python's,
+    mean something else. The handler sets one flag; it takes no lock and logs nothing, because it may interrupt any line of the
+    engine's thread.
     """
 
     def __init__(self) -> None:
         self._is_requested = False
 
     def install(self) -> bool:
-        """Extend the host's handlers; False if there are none in this process, or if this is not its main thread."""
+        """Extend the host's handlers; return False if this process has none, or if this is not its main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         found = [(number, signal.getsignal(number)) for number in _SIGNALS]
@@ -71,7 +71,7 @@ class ShutdownWatch:
         return bool(hosts)
 
     def is_requested(self) -> bool:
-        """Whether the host was told to end."""
+        """Whether the host has been told to end."""
         return self._is_requested
 
     def _noting(self, handler: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:

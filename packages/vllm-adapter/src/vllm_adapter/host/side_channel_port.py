@@ -1,4 +1,4 @@
-"""The port of the side channel; nothing of vLLM is imported, as an app file of Ray Serve is loaded where no engine runs."""
+"""The port of the side channel. Imports nothing of vLLM, because Ray Serve loads an app file where no engine runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def listening_port(read: Callable[[], int], data_parallel_index: int) -> int:
-    """Return the port on which an engine's side channel listens: that of the environment plus the data-parallel index.
+    """Return the port on which an engine's side channel listens: the environment's port plus the data-parallel index.
 
     Args:
         read: Returns the number in `PORT_VARIABLE`, or its default.

@@ -1,4 +1,4 @@
-"""The connector's two sides, made from vLLM's configuration: one in the scheduler's process, one in each worker's."""
+"""Construction of the connector's sides from vLLM's configuration: one in the scheduler's process, one in each worker's."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def make_worker_side(config: VllmConfig, facts: EngineFacts, settings: Settings)
 def make_scheduler_side(
     config: VllmConfig, facts: EngineFacts, settings: Settings, *, has_mirror: bool
 ) -> SchedulerSide:
-    """Return the scheduler's side, log the start of this engine, and watch for the host's end.
+    """Return the scheduler's side, log the start of this engine, and watch for the host's shutdown.
 
     Args:
-        config: vLLM's.
+        config: vLLM's configuration.
         facts: This engine, as the connector sees it.
         settings: The connector's own configuration.
         has_mirror: Whether the workers mirror their caches in host memory.
@@ -55,7 +55,7 @@ def make_scheduler_side(
 
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
-    """Return what writes spans, None where the engine does not trace; OpenTelemetry is only imported where it does."""
+    """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
     if not is_tracing(config):
         return None
     from vllm_adapter.observe.spans import SpanWriter

@@ -1,4 +1,4 @@
-"""The host's configuration as the values that `refusals.py` looks at, and as the connector introduces itself."""
+"""The host's configuration as values for the checks in `refusals.py` and for the connector's start line."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _MOST_CHARACTERS = 2000
 
 
 def situation_of(config: VllmConfig, settings: Settings) -> Situation:
-    """Read off what start-up checks look at; an option that this host does not have is off.
+    """Return the facts that start-up checks need; an option that this host lacks counts as off.
 
     Raises:
-        UnsupportedHost: `unsupported-vllm`, or `side-channel-port` for one that is no number.
+        UnsupportedHost: `unsupported-vllm`, or `side-channel-port` if the port is not a number.
     """
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     cache: Any = config.cache_config
@@ -68,7 +68,7 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
 def _outer_role(config: VllmConfig) -> str:
     """Return the role that the host itself obeys: that of a MultiConnector's configuration, where there is one.
 
-    A child gets a configuration of its own. The whole one is only seen where the host announces it, as it does in workers.
+    A child gets its own configuration. The whole one is visible only where the host announces it, as it does in workers.
     """
     outer = get_current_vllm_config_or_none() or config
     transfer = outer.kv_transfer_config or config.kv_transfer_config
@@ -83,7 +83,7 @@ def memory_of(config: VllmConfig) -> str:
 
 
 def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
-    """Return what the connector says of itself at start and in its info metric; the same on all ranks."""
+    """Return the connector's description of itself for its start line and info metric; the same on all ranks."""
     transfer = config.kv_transfer_config
     return {
         "adapter_version": __version__,
@@ -102,7 +102,7 @@ def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
 
 
 def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
-    """Return the one line that says which connector runs in this engine, and where peers reach it."""
+    """Return the line that says which connector runs in this engine, and where peers reach it."""
     host = f"[{facts.host}]" if ":" in facts.host else facts.host
     here = {"engine": facts.engine_id, "side_channel": f"{host}:{facts.port}"}
     return "started: " + " ".join(f"{key}={value}" for key, value in {**labels, **here}.items())
@@ -110,7 +110,7 @@ def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
 
 @final
 class _Tag(logging.Filter):
-    """Puts the connector's tag in front of each of its lines, and keeps a line one line, whatever a client wrote into it."""
+    """Puts the connector's tag in front of each of its lines, and keeps each on one line, whatever text a client sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -122,14 +122,14 @@ class _Tag(logging.Filter):
 
 
 def _plain(text: str) -> str:
-    """Return a text that begins no other line of the log and does not fill it: escaped, and cut."""
+    """Return a text, escaped and cut, that can neither start another log line nor flood the log."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
     return plain_text(text)
 
 
 def tag_lines() -> None:
-    """Let every log line of this package begin with `kv-transfer: `; once per process."""
+    """Prefix every log line of this package with `kv-transfer: `; once per process."""
     logger = logging.getLogger("vllm.vllm_adapter")
     if not any(isinstance(known, _Tag) for known in logger.filters):
         logger.addFilter(_Tag())

@@ -1,9 +1,9 @@
 """Work that is queued for a device: streams, events, and pinned memory that outlives the copies from it.
 
-The engine thread only ever queues: nothing that it calls here waits for the device, because a wait for one copy is a wait for
-the forward pass in front of it. Pageable memory would make it wait (the copy is synchronous then), and so would a pinned buffer
-that is to be filled again. So copies start from pieces of pinned memory, each with an event behind its copy; a piece is taken
-again once its event has happened, and where none is free there is one piece more.
+The engine thread only queues: no call here waits for the device, because a wait for one copy is a wait for the forward pass
+queued before it. Pageable memory would make it wait (the copy is then synchronous), and so would a pinned buffer that must be
+refilled. So copies start from pieces of pinned memory, each with an event behind its copy; a piece is reused once its event has
+been reached, and when none is free, another piece is allocated.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class DeviceStreams(Protocol):
         ...
 
     def queue(self, stream: Any, work: Callable[[], None]) -> None:  # noqa: ANN401
-        """Give the device what `work` does, on this stream; returns before it is done."""
+        """Queue the device work of `work` on this stream; returns before the work is done."""
         ...
 
     def mark(self, stream: Any) -> Any:  # noqa: ANN401
-        """Return an event behind all that this stream has been given."""
+        """Return an event behind all the work queued on this stream."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:  # noqa: ANN401
-        """Let what this stream is given from now on happen after an event; the calling thread does not wait."""
+        """Let later work of this stream wait for an event; the calling thread does not wait."""
         ...
 
     def is_over(self, event: Any) -> bool:  # noqa: ANN401
-        """Tell whether an event has happened."""
+        """Return whether an event has been reached."""
         ...
 
     def synchronize(self, stream: Any) -> None:  # noqa: ANN401
-        """Wait until the stream has done all that it was given. Never called on the engine thread."""
+        """Wait until the stream has done all its work. Never called on the engine thread."""
         ...
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -75,21 +75,21 @@ class CudaStreams:
             work()
 
     def mark(self, stream: Any) -> Any:  # noqa: ANN401
-        """Return an event behind all that this stream has been given."""
+        """Return an event behind all the work queued on this stream."""
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:  # noqa: ANN401
-        """Let what this stream is given from now on happen after an event."""
+        """Let later work of this stream wait for an event."""
         stream.wait_event(event)
 
     def is_over(self, event: Any) -> bool:  # noqa: ANN401
-        """Tell whether an event has happened."""
+        """Return whether an event has been reached."""
         return bool(event.query())
 
     def synchronize(self, stream: Any) -> None:  # noqa: ANN401
-        """Wait until the stream has done all that it was given."""
+        """Wait until the stream has done all its work."""
         stream.synchronize()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -98,13 +98,13 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> DeviceStreams | None:
-    """Return a device's streams, None where calls end when they are done or the streams are not known here."""
+    """Return a device's streams; None where calls return only when done, or for an unsupported device."""
     return CudaStreams(device) if device.type == "cuda" else None
 
 
 @final
 class TorchMarks:
-    """Marks behind all that the calling thread's stream has been given.
+    """Marks behind all the work queued on the calling thread's stream.
 
     Args:
         streams: The device's streams.
@@ -114,16 +114,16 @@ class TorchMarks:
         self._streams = streams
 
     def mark(self) -> object:
-        """Return an event behind all that the calling thread's stream has been given."""
+        """Return an event behind all the work queued on the calling thread's stream."""
         return self._streams.mark(self._streams.current())
 
     def is_over(self, mark: object) -> bool:
-        """Tell whether everything before the event is done."""
+        """Return whether everything before the event is done."""
         return self._streams.is_over(mark)
 
 
 def device_marks(tensors: Iterable[torch.Tensor]) -> TorchMarks | None:
-    """Return the marks of the device that holds the tensors, None where calls end when they are done."""
+    """Return the marks of the device that holds the tensors; None where calls return only when done."""
     for tensor in tensors:
         streams = streams_of(tensor.device)
         return TorchMarks(streams) if streams is not None else None
@@ -134,12 +134,12 @@ def device_marks(tensors: Iterable[torch.Tensor]) -> TorchMarks | None:
 class PinnedPieces:
     """Pinned memory for copies to a device. Engine thread only; never waits.
 
-    Example: three rounds of a copy with pieces of 16 MiB take a first piece, a second one because the first is still on its way,
-    and the first again if its copy is over by then, else a third.
+    Example: three rounds of a copy with pieces of 16 MiB take a first piece; a second one, because the first is still in use; and
+    the first again if its copy has ended by then, else a third.
 
     Args:
         streams: The device's streams.
-        piece_bytes: Size of a piece, unless more is asked for.
+        piece_bytes: Size of a piece, unless more is requested.
     """
 
     def __init__(self, streams: DeviceStreams, piece_bytes: int) -> None:
@@ -151,7 +151,7 @@ class PinnedPieces:
         return len(self._pieces)
 
     def take(self, needed_bytes: int) -> torch.Tensor:
-        """Return memory of at least so many bytes from which no copy is on its way; `give_back` it once one is queued."""
+        """Return at least this much memory, not in use by any copy; `give_back` it once a copy is queued."""
         for number, (memory, event) in enumerate(self._pieces):
             if memory.numel() >= needed_bytes and self._streams.is_over(event):
                 del self._pieces[number]
@@ -159,5 +159,5 @@ class PinnedPieces:
         return self._streams.pinned(max(self._piece_bytes, needed_bytes))
 
     def give_back(self, memory: torch.Tensor, stream: Any) -> None:  # noqa: ANN401
-        """Let a piece be taken again once all that `stream` has been given is over."""
+        """Make a piece reusable once all the work queued on `stream` is done."""
         self._pieces.append((memory, self._streams.mark(stream)))

@@ -1,14 +1,14 @@
 """The cache's mirror in host memory, and copies between the two, with torch. Imported in the host's process only.
 
-The mirror has one allocation per allocation of the engine, of the same size, so that every tensor, also of layers that share
-memory, has its twin at the same place. It is allocated once and at full size, because peers prepare lists of its addresses
-when they meet us and a later range would have to be registered and announced anew; but its pages are left untouched, so that
-the system gives memory only to blocks that were copied or received once. For that it is not pinned: what is pinned is the
-small buffers that copies from and to a CUDA device go through.
+The mirror has one allocation per allocation of the engine, of the same size, so that every tensor, including those of layers
+that share memory, has its twin at the same offset. It is allocated once and at full size, because peers prepare lists of its
+addresses when they connect, and a later range would have to be registered and announced again. Its pages are left untouched, so
+that the system provides memory only for blocks that were copied or received at least once. For that reason the mirror is not
+pinned; only the small buffers for copies from and to a CUDA device are.
 
-Restores are queued by the engine thread, which never waits for the device: pages are gathered into pinned memory, and a stream of
-their own copies and scatters them. That stream waits for what the engine had queued when the reads were ordered, since the
-blocks had another owner until then, and not for the forward pass that runs now. The engine's stream waits for the last of them.
+The engine thread queues restores and never waits for the device: it gathers pages into pinned memory, and a separate stream
+copies and scatters them. That stream waits for the work that the engine had queued when the reads were ordered, since the
+blocks had another owner until then, but not for the current forward pass. The engine's stream waits for the last restore.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["TorchMirror"]
 _SCRATCH_BYTES = 16 << 20
 _WIDEST_WORD_BYTES = 8
 _NUMBER_BYTES = 8
-"""A page's number, which travels with the page."""
+"""Size of a page's number, which travels with the page."""
 
 
 @final
@@ -44,9 +44,9 @@ class TorchMirror:
     """A `MirrorMemory` over the tensors that the engine registered, all on one device.
 
     Args:
-        tensors: By layer.
-        scratch_bytes: Bound of the pages that are on their way at once.
-        streams: The device's streams; None for those that torch has.
+        tensors: The engine's tensors by layer.
+        scratch_bytes: Most bytes of pages that are in flight at once.
+        streams: The device's streams; None to use torch's.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TorchMirror:
             for tensor in self._tensors.values()
         }
         self._finder = PageFinder(self.tensors.values())
-        # Saves run on a thread of their own, restores on the engine's: neither may find the other's bytes in its buffer.
+        # Saves run on a separate thread, restores on the engine's, so each needs its own buffer.
         self._save_buffer, self._restore_buffer = _Buffer(self._device), _Buffer(self._device)
         self._streams = streams or streams_of(self._device)
         self._save_stream = self._streams.make() if self._streams is not None else None
@@ -76,21 +76,21 @@ class TorchMirror:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device has streams that this class knows to use."""
+        """Whether the device has streams that this class can use."""
         return self._streams is not None
 
     def use(self, operation: CopyBlocksOp) -> None:
-        """Copy by the platform's own operation from now on, wherever a layer's tensor is a list of pages."""
+        """Use the platform's own copy operation from now on, wherever a layer's tensor is a list of pages."""
         if self._device.type != "cpu":
             self._operation = operation
 
     def mark(self) -> object:
-        """Return an event behind all that this thread has given the device, None where calls end when they are done."""
+        """Return an event behind all the work of this thread; None where calls return only when done."""
         return None if self._streams is None else self._streams.mark(self._streams.current())
 
     @torch.inference_mode()
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
-        """Copy pages to the mirror once `after` has happened; they are there when this returns."""
+        """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
         streams, stream = self._streams, self._save_stream
         if streams is None:
             self._save(copies)
@@ -107,7 +107,7 @@ class TorchMirror:
 
     @torch.inference_mode()
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
-        """Copy pages from the mirror once `after` has happened, before whatever the calling thread gives the device next."""
+        """Copy pages to the device once `after` has been reached, before any later work of the calling thread."""
         if self._queue is not None:
             self._queue_restore(self._queue, copies, after)
             return
@@ -124,13 +124,13 @@ class TorchMirror:
                     word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
                     span = copy.page_bytes // word_bytes
                     here, there = (f.words(0, word_bytes, span) for f in (family, self._on_device(family)))
-                    # A page brings its number with it, so that a full round fills one piece and not a little more.
+                    # Each page carries its number, so that a full round fills one piece exactly.
                     fitting = max(1, self._scratch_bytes // (copy.page_bytes + _NUMBER_BYTES))
                     for some_regions, some_pages in rounds(family.size, len(copy.pages), fitting):
                         chosen = torch.from_numpy(copy.pages[some_pages])
                         queue.copy(here[some_regions], there[some_regions], chosen)
         finally:
-            # Also after a failure: these blocks get a new owner, and what was queued for them comes before it.
+            # Needed even after a failure: these blocks get a new owner, and the queued copies must come before its work.
             queue.end()
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class TorchMirror:
         return family.moved(self._device_of[family.storage.data_ptr()], self._device)
 
     def _copy_by_operation(self, copy: PageCopy, direction: Literal["d2h", "h2d"]) -> tuple[PageRange, ...]:
-        """Copy what the platform's operation can, and return the ranges that are left."""
+        """Copy the ranges that the platform's operation supports, and return the remaining ranges."""
         if self._operation is None:
             return copy.ranges
         names = self._whole_layers(copy)
@@ -199,11 +199,11 @@ class _RestoreQueue:
         self._near: torch.Tensor | None = None
 
     def begin(self, after: object) -> None:
-        """Let the copies that follow happen after an event."""
+        """Let the copies that follow wait for an event."""
         self._streams.wait(self._stream, after)
 
     def copy(self, here: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Gather pages (region, page, word) now, and queue their way to the same pages of the device."""
+        """Gather pages (region, page, word) now, and queue their copies to the same pages of the device."""
         regions, _, span = here.shape
         page_bytes = len(chosen) * regions * span * here.element_size()
         number_bytes = _NUMBER_BYTES * len(chosen)
@@ -216,13 +216,13 @@ class _RestoreQueue:
         self._pieces.give_back(piece, self._stream)
 
     def end(self) -> None:
-        """Let whatever the calling thread gives the device next happen after the copies."""
+        """Let later work of the calling thread wait for the copies."""
         self._streams.wait(self._streams.current(), self._streams.mark(self._stream))
 
     def _scatter(self, taken: torch.Tensor, numbers: torch.Tensor, there: torch.Tensor) -> None:
         needed_bytes = taken.numel() * taken.element_size()
         if self._near is None or self._near.numel() < needed_bytes:
-            # Made on this stream: what it replaces may still be read from, by this stream alone.
+            # Created on this stream, because only this stream may still read from the buffer that it replaces.
             self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
         near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
         near.copy_(taken, non_blocking=True)
@@ -231,7 +231,7 @@ class _RestoreQueue:
 
 @final
 class _Buffer:
-    """Room for pages on their way: on the host, pinned if the device is CUDA's, and as much again on the device."""
+    """Staging memory for pages: on the host, pinned for a CUDA device, and as much again on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -240,7 +240,7 @@ class _Buffer:
         self._near: torch.Tensor | None = None
 
     def take(self, like: torch.Tensor, pages: int, *, near_device: bool) -> torch.Tensor:
-        """Return dense (region, page, word) room on the side of the source."""
+        """Return dense (region, page, word) staging memory on the side of the source."""
         regions, _, span = like.shape
         needed_bytes = regions * pages * span * like.element_size()
         if self._host is None or self._host.numel() < needed_bytes:
@@ -265,6 +265,6 @@ class _Buffer:
         return arrived
 
     def settle(self) -> None:
-        """Wait until the room may be used again."""
+        """Wait until the staging memory may be used again."""
         if self._is_cuda:
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,7 +1,7 @@
-"""Permutes what staged reads brought, with torch. Imported in the host's process only.
+"""Permutation of the pages that staged reads received, with torch. Imported in the host's process only.
 
-A step is three kinds of call however many layers there are: gather the pages, one strided copy per move, scatter them back.
-On a device with streams all of it is queued, the page numbers from pinned memory, and nothing waits.
+A step takes three kinds of calls, however many layers there are: gather the pages, one strided copy per move, scatter them
+back. On a device with streams everything is queued, with page numbers from pinned memory, and nothing waits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["TorchPages"]
 
 _NUMBERS_BYTES = 1 << 18
-"""A piece of pinned memory for page numbers: 32768 of them."""
+"""Size of a piece of pinned memory for page numbers: 32768 of them."""
 _SCRATCH_BYTES = 16 << 20
-"""Pages that are permuted at once. Twice this stays taken once something was permuted: fresh memory costs more than copies."""
+"""Most bytes permuted at once. Twice this stays allocated after the first permutation: fresh memory costs more than copies."""
 
 
 @final
 class TorchPages:
-    """Permutes pages in place on whatever device they are; queued on the calling thread's stream where there are streams.
+    """Permutes pages in place on any device; queued on the calling thread's stream where there are streams.
 
     Args:
-        tensors: Tensors that the engine registered; steps may name pages in their allocations only.
-        scratch_bytes: Bound of the pages that are copied aside at once.
-        streams: The device's streams; None for those that torch has.
+        tensors: The engine's registered tensors; steps may only name pages in their allocations.
+        scratch_bytes: Most bytes of pages that are copied aside at once.
+        streams: The device's streams; None to use torch's.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TorchPages:
         part.index_copy_(1, chosen, final)
 
     def _aside(self, like: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two dense (region, page, word) tensors beside the cache; what they held before is gone."""
+        """Return two dense (region, page, word) scratch tensors on the cache's device; their previous content is lost."""
         regions, _, span = like.shape
         needed_bytes = regions * pages * span * like.element_size()
         if self._scratch is None or self._scratch[0].numel() < needed_bytes:

@@ -1,7 +1,7 @@
 """Pages of the engine's tensors as torch sees them: (region, page, word), strided, without a copy.
 
-Regions that the engine cut out of one allocation at equal distances are one such view, a *family*, so that what is done to the
-pages of many layers is one call. Memory is only reached through the allocations of tensors that were registered.
+Regions cut out of one allocation at equal distances form one such view, a *family*, so that one call processes the pages of
+many layers. Memory is reached only through the allocations of registered tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PageFamily:
 
     Attributes:
         storage: The allocation.
-        device: Where it is.
-        start_bytes: Page 0 of the first region in it.
-        stride_bytes: From page to page.
+        device: Device of the allocation.
+        start_bytes: Offset of page 0 of the first region in the allocation.
+        stride_bytes: Distance from page to page.
         count: Pages per region.
-        distance_bytes: From region to region.
+        distance_bytes: Distance from region to region.
         size: Number of regions.
     """
 
@@ -46,20 +46,20 @@ class PageFamily:
     size: int = 1
 
     def moved(self, storage: torch.UntypedStorage, device: torch.device) -> PageFamily:
-        """Return the family at the same places of another allocation."""
+        """Return the same family in another allocation."""
         return replace(self, storage=storage, device=device)
 
     def word_bytes(self, *lengths_bytes: int) -> int:
-        """Return the widest word that divides all places of the family and these lengths."""
+        """Return the widest word that divides all offsets of the family and these lengths."""
         return math.gcd(*self.places_bytes, *lengths_bytes)
 
     @property
     def places_bytes(self) -> tuple[int, int, int]:
-        """Numbers that a word's size must divide."""
+        """Numbers that the word size must divide."""
         return self.start_bytes, self.stride_bytes, self.distance_bytes
 
     def grown(self, other: PageFamily) -> PageFamily | None:
-        """Return the family with one more region, None if that does not lie where the next one would."""
+        """Return the family with one more region; None if that region does not lie where the next one would."""
         is_alike = (self.stride_bytes, self.count) == (other.stride_bytes, other.count)
         gap_bytes = other.start_bytes - self.start_bytes
         if not is_alike or self.storage.data_ptr() != other.storage.data_ptr():
@@ -81,7 +81,7 @@ class PageFamily:
 
 @final
 class PageFinder:
-    """Finds the families of ranges of pages, and remembers them.
+    """Finds the families of page ranges, and caches them.
 
     Args:
         tensors: Tensors that the engine registered; ranges lie in these tensors' allocations.
@@ -92,7 +92,7 @@ class PageFinder:
         self._known: dict[tuple[PageRange, ...], tuple[PageFamily, ...]] = {}
 
     def families(self, ranges: tuple[PageRange, ...]) -> tuple[PageFamily, ...]:
-        """Return as few families as hold all the ranges, which ascend.
+        """Return the fewest families that hold all the ranges, which ascend.
 
         Raises:
             LookupError: A range is not in the engine's tensors.
@@ -118,7 +118,7 @@ class PageFinder:
 
 
 def rounds(regions: int, pages: int, fitting: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (region, page) into pieces of at most `fitting` pages in all (at least one), as slices of both."""
+    """Split (region, page) into pieces of at most `fitting` pages in total (at least one), as slices of both."""
     region_step = max(1, min(regions, fitting // pages))
     page_step = max(1, min(pages, fitting // region_step))
     for first in range(0, regions, region_step):

@@ -1,8 +1,8 @@
-"""The seam to vLLM: what this package imports from its host, and what differs between host versions.
+"""Seam to vLLM: the names that this package imports from its host, and the differences between host versions.
 
-How the host describes its cache is read in `cache_config.py`.
+`cache_config.py` reads the host's description of its cache.
 
-What changed when (public interface that this package stands on):
+Changes of the public interface that this package relies on:
 
 | vLLM | change |
 |------|--------|
@@ -11,7 +11,7 @@ What changed when (public interface that this package stands on):
 | 0.32 | `CacheHitSource`: a connector names the tier of its hits; `get_loaded_kv_cache_group_ids` |
 | 0.33 | `supports_sleep_mode`, `unregister_kv_caches`, `restore_kv_caches`; `remote_registration_generation` in tickets |
 
-Older hosts never call the hooks of newer ones; 0.33's were driven by tests only, as it could not be installed.
+Older hosts never call the hooks of newer ones. The hooks of 0.33 were driven by tests only, as 0.33 could not be installed.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ EndReason = Literal["length", "stop", "abort", "error"]
 _END_REASONS: dict[str, EndReason] = {
     "FINISHED_LENGTH_CAPPED": "length",
     "FINISHED_STOPPED": "stop",
-    # Ended by the sampler's watch for repetitions (0.32): an answer like any other.
+    # Ended by the sampler's repetition check (0.32): an answer like any other.
     "FINISHED_REPETITION": "stop",
     "FINISHED_ABORTED": "abort",
     # The prompt was longer than the model's context, so nothing was computed.
     "FINISHED_IGNORED": "error",
     "FINISHED_ERROR": "error",
 }
-"""The ends of requests by vLLM's names: those of newer hosts are missing from older ones."""
+"""Ends of requests by vLLM's names; older hosts lack those of newer ones."""
 
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
-"""Where the memory that peers read may be, by the engine's device. Source: vLLM's own connector."""
+"""Possible devices of the memory that peers read, by the engine's device. Source: vLLM's own connector."""
 CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
 """vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
 
@@ -118,7 +118,7 @@ def _p2p_hits() -> object:
 
 
 P2P_HITS = _p2p_hits()
-"""How vLLM labels prompt tokens that came from a peer engine."""
+"""vLLM's label for prompt tokens that came from a peer engine; None before 0.32."""
 
 _logger = init_logger("vllm.vllm_adapter")
 
@@ -157,7 +157,7 @@ def extra_config(config: VllmConfig) -> dict[str, object]:
 
 
 def load_failure_policy(config: VllmConfig) -> str:
-    """Return what the host does with a request whose load failed: `"fail"` or `"recompute"`."""
+    """Return the host's policy for a request whose load failed: `"fail"` or `"recompute"`."""
     transfer = config.kv_transfer_config
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
@@ -165,8 +165,8 @@ def load_failure_policy(config: VllmConfig) -> str:
 def may_read(config: VllmConfig) -> bool:
     """Return whether this engine may read from peers, by its role.
 
-    Source: vLLM frees a block only after the last step that writes into it has ended, if the role reads (`defer_block_free`).
-    Elsewhere a read could fill a block that a running step still writes into.
+    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
+    Otherwise a read could fill a block that a running step still writes into.
     """
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.is_kv_consumer
@@ -175,7 +175,7 @@ def may_read(config: VllmConfig) -> bool:
 def has_content_ids(config: VllmConfig) -> bool:
     """Return whether the host identifies images by their content; warn where it does not.
 
-    Source: vLLM gives images ids of their request when neither its processor cache nor its prefix cache needs content ids.
+    Source: vLLM identifies images by their request when neither its processor cache nor its prefix cache needs content ids.
     """
     media: Any = getattr(config.model_config, "multimodal_config", None)
     if media is None or media.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
@@ -189,12 +189,12 @@ def has_content_ids(config: VllmConfig) -> bool:
 
 
 def is_tracing(config: VllmConfig) -> bool:
-    """Tell whether the engine exports OpenTelemetry spans."""
+    """Return whether the engine exports OpenTelemetry spans."""
     return config.observability_config.otlp_traces_endpoint is not None
 
 
 def wants_host_buffer(config: VllmConfig) -> bool:
-    """Tell whether the cache is to be mirrored in host memory: `kv_buffer_device` is `"cpu"` and the device is another.
+    """Return whether to mirror the cache in host memory: `kv_buffer_device` is `"cpu"` and the device is another one.
 
     Raises:
         UnsupportedHost: `unsupported-buffer-device`: NIXL cannot register that device's memory.
@@ -217,13 +217,13 @@ def side_channel_port(config: VllmConfig) -> int:
     """Return the port on which this engine's side channel listens.
 
     Raises:
-        UnsupportedHost: `side-channel-port`: the environment's is no number.
+        UnsupportedHost: `side-channel-port`: the environment's port is not a number.
     """
     return listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, config.parallel_config.data_parallel_index)
 
 
 def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
-    """Return the facts about an engine that the adapter works with, read from vLLM's configuration.
+    """Return the facts about an engine that the adapter needs, from vLLM's configuration.
 
     Raises:
         UnsupportedHost: `no-engine-id`, `unsupported-vllm` or `side-channel-port`.
@@ -256,7 +256,7 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         groups=groups,
         group_ids=transfer_group_ids(cache),
         backoff_tokens=backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
-        # Decided by now: the host pins it for its own connector's name before it makes a worker's connector.
+        # Final by now: the host pins this value for its own connector's name before it creates a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
         whole_reason=_whole_reason(config, cache),
@@ -278,14 +278,14 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
 
 
 def end_reason(request: Request) -> EndReason:
-    """Translate the status of a finished request; one that is not known hands nothing over."""
+    """Translate the status of a finished request; nothing is handed over for an unknown status."""
     return _END_REASONS.get(request.status.name, "error")
 
 
 def drop_prompt_tail(request: Request, tokens: int) -> bool:
-    """Take `tokens` off the end of a producer's prompt, which the consumer recomputes; tell whether it was possible.
+    """Drop `tokens` from the end of a producer's prompt, which the consumer recomputes; return whether that was possible.
 
-    The host keeps the prompt up to four times: as ids, as embeddings, as a mask of which is which, and with its output.
+    The host keeps up to four copies of the prompt: as ids, as embeddings, as a mask that tells them apart, and with its output.
     """
     whole, kept = request.num_prompt_tokens, request.num_prompt_tokens - tokens
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
@@ -319,12 +319,12 @@ def _generation(engine_id: str, instance_id: str) -> int:
 def _shared_instance_id(config: VllmConfig) -> str:
     """Return the instance id of the engine's first rank, which is that of the scheduler; all workers call this at once.
 
-    Every node of an engine makes an id of its own. Source: vLLM broadcasts its engine id from the same ranks, right before
-    it makes the workers' connectors.
+    Every node of an engine makes its own id. Source: vLLM broadcasts its engine id from the same ranks, right before it creates
+    the workers' connectors.
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
 
-    if not model_parallel_is_initialized():  # a single process that drives the connector by itself
+    if not model_parallel_is_initialized():  # a single process that drives the connector itself
         return config.instance_id
     shared: Any = get_tp_group().broadcast_object(config.instance_id, src=0)
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -333,7 +333,7 @@ def _shared_instance_id(config: VllmConfig) -> str:
 
 
 def _is_lock_stepped(config: VllmConfig) -> bool:
-    """Return whether the data-parallel ranks step together, as vLLM has them do for mixtures of experts alone."""
+    """Return whether the data-parallel ranks step together; vLLM does this only for mixtures of experts."""
     return config.parallel_config.data_parallel_size > 1 and bool(getattr(config.model_config, "is_moe", True))
 
 
@@ -343,11 +343,11 @@ def has_v2_runner(config: VllmConfig) -> bool:
 
 
 def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
-    """Return why no prompt can be read while it is computed, empty where one can.
+    """Return why no prompt can be read while it is computed; empty where prompts can be.
 
-    Sources: version 2 of the model runner zeroes and copies blocks as it takes over a step's requests, which is before
-    `handle_preemptions`; version 1 after it. Version 1 leaves `wait_for_save` out on all stages but the last where it
-    drafts tokens.
+    Sources: version 2 of the model runner zeroes and copies blocks when it accepts a step's requests, before
+    `handle_preemptions`; version 1 does so after it. With drafted tokens, version 1 omits `wait_for_save` on all stages but the
+    last.
     """
     if has_v2_runner(config):
         return _ZEROES_FIRST if bool(getattr(cache, "needs_kv_cache_zeroing", True)) else _no_events(config)
@@ -357,7 +357,7 @@ def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
 
 
 def _no_events(config: VllmConfig) -> str:
-    """Return why it is not known when a chunk is computed; empty where it is: on the CPU, on CUDA, and where copies are read."""
+    """Return why the end of a chunk cannot be detected; empty where it can: on the CPU, on CUDA, and where copies are read."""
     return "" if current_platform.device_type in {"cpu", "cuda"} or wants_host_buffer(config) else _NO_EVENTS
 
 

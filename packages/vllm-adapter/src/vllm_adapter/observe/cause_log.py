@@ -20,7 +20,7 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 _LINES = 10
 _PERIOD_S = 10.0
 _MOST_CAUSES = 256
-"""Causes that are told apart; codes are few, and all further ones count as one."""
+"""Most causes that are told apart; codes are few, and all further ones count as one cause."""
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class CauseLog:
     Example: 300 forged tickets in 2 s, all refused as ``ticket-seal``, make 10 lines. The 301st, 11 s after the first, is logged
     with "290 more like this were not logged". Any thread.
 
-    Values that are no numbers may be texts of clients and peers. Each is cut to 2000 characters, and what is not printable in it
-    becomes an escape: a newline would begin a line that this engine never wrote, and an escape sequence command a terminal.
+    Values other than numbers may be texts of clients and peers. Each is cut to 2000 characters, and unprintable characters are
+    escaped: a newline would start a line that this engine never wrote, and an escape sequence could command a terminal.
 
     Args:
         now_s: The monotonic clock.
@@ -56,13 +56,13 @@ class CauseLog:
         self._log(logging.INFO, cause, text, values)
 
     def warning(self, cause: str, text: str, *values: object) -> None:
-        """Log a warning, unless its cause has had its lines. A cause is a code, never a request, a peer or a peer's text."""
+        """Log a warning unless its cause has used up its lines. A cause is a code, never a request, a peer or a peer's text."""
         self._log(self._warning_level, cause, text, values)
 
     def error(self, cause: str, text: str, *values: object, trace: BaseException | str | None = None) -> None:
         """Log a failure under the same limit, with its traceback if given; lines of a cause count together at any level.
 
-        The lines of a traceback that is a text already are indented, so that none of them looks like a line of the log.
+        The lines of a traceback given as text are indented, so that none of them looks like a line of the log.
         """
         self._log(logging.ERROR, cause, text, values, trace)
 
@@ -86,7 +86,7 @@ class CauseLog:
         _logger.log(level, text, *values, exc_info=trace)
 
     def _admit(self, cause: str) -> int | None:
-        """Return how many lines were held back before this one, None if this one is held back, too."""
+        """Return how many lines were held back before this one; None if this line is held back, too."""
         now_s = self._now_s()
         if cause not in self._periods and len(self._periods) >= _MOST_CAUSES:
             cause = ""
@@ -103,7 +103,7 @@ class CauseLog:
 
 
 def _harmless(value: object) -> object:
-    """Return a number as it is, and anything else as a text that is fit for a line."""
+    """Return a number unchanged, and anything else as a text that is safe in a log line."""
     return value if isinstance(value, int | float) else short_text(str(value))
 
 

@@ -1,4 +1,4 @@
-"""The folder of the sockets on which processes of engines answer `vllm-adapter status`, and its rights."""
+"""The private folder for the sockets on which engine processes answer `vllm-adapter status`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OTHERS_RIGHTS = 0o077
 
 
 def status_folder() -> Path:
-    """Return where this process puts its socket: in `$XDG_RUNTIME_DIR` where that is there, else `/tmp/vllm-adapter-UID`."""
+    """Return this process's socket folder: in `$XDG_RUNTIME_DIR` if that exists, else `/tmp/vllm-adapter-UID`."""
     return status_folders()[0]
 
 
 def status_folders() -> tuple[Path, ...]:
-    """Return every folder that an engine of this user may have chosen: a service need not have the variables of a login."""
+    """Return every folder that an engine of this user may use: a service may lack the variables of a login session."""
     shared = _TEMPORARY / f"{_NAME}-{os.getuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # `os.path.isdir` is false where a variable of another user or of any length makes `Path.is_dir` raise.
@@ -28,10 +28,10 @@ def status_folders() -> tuple[Path, ...]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter; one that is there must be so already.
+    """Create a folder that only this user can enter; an existing folder must already be private.
 
     Raises:
-        OSError: It cannot be made, or it is a link, somebody else's, or open to others.
+        OSError: It cannot be created, or it is a link, another user's, or open to others.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

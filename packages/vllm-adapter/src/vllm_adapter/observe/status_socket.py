@@ -1,10 +1,10 @@
-"""Unix socket on which a process of an engine tells the operator what it holds.
+"""Unix socket on which an engine process reports its state to the operator.
 
-Theory of operation. A thread of its own sleeps in `accept`, so a process that nobody asks pays nothing. Who connects must send
-one short line; the answer is one JSON object, and the connection is closed. One connection is served at a time, for a second at
-most, and there is a pause after each, so that asking in a loop cannot take the process's time. Folder (0700) and socket (0600)
-are the user's alone. The socket appears under its name only once it listens: one that refuses connections is a dead process's
-and may be removed by whoever finds it.
+Theory of operation. A separate thread sleeps in `accept`, so a process that is not asked pays nothing. A client must send one
+short line; the answer is one JSON object, and the connection is closed. One connection is served at a time, for a second at
+most, with a pause after each, so that asking in a loop cannot take the process's time. Only the user may access the folder
+(0700) and the socket (0600). The socket appears under its name only once it listens, so a socket that refuses connections
+belongs to a dead process, and any process that finds it may remove it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["REQUEST", "TRACE_REQUEST", "StatusSocket", "remove_stale"]
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
 REQUEST = b"status\n"
-"""The line that a client sends."""
+"""Request line of a client that asks for the status."""
 TRACE_REQUEST = b"trace\n"
-"""The line of a client that wants the latest hand-overs, and the process's monotonic clock at both ends of its answer."""
+"""Request line for the latest hand-overs, with the process's monotonic clock at both ends of its answer."""
 _MOST_REQUEST_BYTES = 64
 _BACKLOG = 4
 _CLIENT_S = 1.0
@@ -41,13 +41,13 @@ _PAUSE_S = 0.1
 
 @final
 class StatusSocket:
-    """Answers with `describe()` on a socket of its own; a socket that cannot be opened is one line in the log.
+    """Answers with `describe()` on its own socket; a socket that cannot be opened causes one line in the log.
 
     Args:
-        part: The process's part of its engine, for the name of the file: `scheduler`, or a rank as `0.1`.
-        describe: Returns plain values; called on the socket's thread, any time.
-        hand_overs: Returns the latest hand-overs, alike.
-        folder: Where the socket goes; None for the user's own.
+        part: The process's part of its engine, for the file name: `scheduler`, or a rank as `0.1`.
+        describe: Returns plain values; called on the socket's thread, at any time.
+        hand_overs: Returns the latest hand-overs; called in the same way.
+        folder: Folder of the socket; None for the user's own.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class StatusSocket:
 
     @property
     def path(self) -> Path:
-        """The socket's file."""
+        """File of the socket."""
         return self._folder / (self._name + SUFFIX)
 
     def open(self) -> bool:
-        """Begin to answer; False if that is not possible here, which the log says."""
+        """Start answering; return False if that is not possible here, with a log line."""
         try:
             make_private(self._folder)
             remove_stale(self._folder)
@@ -112,7 +112,7 @@ class StatusSocket:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
         self._thread.join(2 * _CLIENT_S)
         listening.close()
 
@@ -125,7 +125,7 @@ class StatusSocket:
                 connection, _ = listening.accept()
             except OSError:
                 if self._listening is listening:
-                    time.sleep(_PAUSE_S)  # no file descriptor left: later there may be
+                    time.sleep(_PAUSE_S)  # no file descriptor is free now; later there may be one
                 continue
             with suppress(OSError), connection:
                 self._answer(connection)
@@ -140,7 +140,7 @@ class StatusSocket:
         elif request == TRACE_REQUEST and self._hand_overs is not None:
             text = _text(self._hand_overs)
             clock = {"heard_s": heard_s, "answered_s": time.monotonic()}
-            # The clock is read last, so that the time it takes to describe everything does not blur it.
+            # Read the clock last, so that the time that the description takes does not blur it.
             connection.sendall(text[:-1] + b", " + json.dumps(clock).encode()[1:])
 
 
@@ -152,7 +152,7 @@ def _text(describe: Callable[[], Mapping[str, object]]) -> bytes:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove the sockets of processes that are gone."""
+    """Remove the sockets of processes that no longer exist."""
     for file in folder.glob("*" + SUFFIX):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(_CLIENT_S)

@@ -1,6 +1,6 @@
-"""Trace links of live requests, kept in the scheduler's process and sent along with the order to read.
+"""Trace links of live requests, kept in the scheduler's process and sent along with read orders.
 
-Without tracing the host gives requests no trace headers; then nothing is kept and nothing is sent.
+Without tracing, the host gives requests no trace headers; then no link is kept or sent.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TraceLinks:
     """Links of live requests and of leases.
 
     Args:
-        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are given
-            back; None without tracing.
+        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are freed; None
+            without tracing.
     """
 
     def __init__(self, lease_ended: Callable[[TraceLink, str, int], None] | None = None) -> None:
@@ -38,7 +38,7 @@ class TraceLinks:
             self._live[request_id] = TraceLink(dict(headers), time.time_ns())
 
     def of_reads(self, plan: StepPlan) -> dict[str, TraceLink]:
-        """Return the links of the requests whose reads a step orders and that the workers report."""
+        """Return the links of the requests whose reads a step orders and the workers report."""
         if not self._live:
             return {}
         return {
@@ -48,7 +48,7 @@ class TraceLinks:
         }
 
     def finished(self, request_id: str, *, keeps_blocks: bool) -> None:
-        """Forget a request, or follow its lease."""
+        """Forget a request's link, or keep it until its lease ends."""
         link = self._live.pop(request_id, None)
         if link is not None and keeps_blocks and self._lease_ended is not None:
             self._leased[request_id] = (link, time.time_ns())

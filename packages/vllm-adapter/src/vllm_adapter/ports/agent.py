@@ -32,12 +32,13 @@ class PeerSpec:
         key: Name of the peer in orders, results and statistics.
         agent_metadata: The peer's `agent_metadata()`.
         local_rows: uint64 (n, 5) over registered local memory.
-        peer_rows: uint64 (m, 5) over the peer's registered memory. A peer that is only notified has no rows on either side.
+        peer_rows: uint64 (m, 5) over the peer's registered memory. A peer that only gets notifications has no rows on either
+            side.
         memory_kind: Memory kind of the peer's rows.
         local_kind: Memory kind of the local rows; None if it equals `memory_kind`.
-        fence: (address, device, word count) of the peer's fence array; None for a peer without.
-        agent_prefix: Beginning that the name of the peer's agent must have; empty for any.
-        streams: (address, device, slots, capacity) of the peer's stream memory; None for a peer without.
+        fence: (address, device, word count) of the peer's fence array; None if the peer has none.
+        agent_prefix: Required prefix of the peer's agent name; empty for any name.
+        streams: (address, device, slots, capacity) of the peer's stream memory; None if the peer has none.
     """
 
     key: str
@@ -52,7 +53,7 @@ class PeerSpec:
 
 
 class TransferResult(Protocol):
-    """End of one posted read or probe."""
+    """The end of a posted read or probe."""
 
     @property
     def transfer_id(self) -> str: ...
@@ -64,7 +65,7 @@ class TransferResult(Protocol):
     def message(self) -> str: ...
     @property
     def fault(self) -> Literal["", "local", "peer", "environment"]:
-        """Where the cause of a failure lies; `local` for what this rank's own agent refuses."""
+        """Origin of the failure's cause; `local` for refusals of this rank's own agent."""
         ...
 
     @property
@@ -86,7 +87,7 @@ class TransferResult(Protocol):
     def fence_s(self) -> float: ...
     @property
     def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]:
-        """(backend as NIXL names it, empty if it does not; local memory kind; peer memory kind; bytes) of a good read."""
+        """(backend, empty if NIXL names none; local memory kind; peer memory kind; bytes) of a good read."""
         ...
 
 
@@ -98,7 +99,7 @@ class QuarantineEntry(Protocol):
 
 
 class StallEntry(Protocol):
-    """A transfer on the wire of which no part has ended for a while."""
+    """A transfer on the wire none of whose parts has ended for a while."""
 
     @property
     def transfer_id(self) -> str: ...
@@ -116,22 +117,22 @@ class ThreadHealth(Protocol):
 
     @property
     def state(self) -> Literal["new", "running", "stuck", "dead", "closed"]:
-        """`stuck`: one turn of the loop takes longer than `stuck_after_s`."""
+        """State of the thread; `stuck`: one turn of the loop has taken longer than `stuck_after_s`."""
         ...
 
     @property
     def calls_waiting(self) -> int:
-        """Calls and orders handed over and not yet run."""
+        """Calls and orders that are waiting to run."""
         ...
 
     @property
     def callback_errors(self) -> int:
-        """Callbacks and calls that raised so far. A new error shows as a higher count: log it once."""
+        """Number of callbacks and calls that have raised. A higher count means a new error: log it once."""
         ...
 
     @property
     def loop_errors(self) -> int:
-        """Turns of the loop that raised so far."""
+        """Number of turns of the loop that have raised."""
         ...
 
     @property
@@ -146,15 +147,15 @@ class ThreadHealth(Protocol):
 
     @property
     def ucx_requests(self) -> str:
-        """`zeroed`: a consumer that dies in a read over TCP does not end this process with SIGSEGV; else why it may."""
+        """`zeroed`: a consumer that dies in a read over TCP cannot end this process with SIGSEGV; else the reason why it may."""
         ...
 
 
 class StreamWords(Protocol):
-    """This rank's registered words of streams; stores from any thread. A slot's fence word has the same number."""
+    """This rank's registered words of streams; stores are safe on any thread. A slot's fence word has the slot's number."""
 
     def open(self, slot: int, generation: int, tag: int) -> None:
-        """Store the generation, and progress 0 under the tag; the table has no entries."""
+        """Store the generation, and progress 0 under the tag; the table starts without entries."""
         ...
 
     def void(self, slot: int, word: int, tag: int) -> None:
@@ -162,27 +163,27 @@ class StreamWords(Protocol):
         ...
 
     def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None:
-        """Store ids as the table's entries `first` and following."""
+        """Store block ids as the table's entries `first` and following."""
         ...
 
     def show(self, slot: int, tag: int, tokens: int) -> None:
-        """Store the progress, after everything that it tells of; dropped if the slot has another tag by now."""
+        """Store the progress, after all data that it covers; dropped if the slot has another tag by now."""
         ...
 
 
 class StreamListener(Protocol):
-    """Takes what a watch finds, on the owner thread."""
+    """Receives the findings of a watch, on the owner thread."""
 
     def progress(self, tag: int, tokens: int) -> None:
-        """Take the slot's progress word: the first one that was read, then each one that differs from the one before."""
+        """Receive the slot's progress word: the first one read, then each one that differs from the previous one."""
         ...
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:
-        """Take the entries `first` and following, as asked for."""
+        """Receive the requested entries `first` and following."""
         ...
 
     def broken(self, code: str, message: str) -> None:
-        """Take the end of the watch: the peer's words cannot be read any more. Called once."""
+        """Receive the end of the watch: the peer's words can no longer be read. Called once."""
         ...
 
 
@@ -190,11 +191,11 @@ class StreamWatch(Protocol):
     """A subscription to one stream slot of a peer. Owner thread only."""
 
     def read_table(self, tag: int, first: int, stop: int) -> None:
-        """Read the table's entries `first` to `stop - 1`; the listener is told once all of them carry the tag."""
+        """Read the table's entries `first` to `stop - 1`; the listener receives them once all of them carry the tag."""
         ...
 
     def end(self) -> None:
-        """Stop looking; nothing is told any more. More than once is fine."""
+        """Stop watching; the listener gets no further calls. May be called more than once."""
         ...
 
 
@@ -209,12 +210,12 @@ class TransferThread(Protocol):
 
     @property
     def streams(self) -> tuple[int, int, int, int] | None:
-        """(address, device, slots, capacity) of this rank's stream memory; None without."""
+        """(address, device, slots, capacity) of this rank's stream memory; None if it has none."""
         ...
 
     @property
     def stream_words(self) -> StreamWords | None:
-        """This rank's stream memory; None without."""
+        """This rank's stream memory; None if it has none."""
         ...
 
     def start(self) -> None: ...
@@ -227,25 +228,25 @@ class TransferThread(Protocol):
         ...
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Run `function` on the owner thread soon; wakes it; never blocks; any thread.
+        """Run `function` on the owner thread soon; wakes the thread; never blocks; any thread.
 
         A notification that arrived after this call is delivered after `function` has run.
         """
         ...
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
-        """Run `function` on the owner thread about every `period_s` while it lives.
+        """Run `function` on the owner thread about every `period_s` while the thread lives.
 
         Calls and notifications that were waiting when the timer fell due run before it.
         """
         ...
 
     def allow_slow_polling(self, allowed: bool) -> None:
-        """Let the owner thread poll less often while it has nothing to do: no peer has a reason to write to us; any thread."""
+        """Let the owner thread poll less often while it is idle and no peer has a reason to write to us; any thread."""
         ...
 
     def write_fence(self, slot: int, generation: int) -> None:
-        """Write a word of this rank's fence array; one store, any thread. Refused once the thread is closed."""
+        """Write a word of this rank's fence array with one store; any thread. Refused once the thread is closed."""
         ...
 
     # owner
@@ -254,7 +255,7 @@ class TransferThread(Protocol):
         ...
 
     def replace_peer(self, spec: PeerSpec) -> None:
-        """Register a peer rank whose key may be in use; transfers of the former one fail with `peer-removed`."""
+        """Register a peer rank whose key may be in use; transfers of the previous peer fail with `peer-removed`."""
         ...
 
     def remove_peer(self, peer: str) -> None: ...
@@ -270,23 +271,24 @@ class TransferThread(Protocol):
         deadline_s: float,
         fence: tuple[int, int] | None,
     ) -> None:
-        """Queue a read; `fence` is (slot, generation) to verify after it. The end comes through `on_result`.
+        """Queue a read; `fence` is (slot, generation) to verify after it. `on_result` reports the end.
 
         Without indices nothing is read; the fence is verified and the notification sent all the same.
         """
         ...
 
     def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
-        """Read one word of a peer, whatever it holds, to see if the peer answers. The end comes through `on_result`.
+        """Read one word of a peer, whatever its value, to see whether the peer answers. `on_result` reports the end.
 
         `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer.
         """
         ...
 
     def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
-        """Begin to look at a stream slot of a peer; raises a coded error for a slot or a peer that cannot be watched.
+        """Start polling a stream slot of a peer; raises a coded error for a slot or a peer that cannot be watched.
 
-        `tokens` is the progress that the peer is going to reach, 0 if that is not known: its last step is looked for closely.
+        `tokens` is the progress that the peer will reach, 0 if unknown; near the expected end of its last step it is polled
+        often.
         """
         ...
 
@@ -300,14 +302,14 @@ class TransferThread(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether orders are taken; False from the moment in which the thread fails."""
+        """Whether orders are accepted; False from the moment the thread fails."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread runs no more: its agent is closed, and nothing of it touches the memory."""
+        """Whether the thread has stopped: its agent is closed and no longer touches the memory."""
         ...
 
     def close(self) -> None:
-        """Idempotent; ordered: transfers, prepared lists, peers, registrations."""
+        """Shut down in order: transfers, prepared lists, peers, registrations. Idempotent."""
         ...

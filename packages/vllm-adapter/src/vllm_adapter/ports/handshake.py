@@ -14,7 +14,7 @@ __all__ = ["PeerMetadata", "HandshakeOutcome", "HandshakeClient", "HandshakeList
 
 
 class PeerMetadata(Protocol):
-    """Metadata of a peer rank as it came over the side channel, validated."""
+    """Validated metadata of a peer rank from the side channel."""
 
     @property
     def engine_id(self) -> str: ...
@@ -58,7 +58,7 @@ class PeerMetadata(Protocol):
 
     @property
     def generation(self) -> int | None:
-        """Number of the peer's registration, below 2**53; changes with every registration."""
+        """Number of the peer's registration, below 2**53; a new one for every registration."""
         ...
 
     @property
@@ -83,13 +83,13 @@ class PeerMetadata(Protocol):
 
 
 class HandshakeOutcome(Protocol):
-    """End of one handshake with one engine: all asked ranks, or a reason."""
+    """End of one handshake with one engine: the metadata of all requested ranks, or a reason."""
 
     @property
     def is_ok(self) -> bool: ...
     @property
     def peers(self) -> Mapping[tuple[int, int], PeerMetadata]:
-        """By (pp rank, tp rank); empty unless ok."""
+        """Metadata by (pp rank, tp rank); empty unless ok."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class HandshakeOutcome(Protocol):
 
 
 class HandshakeClient(AskClient, Protocol):
-    """Talks to many peers at once from one thread of its own."""
+    """Talks to many peers at once from its own thread."""
 
     def request(
         self,
@@ -120,13 +120,13 @@ class HandshakeClient(AskClient, Protocol):
     ) -> None:
         """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
 
-        A peer of another registration generation than `generation` is refused; None accepts any. A closed port ends the
-        handshake at once (``connection-refused``). While a failure of the same question is remembered the request ends at
-        once with ``recently-failed``, and the client asks the peer again in the background.
+        A peer of another registration generation than `generation` is refused; None accepts any. A closed port ends the handshake
+        at once (``connection-refused``). While the client remembers a failure of the same question, the request ends at once with
+        ``recently-failed``, and the client asks the peer again in the background.
 
-        With `check_first`, every attempt, also one in the background, asks for rank (0, 0) alone, calls it with that rank's
-        metadata on the client's thread, and asks for the ranks after it has returned. An exception of it ends the handshake with
-        ``first-rank-refused``.
+        With `check_first`, every attempt, even one in the background, asks for rank (0, 0) alone and calls `check_first` with
+        that rank's metadata on the client's thread; it asks for the other ranks after the call has returned. An exception from
+        the call ends the handshake with ``first-rank-refused``.
         """
         ...
 
@@ -139,7 +139,7 @@ class HandshakeListener(AskListener, Protocol):
     @property
     def port(self) -> int: ...
     def start(self) -> None:
-        """Bind and serve; a bind failure raises here, at once."""
+        """Bind and serve; a bind failure is raised at once."""
         ...
 
     def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
@@ -158,12 +158,12 @@ class NotificationView(Protocol):
     def request_ids(self) -> Sequence[str]: ...
     @property
     def nonces(self) -> Sequence[str]:
-        """The grant's nonce for each request id, parallel to `request_ids`; "" in vLLM's own form."""
+        """Nonce of the grant for each request id, parallel to `request_ids`; "" in vLLM's own form."""
         ...
 
     @property
     def reader_count(self) -> int:
-        """Ranks of this consumer that will report this request to this producer rank (0 for a heartbeat)."""
+        """Number of this consumer's ranks that will report this request to this producer rank (0 for a heartbeat)."""
         ...
 
     @property
@@ -173,7 +173,7 @@ class NotificationView(Protocol):
 
     @property
     def surplus(self) -> int:
-        """Entries of a heartbeat that were too many and have not been read."""
+        """Number of a heartbeat's entries that exceeded the limit and were not read."""
         ...
 
 
@@ -188,7 +188,7 @@ class WireCodec(Protocol):
         dialect: int,
         rank: tuple[int, int] | None = None,
     ) -> bytes:
-        """Envelope of one rank for the listener; `metadata` by `PeerMetadata` names."""
+        """Return one rank's envelope for the listener; `metadata` by `PeerMetadata` names."""
         ...
 
     @property

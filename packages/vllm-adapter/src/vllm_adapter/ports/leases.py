@@ -26,7 +26,7 @@ class Refusal(Protocol):
 
 
 class LeaseEnd(Protocol):
-    """A producer request whose blocks may be given back, after its fence word was written."""
+    """A producer request whose blocks may be freed, after its fence word was written."""
 
     @property
     def request_id(self) -> str: ...
@@ -39,7 +39,7 @@ class LeaseEnd(Protocol):
 
     @property
     def is_reported(self) -> bool:
-        """Whether the scheduler waits for its report as sent."""
+        """Whether the scheduler waits for the request to be reported as sent."""
         ...
 
     @property
@@ -49,10 +49,10 @@ class LeaseEnd(Protocol):
 
 
 class LeaseTable(Protocol):
-    """The producer's leases on one worker: the pure part, time comes in. Transfer thread only."""
+    """The producer's leases on one worker; pure, so time is passed in. Transfer thread only."""
 
     def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
-        """Apply the producer's part of a plan; `void` are grants whose KV is lost, whose leases end at once."""
+        """Apply the producer's part of a plan; `void` names grants whose KV is lost, and their leases end at once."""
         ...
 
     def expect(self, request_id: str, *, now_s: float) -> None:
@@ -64,7 +64,7 @@ class LeaseTable(Protocol):
     def read_complete(
         self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
     ) -> str:
-        """Count one reader of one consumer engine once; return the verdict.
+        """Count a reader of a consumer engine, each reader once; return the verdict.
 
         "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
         "unadmitted-reader" or "too-many-consumers".
@@ -72,7 +72,7 @@ class LeaseTable(Protocol):
         ...
 
     def take_ended(self, *, now_s: float) -> Sequence[LeaseEnd]:
-        """Return the leases that ended since the last call, oldest first, after expiring those that are due."""
+        """Expire the leases that are due; return the leases that ended since the last call, oldest first."""
         ...
 
     def live_count(self) -> int: ...
@@ -83,10 +83,10 @@ class LeaseTable(Protocol):
 
 
 class AnnouncedFences(Protocol):
-    """Fence words of requests that were announced and are neither granted nor released yet. Engine thread only."""
+    """Fence words of requests that were announced and have not been granted or released yet. Engine thread only."""
 
     def apply(self, plan: StepPlan) -> tuple[Sequence[tuple[int, int]], Sequence[str]]:
-        """Take in a plan; return the (slot, generation) words to write now and the grants whose KV is lost."""
+        """Process a plan; return the (slot, generation) words to write now and the grants whose KV is lost."""
         ...
 
     def slot(self, request_id: str) -> int | None:
@@ -99,5 +99,5 @@ class AnnouncedFences(Protocol):
         ...
 
     def lose(self) -> None:
-        """Note that memory and fence words of all of them are gone (sleep)."""
+        """Record that the memory and fence words of all announced requests are lost (sleep)."""
         ...

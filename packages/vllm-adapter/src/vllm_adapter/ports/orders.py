@@ -1,4 +1,4 @@
-"""Orders of hand-overs: plain values that go from the request machine to the workers, in a `StepPlan`."""
+"""Orders of hand-overs: plain values that the request machines send to the workers in a `StepPlan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockList(Protocol):
     def ids(self) -> Sequence[int]: ...
     @property
     def first_token(self) -> int:
-        """Index in the prompt of the first token that `ids[0]` stands for; 0 for a state, where it means nothing."""
+        """Index in the prompt of the first token of `ids[0]`; 0 for a state, where it has no meaning."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class BlockList(Protocol):
 
 
 class PeerAddress(Protocol):
-    """The peer engine that an order is about, as its ticket names it."""
+    """The peer engine of an order, as its ticket names it."""
 
     @property
     def engine_id(self) -> str: ...
@@ -58,7 +58,7 @@ class PeerAddress(Protocol):
 
 
 class ReadOrder(Protocol):
-    """A request's read, or the notification that stands in for it."""
+    """A request's read, or the notification that replaces it."""
 
     @property
     def request_id(self) -> str: ...
@@ -75,7 +75,7 @@ class ReadOrder(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that the local KV holds after the read: the end (exclusive) of what is ordered."""
+        """Prompt tokens that the local KV covers after the read: the end (exclusive) of the ordered range."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class ReadOrder(Protocol):
 
     @property
     def nonce(self) -> str:
-        """Nonce of the grant, to send back in every notification; empty for a peer that gave none."""
+        """Nonce of the grant, to return in every notification; empty if the peer gave none."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class ReadOrder(Protocol):
 
 
 class HeartbeatOrder(Protocol):
-    """Leases of one peer engine that are to be renewed now."""
+    """Leases at one peer engine to renew now."""
 
     @property
     def peer(self) -> PeerAddress: ...

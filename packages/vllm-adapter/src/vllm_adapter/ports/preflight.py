@@ -1,4 +1,4 @@
-"""Protocols of the looks at engines from outside, as the pre-flight check uses them: comparisons and costs."""
+"""Protocols for examining engines from outside, as the pre-flight check does: comparisons and costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Comparison", "Difference", "PlanEstimate"]
 
 
 class Difference(Protocol):
-    """A factor with two values."""
+    """A factor whose values differ."""
 
     @property
     def name(self) -> str: ...
@@ -29,13 +29,13 @@ class Difference(Protocol):
 
 
 class Comparison(Protocol):
-    """Everything in which two engines are known to differ."""
+    """All known differences between two engines."""
 
     @property
     def differences(self) -> Sequence[Difference]: ...
     @property
     def suspects(self) -> Sequence[str]:
-        """Factors likely to differ, where one side sends only its hash and no value explains it."""
+        """Factors that probably differ, where one side sends only its hash and no known value explains the difference."""
         ...
 
     @property

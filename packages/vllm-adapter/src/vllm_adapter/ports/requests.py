@@ -52,7 +52,7 @@ class Admission(Protocol):
 
     @property
     def is_early(self) -> bool:
-        """Whether a peer may read a producer's prompt while it is computed."""
+        """Whether its prompt may be read while it is computed: by a peer, or, of a consumer, by this engine."""
         ...
 
 

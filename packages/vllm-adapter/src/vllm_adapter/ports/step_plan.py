@@ -1,4 +1,4 @@
-"""All orders of a step, which go from the request machine to the workers."""
+"""All orders of a step, which the request machines send to the workers."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class StepPlan(Protocol):
 
     @property
     def passes(self) -> Sequence[str]:
-        """The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done."""
+        """The subset of `cancels` whose hand-over another request will read: the peer must not be notified that it is done."""
         ...
 
     @property
     def voids(self) -> Sequence[str]:
-        """Requests whose read, ordered by now, must end badly: the cache was reset."""
+        """Requests whose read, if ordered before now, must end as failed: the cache was reset."""
         ...
 
     @property
     def failures(self) -> Sequence[str]:
-        """Requests that the host parked for a read that nobody will make; report them as received and failed."""
+        """Requests that the host holds for a read that will not happen; report them as received and failed."""
         ...
 
     @property
@@ -84,5 +84,5 @@ class StepPlan(Protocol):
     def is_empty(self) -> bool: ...
     @property
     def is_local(self) -> bool:
-        """Whether it asks nothing of the transfer thread: at most words of streams and copies to the host buffer."""
+        """Whether the transfer thread has nothing to do: at most words of streams and copies to the host buffer are ordered."""
         ...

@@ -15,10 +15,10 @@ __all__ = ["StreamEndReport", "StreamEnds", "StreamWorker"]
 
 
 class StreamWorker(Protocol):
-    """Stores words of a worker of the producer, in the order that is safe."""
+    """Writes the words of a producer's worker, in the order that is safe."""
 
     def before_forward(self, plan: StreamPlan) -> Sequence[tuple[str, Exception]]:
-        """Move words, open slots and publish the ids of this step's chunks; return (request, error) of refused orders."""
+        """Change words, open slots and publish the ids of this step's chunks; return (request, error) of refused orders."""
         ...
 
     def chunk_ended(self, chunk: StreamChunk) -> None:
@@ -26,24 +26,24 @@ class StreamWorker(Protocol):
         ...
 
     def held(self, chunk: StreamChunk) -> None:
-        """Show the tokens whose pages were there before a chunk's step; any thread."""
+        """Show the tokens whose pages were complete before a chunk's step; any thread."""
         ...
 
     def spoil(self, opening: StreamOpen) -> None:
-        """Store words that no reader accepts, for a prompt whose pages are no good."""
+        """Store words that no reader accepts, for a prompt whose pages are unusable."""
         ...
 
     def leases_ended(self, ends: Iterable[LeaseEnd]) -> None:
-        """Move the words of streams whose lease has ended on this worker."""
+        """Void the words of streams whose lease has ended on this worker."""
         ...
 
     def take_sent(self) -> Sequence[str]:
-        """Return the requests that ended without a lease and whose words have moved for good, each once."""
+        """Return the requests that ended without a lease and whose words are permanently void, each once."""
         ...
 
 
 class StreamEndReport(Protocol):
-    """New ends of streams: for the engine, and for the scheduler half (request, whether the fence held)."""
+    """New ends of streams: for the engine, and for the scheduler half (request, whether its fence held)."""
 
     @property
     def received(self) -> tuple[str, ...]: ...
@@ -54,14 +54,14 @@ class StreamEndReport(Protocol):
 
 
 class StreamEnds(Protocol):
-    """Keeps what has become of each stream on a worker of the consumer. Engine thread only."""
+    """Tracks the outcome of each stream on a consumer's worker. Engine thread only."""
 
     def apply(self, plan: StreamPlan) -> tuple[tuple[StreamOrder, ...], tuple[str, ...]]:
-        """Take in a plan; return the streams to read and the streams to stop."""
+        """Process a plan; return the streams to read and the streams to stop."""
         ...
 
     def takes_read(self, request_id: str) -> bool:
-        """Whether this worker is to do and report what is ordered now; ask once for each reported read or failure."""
+        """Whether this worker must carry out and report the current order; call once for each reported read or failure."""
         ...
 
     def ended(self, request_id: str, *, is_done: bool) -> None:
@@ -69,5 +69,5 @@ class StreamEnds(Protocol):
         ...
 
     def take_report(self) -> StreamEndReport:
-        """Return what is new since the last call."""
+        """Return the ends since the last call."""
         ...

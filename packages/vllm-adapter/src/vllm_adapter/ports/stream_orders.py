@@ -19,7 +19,7 @@ __all__ = [
 
 
 class StreamVoid(Protocol):
-    """Order: move the fence word, before the forward pass."""
+    """Order: void the fence word, before the forward pass."""
 
     @property
     def request_id(self) -> str: ...
@@ -31,7 +31,7 @@ class StreamVoid(Protocol):
     def tag(self) -> int: ...
     @property
     def ends(self) -> bool:
-        """Whether the request is reported as sent then."""
+        """Whether the request is then reported as sent."""
         ...
 
 
@@ -58,7 +58,7 @@ class StreamRun(Protocol):
 
 
 class StreamChunk(Protocol):
-    """Order: store block ids before the forward pass, and show `tokens` once the device has finished it."""
+    """Order: store block ids before the forward pass, and show `tokens` once the device has finished the chunk."""
 
     @property
     def request_id(self) -> str: ...
@@ -72,12 +72,12 @@ class StreamChunk(Protocol):
     def tokens(self) -> int: ...
     @property
     def held_tokens(self) -> int:
-        """Tokens whose pages are there once all steps before this one have ended on the device; 0 for none that are known."""
+        """Tokens whose pages are complete once all earlier steps have ended on the device; 0 if none are known."""
         ...
 
 
 class StreamPlan(Protocol):
-    """Orders of streams of one step."""
+    """Orders of one step about streams."""
 
     @property
     def voids(self) -> Sequence[StreamVoid]: ...
@@ -94,5 +94,5 @@ class StreamPlan(Protocol):
     def watches(self) -> Sequence[StreamOrder]: ...
     @property
     def stops(self) -> Sequence[str]:
-        """Requests whose stream is to be given up, and reported as received and failed."""
+        """Requests whose stream is to be stopped, and reported as received and failed."""
         ...

@@ -53,7 +53,7 @@ class FieldDocument(TypedDict):
 
 
 class MemberEntry(NamedTuple):
-    """A layer's place in the pages of a region; a list of four in the document."""
+    """Position of a layer in the pages of a region; a list of four in the document."""
 
     layer: str
     layout: int
@@ -62,7 +62,7 @@ class MemberEntry(NamedTuple):
 
 
 class RegionDocument(TypedDict):
-    """Registered memory, cut into pages."""
+    """Registered memory, divided into pages."""
 
     base_address: int
     page_bytes: int
@@ -84,7 +84,7 @@ class GroupDocument(TypedDict):
 
 
 class GeometryDocument(TypedDict):
-    """A rank's geometry as it travels; `tp` and `pp` are (size, rank)."""
+    """A rank's geometry in wire form; `tp` and `pp` are (size, rank)."""
 
     schema: str
     version: int
@@ -129,7 +129,7 @@ class StagedRegion(Protocol):
     def group(self) -> int: ...
     @property
     def start(self) -> int:
-        """First byte of a page that is permuted; the moves fill [start, stop)."""
+        """First byte of a page that is permuted; the moves write [start, stop)."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class StagedRegion(Protocol):
 
 
 class PeerPlan(Protocol):
-    """Everything that one local consumer rank reads from one producer engine."""
+    """All reads of one local consumer rank from one producer engine."""
 
     @property
     def producer_ranks(self) -> Sequence[tuple[int, int]]:
@@ -148,48 +148,48 @@ class PeerPlan(Protocol):
 
     @property
     def notify_only_ranks(self) -> Sequence[tuple[int, int]]:
-        """Ranks that are not read and still wait for a notification from this rank."""
+        """Ranks that are not read but expect a notification from this rank."""
         ...
 
     @property
     def is_staged(self) -> bool:
-        """Whether the pages that a read brings are still in the producer's order: see `staged_pages`."""
+        """Whether received pages are still in the producer's order: see `staged_pages`."""
         ...
 
     def staged_pages(
         self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
     ) -> Sequence[tuple[StagedRegion, PageNumbers]]:
-        """Permutations that a read leaves to be done, and the local pages to apply them to; arguments as `indices`."""
+        """Permutations to apply after a read, with the local pages to apply them to; arguments as for `indices`."""
         ...
 
     @property
     def bytes_per_token(self) -> float: ...
     def expected_bytes(self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int) -> int:
-        """Bytes that a request moves into this rank from all producer ranks; arguments as `indices`."""
+        """Bytes that a request moves into this rank from all producer ranks; arguments as for `indices`."""
         ...
 
     def reader_count(self, producer_rank: tuple[int, int]) -> int:
-        """Consumer ranks that report to this producer rank."""
+        """Number of consumer ranks that report to this producer rank."""
         ...
 
     def local_rows(self, producer_rank: tuple[int, int]) -> Rows:
-        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; (0, 5) for a rank that is only notified."""
+        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; (0, 5) for a rank that only gets notifications."""
         ...
 
     def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
     def indices(
         self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
     ) -> tuple[Indices, Indices]:
-        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises coded on bad lists.
+        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises a coded error on bad lists.
 
-        One list per group and side. Every token from a local list's first one up to `tokens` that lies in a real local
-        block is moved; a peer that lacks one is refused, unless the window of token number `tokens` does not reach it.
+        One list per group and side. Every token from a local list's first one up to `tokens` is moved if it lies in a real local
+        block; a peer that lacks one of them is refused, unless the window of token number `tokens` does not reach it.
         """
         ...
 
 
 class PeerSizes(Protocol):
-    """Parallel sizes of a peer engine, as its ticket says."""
+    """Parallel sizes of a peer engine, as its ticket states them."""
 
     @property
     def tp(self) -> int: ...
@@ -200,11 +200,11 @@ class PeerSizes(Protocol):
 
 
 HeadOrder = Literal["HN", "NH"]
-"""Heads outside tokens in memory, or inside."""
+"""Order of the axes in memory: heads outside tokens (HN) or inside (NH)."""
 
 
 class RankShape(Protocol):
-    """A rank of the same make as ours: its place in its engine, and its block sizes."""
+    """A rank of the same model as ours: its place in its engine, and its block sizes."""
 
     @property
     def tp_size(self) -> int: ...
@@ -228,7 +228,7 @@ class RankShape(Protocol):
 
 
 class Reshard(Protocol):
-    """Makes the document of another rank of the same make, its regions dense and at addresses that count up from 0."""
+    """Makes the document of another rank of the same model, with dense regions at addresses that count up from 0."""
 
     def __call__(self, local: Mapping[str, object], shape: RankShape, /) -> Mapping[str, object]: ...
 
@@ -243,11 +243,11 @@ class Planner(Protocol):
         ...
 
     def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> object:
-        """Facts of a peer's document that `plan` needs, for it alone to understand; raises coded errors."""
+        """Facts of a peer's document, opaque here, that `plan` needs; raises coded errors."""
         ...
 
     def plan(self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int) -> PeerPlan:
-        """The plan by which this rank reads from peers, given as documents or as `geometry` returned them."""
+        """Return the plan for this rank's reads from peers, given as documents or as returned by `geometry`."""
         ...
 
     def reshard(self, local: Mapping[str, object], shape: RankShape) -> Mapping[str, object]: ...

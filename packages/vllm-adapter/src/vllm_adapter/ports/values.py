@@ -16,10 +16,10 @@ BlockIds = Sequence[Sequence[int]]
 MemoryKind = Literal["DRAM", "VRAM"]
 
 Rows = npt.NDArray[np.uint64]
-"""uint64 (n, 5): address, length_bytes, device, stride_bytes, count; row k stands for its count of descriptors."""
+"""uint64 (n, 5): address, length_bytes, device, stride_bytes, count; each row stands for `count` descriptors."""
 
 Indices = npt.NDArray[np.int32]
-"""int32 (n,): descriptor numbers in rows, counted over all rows."""
+"""int32 (n,): descriptor numbers, counted over all rows."""
 
 PageNumbers = npt.NDArray[np.int64]
-"""int64 (n,): numbers of pages of a region, ascending, each once."""
+"""int64 (n,): page numbers in a region, ascending, each once."""

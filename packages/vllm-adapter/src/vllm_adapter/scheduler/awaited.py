@@ -1,8 +1,8 @@
-"""Reports that this connector waits for from its workers.
+"""Worker reports that this connector waits for.
 
-Beside other connectors (vLLM's MultiConnector) every report of every connector comes to all of them; ids that are not awaited
-here belong to another one. A failed read is logged by the scheduler and not by the ranks: one line, with what each rank said, as
-far as lines of its codes are not held back.
+Beside other connectors (vLLM's MultiConnector) each connector receives the reports of all of them; ids that are not awaited
+here belong to another connector. The scheduler logs a failed read, the ranks do not: one line with the reason of each rank,
+unless lines of its codes are rate-limited.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["AwaitedReports"]
 
 @final
 class AwaitedReports:
-    """Ids whose end the workers will report. Scheduler's thread only."""
+    """Requests whose end the workers will report. Scheduler's thread only."""
 
     def __init__(self, log: CauseLog) -> None:
         self._log = log
         self._reads: set[str] = set()
-        # Those of them that follow a prompt which is still computed.
+        # The subset of `_reads` that streams a prompt which its peer is still computing.
         self._streamed: set[str] = set()
         self._leases: set[str] = set()
         self._refused: set[str] = set()
         self._reasons: defaultdict[str, dict[Rank, ReadFailure]] = defaultdict(dict)
 
     def ordered(self, plan: StepPlan) -> None:
-        """Note what a step orders."""
+        """Record the reads and failures that a step orders."""
         plain = [order.request_id for order in plan.reads if order.is_reported]
         streamed = [order.read.request_id for order in plan.streams.watches]
         self._reads.update(plain, streamed)
@@ -46,30 +46,30 @@ class AwaitedReports:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a read is under way, or a lease is open."""
+        """Whether a read is in progress or a lease is open."""
         return bool(self._reads or self._leases)
 
     @property
     def is_awaiting_whole(self) -> bool:
-        """Whether an end is near: of a prompt's read that is whole, or of a lease."""
+        """Whether an end is expected soon: of the read of a finished prompt, or of a lease."""
         return len(self._reads) > len(self._streamed) or bool(self._leases)
 
     def leased(self, request_id: str) -> None:
-        """Note a finished request whose blocks stay."""
+        """Record a finished request whose blocks are kept for a reader."""
         self._leases.add(request_id)
 
     def explained(self, reasons: Mapping[str, Mapping[Rank, ReadFailure]]) -> None:
-        """Note why reads failed, by request and rank; their reports come now, or once all other ranks have ended."""
+        """Record why reads failed, by request and rank; the failures are reported now or once all other ranks have ended."""
         for request_id, by_rank in reasons.items():
             if request_id in self._reads:
                 self._reasons[request_id].update(by_rank)
 
     def sent(self, request_ids: Iterable[str]) -> list[str]:
-        """Return those leases that were awaited, in order of their ids."""
+        """Return the awaited leases among these requests, sorted by id."""
         return _take(self._leases, request_ids)
 
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return those reads that were awaited: (all, failed ones)."""
+        """Return the awaited reads among these requests as (all, failed)."""
         ended = set(request_ids)
         refused = _take(self._refused, ended)
         mine = sorted({*_take(self._reads, ended), *refused})
@@ -77,9 +77,9 @@ class AwaitedReports:
         return mine, sorted(set(mine).intersection(failed))
 
     def log_failures(self, request_ids: Iterable[str], live: Container[str]) -> None:
-        """Log one line for each failed read whose reason a rank has given; the same codes share their lines.
+        """Log one line for each failed read for which a rank gave a reason; reads with the same codes share a rate limit.
 
-        A stream that was given up because its request had ended, as when a client leaves, is no failure.
+        A stream that was stopped because its request had ended, for example because the client left, is not a failure.
 
         Args:
             request_ids: Requests whose read has failed.
@@ -98,7 +98,7 @@ class AwaitedReports:
 
 
 def _reason(failures: Mapping[Rank, ReadFailure]) -> str:
-    """Return which ranks could not read and why.
+    """Return the ranks that could not read, and their reasons.
 
     Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.
     """

@@ -1,7 +1,7 @@
-"""Chunks of prompts that will be handed over, told to the request machines step by step.
+"""Chunks of prompts that will be handed over, passed to the request machines step by step.
 
-They need the chunks of every such prompt in host-buffer mode, for the copies to the mirror, and else of those alone that a peer
-may read while they are computed. Where nothing of either kind runs, a step costs one look here.
+In host-buffer mode the machines need the chunks of every such prompt, for the copies to the mirror; otherwise only those of
+prompts that a peer may read while they are computed. If there are no such prompts, a step costs one check here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ComputedChunks"]
 
 @final
 class ComputedChunks:
-    """Tells the request machines of every chunk, and knows the prompts of which one was refused.
+    """Passes every chunk to the request machines, and remembers the prompts of which a chunk was refused.
 
     Args:
         chunks: Follows the prompts' blocks.
@@ -37,7 +37,7 @@ class ComputedChunks:
         self._refused: set[str] = set()
 
     def watch(self, request_id: str, prompt_tokens: int, *, is_early: bool) -> None:
-        """Follow the prompt of a producer's request from its arrival, if anybody needs its chunks."""
+        """Follow the prompt of a producer's request from its arrival, if its chunks are needed."""
         if self._has_mirror or is_early:
             self._chunks.watch(request_id, prompt_tokens)
 
@@ -46,7 +46,7 @@ class ComputedChunks:
         return self._chunks.follows(request_id)
 
     def tell(self, scheduled: Iterable[ScheduledTokens]) -> None:
-        """Tell of what a step computes; `scheduled` is not looked at while no prompt is followed."""
+        """Pass on the chunks that a step computes; `scheduled` is not iterated while no prompt is followed."""
         if self._chunks.is_following:
             for step in scheduled:
                 chunk = self._chunks.scheduled(step)
@@ -54,8 +54,8 @@ class ComputedChunks:
                     self._tell(chunk)
 
     def _tell(self, chunk: PrefillChunk) -> None:
-        # Until the machine has accepted the chunk, the prompt must not be handed over. Nothing is told of it any more, either:
-        # blocks of later chunks would take the places of those that are missing.
+        # The prompt must not be handed over until the machine has accepted the chunk. After a refusal no further chunk is passed
+        # on either: the blocks of later chunks would take the places of the missing ones.
         self._refused.add(chunk.request_id)
         event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
         with self._guards(event, chunk.request_id):
@@ -74,6 +74,6 @@ class ComputedChunks:
         return request_id in self._refused
 
     def forget(self, request_id: str) -> None:
-        """Follow a request no longer."""
+        """Stop following a request."""
         self._refused.discard(request_id)
         self._chunks.forget(request_id)

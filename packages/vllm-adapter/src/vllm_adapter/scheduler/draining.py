@@ -1,4 +1,4 @@
-"""The last part of an engine's life: told to end, it gives no tickets, and those that are out go on."""
+"""Shutdown phase of an engine: it grants no new tickets, while hand-overs whose tickets are out continue."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 
 @final
 class Draining:
-    """Lets the request machines drain once the host was told to end, and counts what is leased.
+    """Lets the request machines drain once the host is shutting down, and counts leased blocks.
 
-    The host goes on stepping while a finished request keeps blocks, so nothing is to be done for open leases.
+    The host keeps stepping while a finished request keeps blocks, so open leases need no action here.
 
     Args:
         facts: This engine.
         state: Its request machines.
-        is_ending: Tells whether the host was told to end.
+        is_ending: Tells whether the host has been told to shut down.
     """
 
     def __init__(self, facts: EngineFacts, state: SchedulerState, is_ending: Callable[[], bool]) -> None:
@@ -37,19 +37,19 @@ class Draining:
 
     @property
     def leased_blocks(self) -> int:
-        """Blocks that finished requests keep for a reader; a block that two of them share counts twice."""
+        """Blocks that finished requests keep for a reader; a block shared by two of them counts twice."""
         return sum(self._state.leased_blocks)
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of these blocks on each rank.
+        """Bytes of the leased blocks on each rank.
 
         Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: 13312.
         """
         return sum(blocks * size for blocks, size in zip(self._state.leased_blocks, self._block_bytes, strict=True))
 
     def look(self) -> None:
-        """Drain if the host was told to end; the first time, log what is still to be read."""
+        """Start to drain if the host is shutting down; the first time, log the tickets that are still to be read."""
         if self._state.is_draining or not self._is_ending():
             return
         self._state.drain()
@@ -63,7 +63,7 @@ class Draining:
         )
 
     def end(self) -> None:
-        """Warn of tickets that nobody will be able to read any more; idempotent."""
+        """Warn about tickets that can no longer be read; idempotent."""
         if self._state.lease_count and not self._has_ended:
             _logger.warning(
                 "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",

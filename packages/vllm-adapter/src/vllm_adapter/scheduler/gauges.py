@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 __all__ = ["Gauges"]
 
 _COUNT_EVERY_S = 1.0
-"""Live requests are counted by a scan, so not every step."""
+"""Interval of counting live requests, which takes a scan and is too costly for every step."""
 
 
 @final
 class Gauges:
-    """Records levels.
+    """Records current levels.
 
-    Of live requests, how many more or fewer each state has than at the last count. Example: 3 requests wait and 1 is read,
-    then 2 wait and 2 are read: the changes are -1 and +1.
+    Live requests are recorded by state, as the change since the previous count. Example: 3 requests wait and 1 is being read,
+    then 2 wait and 2 are being read: the changes are -1 and +1.
     """
 
     def __init__(self, state: SchedulerState, draining: Draining) -> None:

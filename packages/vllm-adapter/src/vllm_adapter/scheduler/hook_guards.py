@@ -1,7 +1,7 @@
-"""Hooks of the scheduler that never raise.
+"""Guards that keep the scheduler's hooks from raising.
 
-An exception there is a defect, or a call that the host should not make: the line in the log says what it means for the request,
-or for all of the engine.
+An exception in a hook is a defect, or a call that the host should not make. The log line says what it means for the request or
+for the whole engine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["HookGuards"]
 
 @final
 class HookGuards:
-    """Makes `with` blocks that turn an exception into a log line, as far as lines of this event are not held back.
+    """Makes `with` blocks that turn an exception into a log line, unless lines of this event are rate-limited.
 
-    Example: `with guards("arrival", request_id): ...`, or for what no single request stands for
+    Example: `with guards("arrival", request_id): ...`, or, where no single request is concerned,
     `with guards.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
 
     Args:
-        log: Limits the lines of each event.
+        log: Rate-limits the lines of each event.
     """
 
     __slots__ = ("_log",)
@@ -31,17 +31,17 @@ class HookGuards:
         self._log = log
 
     def __call__(self, event: str, request_id: str) -> _Guard:
-        """Return a block for a constant event and the request that it is about."""
+        """Return a guard for a constant event and the request that it is about."""
         return _Guard(self._log, event, f"request {request_id}: ", "the request goes on without a hand-over")
 
     def of_engine(self, event: str, consequence: str) -> _Guard:
-        """Return a block for a constant event that concerns no single request, and what follows if it fails."""
+        """Return a guard for a constant event that concerns no single request; the line says the `consequence` of a failure."""
         return _Guard(self._log, event, "", consequence)
 
 
 @final
 class _Guard:
-    """Block of code that may be refused; its `__exit__` returns a bool, so that type checkers know."""
+    """Context manager that logs exceptions; `__exit__` returns a bool, so that type checkers know that it may suppress them."""
 
     __slots__ = ("_consequence", "_event", "_log", "_whose")
 
@@ -52,10 +52,10 @@ class _Guard:
         self._consequence = consequence
 
     def __enter__(self) -> None:
-        """Begin the block."""
+        """Enter the block."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        """Log an exception, and let only those through that end the process."""
+        """Log an exception and suppress it, unless it ends the process."""
         if not isinstance(error, Exception):
             return False
         self._log.error(

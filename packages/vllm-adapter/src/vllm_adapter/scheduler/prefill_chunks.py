@@ -1,16 +1,16 @@
 """Blocks that a step computes for the prompts that will be handed over.
 
-Streams need the blocks that a step adds, copies to a mirror those that it touches. A chunk touches the blocks of the tokens that
-it computes: also the block that the chunk before left half full, which is not among the blocks that the engine adds in this
-step. A request's first chunk stands for all tokens before it, too: blocks of a prefix hit may have been computed for requests
-that were not handed over.
+Streams need the blocks that a step adds; copies to a mirror need the blocks that it touches. A chunk touches the blocks of the
+tokens that it computes, including a block that the previous chunk left partly filled, which is not among the blocks that the
+engine adds in this step. A request's first chunk also covers all tokens before it: the blocks of a prefix hit may have been
+computed for requests that were not handed over.
 
 Example: blocks of 16 tokens, a prompt of 40, steps of 24 and 16 tokens. The first step touches blocks 0 and 1, the second tokens
 24 to 39, which lie in blocks 1 and 2.
 
-Of a state only the last one matters, once the prompt is complete. The blocks before it are states of earlier boundaries, which
-the host takes away and gives to others while the prompt goes on: a copy of such a block could overwrite what is being read
-into it.
+For states only the last one matters, once the prompt is complete. The blocks before it hold states of earlier boundaries. The
+host takes them away and gives them to other requests while the prompt continues, so a copy of such a block could overwrite
+data that is being read into it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ScheduledTokens:
         request_id: The request.
         block_ids: Blocks per transferable group: all of them if `is_fresh`, else those that are new.
         is_fresh: Whether the request starts, or starts again after a preemption.
-        computed_tokens: Tokens that need not be computed any more.
+        computed_tokens: Tokens that are already computed.
         new_tokens: Tokens that this step computes.
-        held_tokens: Tokens of a prefix hit that this step computes for no request, see `PrefixHits`.
+        held_tokens: Tokens of a prefix hit that this step does not compute for any request, see `PrefixHits`.
     """
 
     request_id: str
@@ -54,10 +54,10 @@ class PrefillChunk:
     Attributes:
         request_id: The request.
         block_ids: Blocks per group that hold the tokens of the step.
-        new_block_ids: Blocks per group that the request has since this step: all it has, if it starts or starts again.
-        is_prompt_complete: Whether the prompt is complete with the step.
-        computed_tokens: Tokens of the prompt that are computed then, those of a prefix hit among them.
-        held_tokens: Tokens of the prompt that were computed before the step.
+        new_block_ids: Blocks per group that the request gains in this step: all its blocks, if it starts or starts again.
+        is_prompt_complete: Whether this step completes the prompt.
+        computed_tokens: Prompt tokens that are computed after the step, including those of a prefix hit.
+        held_tokens: Prompt tokens that were computed before the step.
     """
 
     request_id: str
@@ -81,8 +81,8 @@ class PrefillChunks:
 
     Args:
         groups: The transferable groups.
-        context_sizes: Context-parallel size of each group. A block stands for so many times its tokens: blocks of 16 tokens
-            that two ranks deal out among them stand for 32 tokens of the prompt.
+        context_sizes: Context-parallel size of each group, by which a block's token count is multiplied: blocks of 16 tokens
+            that are dealt out to two ranks stand for 32 tokens of the prompt.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], context_sizes: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class PrefillChunks:
         self._prompts[request_id] = _Prompt(prompt_tokens)
 
     def forget(self, request_id: str) -> None:
-        """Follow a request no longer."""
+        """Stop following a request."""
         self._prompts.pop(request_id, None)
 
     @property
@@ -116,7 +116,7 @@ class PrefillChunks:
         return request_id in self._prompts
 
     def scheduled(self, step: ScheduledTokens) -> PrefillChunk | None:
-        """Return the request's chunk in this step, None for a request that is not followed or whose prompt is complete."""
+        """Return the request's chunk in this step; None if the request is not followed or its prompt is complete."""
         prompt = self._prompts.get(step.request_id)
         if prompt is None:
             return None
@@ -145,6 +145,6 @@ def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int) -> tup
 
 
 def _running_state(ids: Sequence[int], scratch_blocks: int) -> tuple[int, ...]:
-    """Return the block with the state of the last token, which is in front of the scratch blocks."""
+    """Return the block with the state of the last token, which precedes the scratch blocks."""
     last = max(0, len(ids) - 1 - scratch_blocks)
     return tuple(ids[last : last + 1])

@@ -1,11 +1,11 @@
-"""Prefix hits whose pages are there before a step, so that a stream may show them at once.
+"""Prefix hits whose pages are complete before a step, so that a stream may show them at once.
 
-The host knows a block by its content as soon as the step that computes it is scheduled. So a hit may name blocks that another
-request of the same step is about to fill. The blocks that a step writes are therefore looked up, in the tables of all its
-requests, once a prompt that will be streamed has a hit, and only then.
+The host indexes a block by its content as soon as the step that computes it is scheduled, so a hit may name blocks that another
+request of the same step is about to fill. Therefore, once a prompt that will be streamed has a hit, and only then, the blocks
+that the step writes are collected from the block tables of all its requests.
 
-Example: blocks of 16 tokens. A step computes tokens 16 to 47 of one request with the blocks 4, 5 and 6: it writes 5 and 6. A hit
-on the blocks 4 and 5 is not there before the step, one on block 4 is.
+Example: blocks of 16 tokens. A step computes tokens 16 to 47 of a request with the blocks 4, 5 and 6, so it writes 5 and 6. A
+hit on blocks 4 and 5 is not complete before the step; a hit on block 4 is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["PrefixHits"]
 
 @final
 class PrefixHits:
-    """Looks at the hits of one step.
+    """Checks the prefix hits of one step.
 
     Args:
-        span_tokens: Tokens that a block of each transferable group stands for; 0 for a group of states, which count in the end.
+        span_tokens: Tokens that a block of each transferable group stands for; 0 for a group of states, which is not checked.
         scheduled: (request, computed tokens) of all requests of the step.
         blocks_of: Returns a request's whole block table, per transferable group; None if the host does not tell.
         null: The block id that stands for no block.
@@ -46,7 +46,7 @@ class PrefixHits:
         self._is_known = True
 
     def held(self, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> int:
-        """Return the tokens of a hit, in whole blocks of all groups; 0 if this step computes any of them, or if in doubt."""
+        """Return the tokens of a hit, in whole blocks of all groups; 0 if this step computes any of them, or in case of doubt."""
         whole_tokens = computed_tokens - computed_tokens % lcm(*filter(None, self._spans))
         if not whole_tokens:
             return 0

@@ -1,11 +1,11 @@
-"""The registration of this engine's memory that its tickets may name, as the scheduler's process knows it.
+"""The memory registration that this engine's tickets may name, as known in the scheduler's process.
 
-Theory of operation. A worker that was asleep has registered its memory anew: other metadata, another generation. It reports so
-with the output of its next step. But the host finishes that step's requests, whose tickets we write, before it hands the output
-over, and the host does not tell the scheduler of the sleep at all. It does tell of every reset of the caches, which comes
-whenever it discards the cache's memory. So from a reset on the current registration is unknown: no ticket is written, every
-step asks, and the first step whose output has the answer of all ranks ends the doubt. A request that finishes meanwhile is
-answered without a ticket, and its prompt is computed where it is decoded.
+Theory of operation. A worker that was asleep registers its memory again, with other metadata and another generation, and
+reports that with the output of its next step. But the host finishes that step's requests, for which we write tickets, before
+it passes the output on, and it does not tell the scheduler about the sleep at all. It does report every reset of the caches,
+which it makes whenever it discards the cache's memory. So after a reset the current registration is unknown: no ticket is
+written, and every step asks the ranks, until the output of a step contains the answers of all of them. A request that finishes
+meanwhile is answered without a ticket, and its prompt is computed where it is decoded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["ServedRegistration"]
 
 @final
 class ServedRegistration:
-    """The latest report of all ranks. Scheduler's thread only.
+    """The latest reports of all ranks. Scheduler's thread only.
 
     Args:
-        generation: The first registration's.
+        generation: Generation of the first registration.
     """
 
     def __init__(self, generation: int) -> None:
@@ -37,49 +37,49 @@ class ServedRegistration:
 
     @property
     def is_sure(self) -> bool:
-        """Whether `generation` is known to be current."""
+        """Whether `generation` is known to be the current one."""
         return self._is_sure
 
     @property
     def generation(self) -> int:
-        """The registration that all ranks named last."""
+        """The generation that all ranks reported last."""
         return self._generation
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks whose report is needed."""
+        """Number of ranks whose reports are needed."""
         return len(self._ranks)
 
     @property
     def question(self) -> int:
-        """Number of the question for this step's orders; 0 for none, also once all ranks have answered it.
+        """Number of the question for this step's orders; 0 for no question, also once all ranks have answered it.
 
-        A rank without memory (asleep, or its transfer thread dead) answers once, and reports by itself when it has some again.
+        A rank without memory (asleep, or its transfer thread dead) answers once, and reports again by itself when it has memory.
         """
         answers = [self._registrations.get(rank) for rank in self._ranks]
         is_answered = bool(answers) and all(one is not None and one.answer >= self._question for one in answers)
         return 0 if self._is_sure or is_answered else self._question
 
     def expect(self, ranks: Iterable[Rank], served: Collection[Rank] | None = None) -> None:
-        """Note the ranks whose report is needed, and doubt if the envelope of one of them is missing.
+        """Record the ranks whose reports are needed; the generation becomes unknown if the envelope of any of them is missing.
 
         Args:
             ranks: (pp rank, tp rank) of all workers.
-            served: Ranks whose envelope there is already; None for all of them.
+            served: Ranks whose envelope is already served; None for all of them.
         """
         self._ranks = frozenset(ranks)
-        self._registrations.clear()  # they may be those of workers that are no more
+        self._registrations.clear()  # they may come from workers that no longer exist
         is_missing = served is not None and not self._ranks <= set(served)
         if is_missing or not self._is_sure:
             self.doubt()
 
     def doubt(self) -> None:
-        """Believe no report from before now."""
+        """Discard all earlier reports: the current registration is unknown until the ranks report again."""
         self._is_sure = False
         self._question += 1
 
     def update(self, registrations: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
-        """Take in reports of ranks; return the envelopes to serve from now on, {} until all are ready, None for no change."""
+        """Process reports of ranks; return the envelopes to serve from now on, {} until all are ready, None for no change."""
         self._registrations.update(registrations)
         ranks = self._ranks or self._registrations.keys()
         envelopes = self._answers(ranks)

@@ -1,4 +1,4 @@
-"""The listener of this engine's side channel, as the scheduler's process owns it."""
+"""Ownership of this engine's side-channel listener in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SideChannel:
 
     Args:
         engine_id: This engine, for log lines.
-        make_listener: Makes a listener that is not started yet.
-        streams: Gets the listener before it starts, None where nothing is streamed.
+        make_listener: Creates a listener that has not been started.
+        streams: Receives the listener before it starts; None where nothing is streamed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SideChannel:
 
     @property
     def listener(self) -> HandshakeListener | None:
-        """The listener that serves, None before the first `serve` and after `close`."""
+        """The active listener; None before the first `serve` and after `close`."""
         return self._listener
 
     def serve(self, envelopes: Mapping[Rank, bytes]) -> None:
@@ -56,7 +56,7 @@ class SideChannel:
         )
 
     def renew(self, envelopes: Mapping[Rank, bytes]) -> None:
-        """Serve the envelopes of a new registration, if anything is served at all."""
+        """Serve the envelopes of a new registration, if a listener is active."""
         if self._listener is not None:
             self._listener.replace(envelopes)
             _logger.info("side channel of engine %s serves %d ranks anew", self._engine_id, len(envelopes))

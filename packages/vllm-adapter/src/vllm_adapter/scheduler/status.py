@@ -1,4 +1,4 @@
-"""Present state of the scheduler's side as plain values, for `vllm-adapter status`. Any thread may ask."""
+"""Current state of the scheduler's side as plain values, for `vllm-adapter status`. Callable on any thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 __all__ = ["MOST_REQUESTS", "scheduler_status"]
 
 MOST_REQUESTS = 50
-"""Requests that are described, the oldest ones; all of them are counted."""
+"""Most requests that are described, oldest first; all requests are counted."""
 _TRIES = 3
 
 
 def scheduler_status(
     facts: EngineFacts, state: SchedulerState, draining: Draining, *, served_ranks: int, now_s: float
 ) -> dict[str, object]:
-    """Return counts, leases and the oldest requests of a live engine; nothing of it changes.
+    """Return counts, leases and the oldest requests of a live engine, without changing anything.
 
-    The request machines go on meanwhile, on another thread: figures that belong together may be a step apart.
+    The request machines keep running on another thread, so figures that belong together may be a step apart.
     """
     return {
         "part": "scheduler",
@@ -46,7 +46,7 @@ def _requests(state: SchedulerState, now_s: float) -> dict[str, object]:
         try:
             counts = dict(state.state_counts())
             oldest = [_brief(entry) for entry in state.snapshot(now_s=now_s, most=MOST_REQUESTS)]
-        except (RuntimeError, LookupError):  # a table has changed under the look: look again
+        except (RuntimeError, LookupError):  # a table changed during iteration: try again
             if not left:
                 raise
             continue
@@ -55,7 +55,7 @@ def _requests(state: SchedulerState, now_s: float) -> dict[str, object]:
 
 
 def _brief(entry: Mapping[str, object]) -> dict[str, object]:
-    """Return what an operator asks of a request, without fences and nonces, by which a lease could be ended."""
+    """Return an operator's view of a request, without fences and nonces, which could be used to end a lease."""
     names = ("request_id", "role", "state", "age_s", "prompt_tokens", "waits_for", "rejected_code")
     brief = {name: entry[name] for name in names if entry.get(name) not in (None, "")}
     consumer = entry.get("consumer")

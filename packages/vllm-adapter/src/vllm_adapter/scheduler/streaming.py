@@ -1,4 +1,4 @@
-"""Streamed hand-overs as the scheduler's hooks see them. Without a channel every method does nothing."""
+"""Streamed hand-overs as the scheduler's hooks use them. Without a channel every method does nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Streaming:
     Args:
         facts: This engine.
         state: The request machines.
-        channel: Moves questions and answers; None where nothing is streamed.
+        channel: Passes questions and answers on; None where nothing is streamed.
         guards: Turns an exception of the machines into a log line.
     """
 
@@ -49,12 +49,12 @@ class Streaming:
         self._is_router_known = False
 
     def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
-        """Look at a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
+        """Check a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
 
         Args:
             arrival: The request.
-            tail: Tokens at its end that were to be left out.
-            is_shortened: Whether they were; then it generates one token, whatever it was asked for.
+            tail: Tokens that were to be dropped from the end of its prompt.
+            is_shortened: Whether they were dropped; the request then generates one token, whatever it was asked for.
         """
         reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
         if not reason:
@@ -66,7 +66,7 @@ class Streaming:
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
 
     def taken(self, arrival: Arrival) -> None:
-        """Say once, of the first hand-over of all, that the router does not stream although this engine does."""
+        """Log once, at the first hand-over, if this engine streams but its router does not."""
         if self._channel is None or self._is_router_known:
             return
         self._is_router_known = True
@@ -91,11 +91,11 @@ class Streaming:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a peer is to tell when a prompt can be read."""
+        """Whether a question to a peer is still unanswered."""
         return self._channel is not None and self._channel.is_asking
 
     def receive(self, now_s: float) -> None:
-        """Hand to the machines what peers have asked and answered since the last look."""
+        """Pass the questions and answers that peers have sent since the last call to the machines."""
         if self._channel is not None and self._channel.has_received:
             with self._guards.of_engine(
                 "receipt of questions and answers", "prompts are read early later, or not at all"
@@ -103,7 +103,7 @@ class Streaming:
                 self._channel.receive(now_s)
 
     def send(self) -> None:
-        """Send what the machines ask and answer; once a step, after its plan was taken."""
+        """Send the machines' questions and answers; once a step, after its plan was taken."""
         if self._channel is not None:
             with self._guards.of_engine(
                 "sending of questions and answers", "prompts are read early later, or not at all"
@@ -111,23 +111,23 @@ class Streaming:
                 self._channel.send()
 
     def publish(self) -> None:
-        """Let peers have the answers that stand since a request has ended, whether or not there is another step."""
+        """Publish the answers that changed when a request ended, whether or not another step follows."""
         if self._channel is not None:
             with self._guards.of_engine("standing answers", "peers are answered a step later"):
                 self._channel.publish()
 
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
-        """Note the streams that have ended on a rank, and whether their fence held there."""
+        """Record the streams that have ended on a rank, and whether their fence held there."""
         for request_id, rank, is_done in ends:
             with self._guards("end of a stream", request_id):
                 self._state.stream_ended(request_id, rank, is_done=is_done)
 
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
-        """Let the machines ask for the free blocks of the host's pool."""
+        """Let the machines query the number of free blocks in the host's pool."""
         if self._channel is not None:
             self._state.bind_free_blocks(free_blocks)
 
     def close(self) -> None:
-        """Ask nothing more; idempotent."""
+        """Stop asking questions; idempotent."""
         if self._channel is not None:
             self._channel.close()

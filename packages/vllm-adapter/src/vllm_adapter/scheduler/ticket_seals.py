@@ -1,4 +1,4 @@
-"""Seals of tickets, as the scheduler's process looks after them: secrets that change, and peers that write no seals."""
+"""Seals of tickets in the scheduler's process: changing secrets, and peers that do not seal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_PEERS = 256
 
 @final
 class TicketSeals:
-    """Gives the request machines the fleet's secrets, and says once per peer that its tickets are not sealed.
+    """Passes the fleet's secrets to the request machines, and logs once per peer that its tickets are not sealed.
 
     Args:
         secrets: The fleet's secrets, None if tickets are not sealed.
@@ -34,21 +34,21 @@ class TicketSeals:
 
     @property
     def current(self) -> tuple[bytes, ...]:
-        """The secrets, none if nothing is sealed; any thread."""
+        """The secrets, empty if nothing is sealed; any thread."""
         return self._secrets.current if self._secrets is not None else ()
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """A digest of each secret, in order, for comparing two engines; the first one's seals this engine's tickets."""
+        """A digest of each secret, in order, for comparing two engines; the first secret seals this engine's tickets."""
         return self._secrets.fingerprints if self._secrets is not None else ()
 
     def look(self, now_s: float) -> None:
-        """Take over secrets that have changed."""
+        """Pass secrets that have changed to the request machines."""
         if self._secrets is not None and self._secrets.changed(now_s):
             self._state.set_secrets(self._secrets.current)
 
     def accepted(self, params: object) -> None:
-        """Note the params of a request that was admitted: a ticket, or a plain request to prefill, which names no blocks."""
+        """Check the params of an admitted request: a ticket, or a plain request to prefill, which names no blocks."""
         if self._secrets is None or not isinstance(params, Mapping):
             return
         ticket = cast("Mapping[str, object]", params)

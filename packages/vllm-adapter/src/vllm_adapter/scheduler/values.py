@@ -22,12 +22,12 @@ class Arrival:
         params: Its `kv_transfer_params`, as the client sent them.
         prompt_tokens: Length of its prompt.
         identity: Computes the digest of its prompt.
-        trace_headers: Trace headers that it came with, if any.
-        drop_tail: Takes so many tokens off the end of its prompt; False if that was not possible.
-        frontend_s: Time since the host's frontend began with it; None if that is not known.
-        output_tokens: Counts the tokens that it has got so far.
-        max_tokens: Tokens that it may generate; None if that is not known.
-        is_session: Whether its prompt comes in parts, each after the answer to the former one.
+        trace_headers: Trace headers of the request, if any.
+        drop_tail: Drops the given number of tokens from the end of its prompt; returns False if that was not possible.
+        frontend_s: Time since the host's frontend began to process it; None if that is not known.
+        output_tokens: Returns the number of tokens generated so far.
+        max_tokens: Most tokens that it may generate; None if that is not known.
+        is_session: Whether its prompt comes in parts, each sent after the answer to the previous part.
     """
 
     request_id: str
@@ -48,9 +48,9 @@ class Ending:
 
     Attributes:
         request_id: The request.
-        reason: Cause of its end.
-        computed_tokens: Tokens that it has computed, those of steps that still run included.
-        in_flight_tokens: Tokens of steps that still run: nobody knows yet whether they are kept.
+        reason: Reason of its end.
+        computed_tokens: Tokens computed so far, including those of steps that are still running.
+        in_flight_tokens: Tokens of steps that are still running: it is not known yet whether they will be kept.
         identity: Computes the digest of its prompt.
     """
 

@@ -1,3 +1,3 @@
-"""The connector in a worker's process: the engine thread's half, and what it drives."""
+"""Worker side of the connector: the engine thread's half, and the parts that it drives."""
 
 __all__: list[str] = []

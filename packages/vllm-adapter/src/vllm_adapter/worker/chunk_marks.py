@@ -1,8 +1,9 @@
-"""Actions that wait until the device has finished what the engine thread gave it: a chunk's tokens are shown then, never before.
+"""Actions that wait until the device has finished earlier work: a chunk's tokens may be shown then, never before.
 
-Theory of operation. Where calls end when they are done (CPU), an action runs at once. On a device with streams the engine thread
-marks its stream behind the forward pass and goes on; one thread of this module waits for the marks in turn and runs the actions.
-With a host buffer readers take the mirror's pages, so an action waits for the copies instead (`HostMirror.then`).
+Theory of operation. Where a call returns only when its work is done (CPU), an action runs at once. On a device with streams the
+engine thread records a mark in its stream behind the forward pass and continues; one thread of this module waits for the marks
+in order and runs the actions. With a host buffer readers take the mirror's pages, so an action waits for the copies instead
+(`HostMirror.then`).
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ if TYPE_CHECKING:
 __all__ = ["ChunkMarks", "DeviceMarks"]
 
 _LOOK_S: Final = 0.0005
-"""Time between two looks at a mark; the thread sleeps while there is none."""
+"""Interval at which a mark is polled; the thread sleeps while there is none."""
 
 
 class DeviceMarks(Protocol):
-    """Marks behind all that the calling thread has given the device so far."""
+    """Marks behind all the work that the calling thread has given the device so far."""
 
     def mark(self) -> object:
-        """Return a mark; never waits."""
+        """Record and return a mark; never waits."""
         ...
 
     def is_over(self, mark: object) -> bool:
-        """Tell whether everything before the mark is done; any thread."""
+        """Return whether everything before the mark is done; any thread."""
         ...
 
 
 @final
 class ChunkMarks:
-    """Runs actions in the order in which they were given, each once the device has got so far.
+    """Runs actions in the order in which they were given, each once the device has reached its mark.
 
     Args:
-        device: The device's marks; None where calls end when they are done.
-        trouble: Takes what an action, or a look at a mark, raises; the actions behind it run all the same.
+        device: The device's marks; None where calls return only when their work is done.
+        trouble: Receives the exception of an action or of polling a mark; later actions still run.
     """
 
     def __init__(self, device: DeviceMarks | None, trouble: Callable[[str, Exception], None]) -> None:
@@ -50,7 +51,7 @@ class ChunkMarks:
         self._is_closed = False
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run an action behind what the calling thread has given the device; engine thread, never waits."""
+        """Run an action after the work that the calling thread has given the device so far; engine thread, never waits."""
         if self._device is None:
             action()
             return
@@ -60,7 +61,7 @@ class ChunkMarks:
         self._waiting.put((self._device.mark(), action))
 
     def close(self) -> None:
-        """Run no further action; idempotent."""
+        """Run no more actions; idempotent."""
         self._is_closed = True
         self._waiting.put(None)
 

@@ -1,4 +1,4 @@
-"""Completion of good reads on the engine thread: pages put in order, and copied to the device in host-buffer mode."""
+"""Completion of good reads on the engine thread: pages are permuted, and in host-buffer mode copied to the device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ReadCompletion:
     """Completes good reads. Engine thread only.
 
     Args:
-        converter: Puts received pages in order; None if no plan needs that.
+        converter: Permutes the bytes of received pages; None if no plan needs that.
         mirror: Copies received blocks to the device; None without host-buffer mode.
-        recorder: Takes observations.
+        recorder: Records observations.
     """
 
     def __init__(self, converter: PageConverter | None, mirror: HostMirror | None, recorder: Recorder) -> None:
@@ -40,7 +40,7 @@ class ReadCompletion:
         self._recorder = recorder
 
     def complete(self, finished: FinishedRead) -> ReadEnd:
-        """Return the read's end after its completion; a failed step makes it a failed end."""
+        """Complete a read and return its end, which is a failed one if a step failed."""
         end, conversion = finished.end, finished.conversion
         if end.is_ok and conversion:
             end = self._attempt(end, "conversion", lambda: self._convert(conversion))

@@ -1,10 +1,10 @@
-"""Conversion of staged reads: their pages hold the producer's order of bytes and are put in ours, in place.
+"""Conversion of staged reads: received pages hold the producer's byte order and are permuted in place into ours.
 
-Theory of operation. A staged plan reads whole pages as the producer keeps them, because a direct one would need a descriptor
-for every run of bytes that is contiguous on both sides. The plan says, per local region, which cells of a received page go
-where (`kv_topology.PageMove`, in bytes). Here these become a few *steps*: regions whose pages are permuted alike share one,
-neighbouring cells that stay together are joined, and lengths are counted in the widest word that divides them all. A step is
-executed by the host's tensor library over all its regions and pages at once (`torch_pages.py`); nothing here touches memory.
+Theory of operation. A staged plan reads whole pages as the producer stores them, because a direct plan would need a descriptor
+for every run of bytes that is contiguous on both sides. For each local region, the plan lists the moves of a received page's
+cells (`kv_topology.PageMove`, in bytes). This module turns them into a few *steps*: regions with the same permutation share
+one step, neighbouring cells that stay together are joined, and lengths are counted in the widest word that divides them all.
+The host's tensor library executes a step over all its regions and pages at once (`torch_pages.py`); nothing here touches memory.
 
 Worked example. A page of 2 heads x 4 tokens x 8 bytes was received tokens first and is wanted heads first. The plan's move is
 `shape (1, 4, 2, 8)` for (unit, token, head, byte), `source_strides (64, 16, 8, 1)`, `target_strides (64, 8, 32, 1)`,
@@ -42,7 +42,7 @@ class _PlainMove(NamedTuple):
 
 
 class _JoinedAxis(NamedTuple):
-    """An axis that is left of a move: its steps, and bytes per step on both sides."""
+    """An axis that remains in a move: its number of steps, and bytes per step on both sides."""
 
     steps: int
     source: int
@@ -50,7 +50,7 @@ class _JoinedAxis(NamedTuple):
 
 
 class _JoinedMove(NamedTuple):
-    """A move whose contiguous axes are joined: where it begins on both sides, in bytes from the first permuted byte."""
+    """A move whose contiguous axes are joined, with its start on both sides, in bytes from the first permuted byte."""
 
     axes: tuple[_JoinedAxis, ...]
     run_bytes: int
@@ -69,7 +69,7 @@ class WordMove:
     target_strides: tuple[int, ...]
 
     def narrowed(self, parts: int) -> WordMove:
-        """Return the same move in words of a `parts`th of the width."""
+        """Return the same move in words of 1/`parts` of the width."""
         return WordMove(
             (*self.shape[:-1], self.shape[-1] * parts),
             self.source_offset * parts,
@@ -81,13 +81,13 @@ class WordMove:
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """How the words of a page change places.
+    """A rearrangement of the words of a page.
 
     Attributes:
-        word_bytes: 1, 2, 4 or 8; all else is counted in such words, from the first one that is permuted.
+        word_bytes: 1, 2, 4 or 8; all other lengths are counted in such words, from the first permuted word on.
         start_bytes: First byte of the page that is permuted.
         span: Words that are permuted.
-        moves: Together they write every word of the span once.
+        moves: Moves that together write every word of the span exactly once.
     """
 
     word_bytes: int
@@ -96,7 +96,7 @@ class Permutation:
     moves: tuple[WordMove, ...]
 
     def aligned(self, *places_bytes: int) -> Permutation:
-        """Return the same permutation in words on whose borders all these places of memory lie."""
+        """Return the same permutation in words small enough that all these memory addresses are aligned to them."""
         word_bytes = math.gcd(self.word_bytes, *places_bytes)
         parts = self.word_bytes // word_bytes
         if parts == 1:
@@ -120,8 +120,8 @@ class ConversionStep:
     """A permutation of the same pages of several regions.
 
     Attributes:
-        permutation: Reordering that is done to each page.
-        regions: Where the pages are; each place once, ascending.
+        permutation: Permutation to apply to each page.
+        regions: Page ranges of the regions; each one once, ascending.
         pages: Numbers of the pages, each once.
     """
 
@@ -131,18 +131,18 @@ class ConversionStep:
 
 
 class PageConverter(Protocol):
-    """Executes steps on the memory that the engine gave to its layers."""
+    """Executes steps on the cache memory."""
 
     def convert(self, steps: Sequence[ConversionStep]) -> None:
-        """Permute in place, in order before whatever the calling thread gives the device next.
+        """Permute pages in place, before any work that the calling thread gives the device next.
 
-        Whatever it raises, the pages then hold nothing of use.
+        If this raises, the content of the pages is invalid.
         """
         ...
 
 
 def page_ranges(document: GeometryDocument) -> tuple[PageRange, ...]:
-    """Return where the pages of a geometry document's regions are, by region number."""
+    """Return the page ranges of a geometry document, by region number."""
     return tuple(
         PageRange(region["base_address"], region["page_stride_bytes"], region["page_count"])
         for region in document.get("regions", ())
@@ -155,14 +155,14 @@ def conversion_steps(
     """Return the steps that complete a staged read, one per distinct permutation and group.
 
     Args:
-        staged: Regions that the plan leaves to be put in order, with the numbers of their pages.
-        ranges: Where the pages are, by region number.
+        staged: Regions whose pages the plan leaves unpermuted, with the numbers of their pages.
+        ranges: Page ranges, by region number.
     """
     alike: dict[tuple[int, int, int, tuple[_PlainMove, ...]], tuple[set[PageRange], PageNumbers]] = {}
     for region, pages in staged:
         if len(pages):
             key = (region.group, region.start, region.stop, tuple(_plain(move) for move in region.moves))
-            # A set: what two layers share is read once, and permuted once.
+            # A set, because pages that two layers share are read once and permuted once.
             alike.setdefault(key, (set(), pages))[0].add(ranges[region.region])
     return tuple(
         ConversionStep(_permutation(start, stop, moves), tuple(sorted(places, key=lambda p: p.address)), pages)
@@ -205,10 +205,10 @@ def _in_words(move: _JoinedMove, word_bytes: int) -> WordMove:
 
 
 def _join(move: _PlainMove, start: int) -> _JoinedMove:
-    """Return the axes that are left of a move after joining what is contiguous on both sides.
+    """Return the axes that remain of a move after joining those that are contiguous on both sides.
 
-    Example: cells of 8 bytes, axes (count, source, target) = (4, 8, 8), (2, 64, 32): the first axis touches (its steps
-    are the cell), so the run grows to 32 bytes; the second one does not touch at the source (64) and stays.
+    Example: cells of 8 bytes, axes (count, source, target) = (4, 8, 8), (2, 64, 32): the first axis is contiguous (its stride
+    is the cell), so the run grows to 32 bytes; the second one is not contiguous at the source (64) and stays.
     """
     run_bytes = move.element_bytes
     axes = [
@@ -223,7 +223,7 @@ def _join(move: _PlainMove, start: int) -> _JoinedMove:
     for axis in sorted(axes, key=lambda axis: axis.source, reverse=True):
         merged = axis
         if joined and joined[-1][1:] == (axis.source * axis.steps, axis.target * axis.steps):
-            # The outer axis goes on where the inner one ends, on both sides: together they are one.
+            # The outer axis continues where the inner one ends, on both sides, so the two become one axis.
             merged = axis._replace(steps=axis.steps * joined.pop().steps)
         joined.append(merged)
     return _JoinedMove(tuple(joined), run_bytes, move.source_offset - start, move.target_offset - start)

@@ -1,7 +1,7 @@
 """The connector in a worker's process: the engine thread's half.
 
-The engine thread only hands immutable orders over and takes finished results away; everything that touches NIXL, a peer or
-the network happens on the transfer thread (`registration.py`, `transfer/`).
+The engine thread only passes immutable orders on and collects finished results; everything that touches NIXL, a peer or the
+network happens on the transfer thread (`registration.py`, `transfer/`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = ["WorkerSide"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _VOID_GENERATION = 0
-"""A fence word that no ticket ever carries."""
+"""Fence word that no ticket ever carries."""
 _NOTHING = StepReport()
 _Item = TypeVar("_Item")
 _RESET = "the cache was reset after this read had been ordered"
 
 
 def _drained(queue: deque[_Item]) -> Iterator[_Item]:
-    """Take everything out of a queue that another thread may go on filling."""
+    """Remove and yield all items of a queue that another thread may still append to."""
     while queue:
         yield queue.popleft()
 
@@ -67,7 +67,7 @@ def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -
 
 @final
 class WorkerSide:
-    """Worker half of a rank: registers its cache, applies a step's orders, reports what ended."""
+    """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class WorkerSide:
         self._failures: list[str] = []
         self._registration: Registration | None = None
         self._ending: Registration | None = None
-        # The transfer thread has died; what it left is ended once it has closed its agent.
+        # Set when the transfer thread has died; its reads and leases are ended once the thread has closed its agent.
         self._dead: Registration | None = None
         self._is_dead_ended = False
         self._caches: Sequence[LayerCache] = ()
@@ -103,7 +103,7 @@ class WorkerSide:
         self._are_words_late = False
         self._rest_s = 0.0
         self._has_ended = threading.Event()
-        # Reads whose end is still to be taken, and those of them whose end must be a bad one.
+        # Reads whose end has not been collected yet, and the subset of them that must end as failed.
         self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
         self._generation = facts.generation
@@ -125,11 +125,11 @@ class WorkerSide:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
         Args:
-            caches: This rank's layers, as peers are to read and write them.
-            converter: Puts received pages in order; without one, peers whose pages would need that are read piece by piece.
+            caches: This rank's layers, as peers will read and write them.
+            converter: Permutes received pages; without one, peers whose pages would need that are read piece by piece.
             mirror: The device's memory, if `caches` are only its mirror.
-            select_device: Makes the rank's device the calling thread's; None where there is nothing to select.
-            marks: Tells when the device has finished what it was given; None where calls end when they are done.
+            select_device: Makes the rank's device current for the calling thread; None where there is nothing to select.
+            marks: Tells when the device has finished earlier work; None where calls return only when their work is done.
         """
         self._marks = ChunkMarks(marks, self._recorder.trouble)
         self._select_device = select_device
@@ -165,7 +165,7 @@ class WorkerSide:
         self._has_ended.set()
 
     def unregister(self) -> None:
-        """End all reads and leases and give the cache's memory back, before the host unmaps it; idempotent.
+        """End all reads and leases and deregister the cache's memory before the host unmaps it; idempotent.
 
         Raises:
             AdapterError: `memory-in-use`: the memory must stay mapped.
@@ -185,7 +185,7 @@ class WorkerSide:
         except AdapterError:
             if (
                 not self._ending.agent.is_alive
-            ):  # its leases and reads end once it has ended, also if the host does not try again
+            ):  # its leases and reads end once the thread has ended, even if the host does not try again
                 self._dead, self._ending = self._ending, None
             raise
         finally:
@@ -196,10 +196,10 @@ class WorkerSide:
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
     def restore(self) -> None:
-        """Register the cache anew after `unregister`: the same addresses, their content lost; else do nothing.
+        """Register the cache again after `unregister`, at the same addresses with its content lost; else do nothing.
 
         Raises:
-            Exception: Passed on from the transfer library; nothing is registered then, and it may be tried again.
+            Exception: Passed on from the transfer library; nothing is registered then, and the call may be repeated.
         """
         if not self._is_asleep:
             return
@@ -211,7 +211,7 @@ class WorkerSide:
         registration.agent.call_soon(lambda: registration.leases.expect(waiting))
 
     def close(self) -> None:
-        """Stop both threads and give registrations back; idempotent."""
+        """Stop both threads and deregister the memory; idempotent."""
         registration, self._registration, self._dead = self._registration or self._dead, None, None
         self._marks.close()
         if registration is not None:
@@ -232,7 +232,7 @@ class WorkerSide:
     # ---------------------------------------------------------------------------------------------- every step
 
     def before_forward(self, orders: StepOrders) -> None:
-        """Store the words that must move before the step writes into any block; once a step, before `apply`."""
+        """Write the fence and progress words that must change before the step writes into any block; per step, before `apply`."""
         self._begun = orders
         self._note_death()
         self._end_dead()
@@ -255,7 +255,7 @@ class WorkerSide:
             return
         reads = self._streams.apply(plan)
         self._due_reads.update(order.request_id for order in reads.reads if order.is_reported)
-        # The scheduler may not have been told yet that one of them has ended.
+        # The scheduler may not know yet that one of these reads has ended.
         self._void_reads.update(self._due_reads.intersection(plan.voids))
         words, void_grants = self._announced.apply(plan)
         registration, mirror = self._registration, self._mirror
@@ -267,7 +267,7 @@ class WorkerSide:
             self._refuse(plan, reads)
             return
         try:
-            # At once, on this thread: the words must be there before the step's end can make the tickets known.
+            # Write at once, on this thread: the words must be in place before the step's end can make the tickets known.
             _write_words(registration, words)
             registration.order(plan, void_grants, reads)
         except Exception:
@@ -279,7 +279,7 @@ class WorkerSide:
         self._streams.forget(grant.request_id for grant in plan.grants)
 
     def _tell_late_words(self, plan: StepPlan) -> None:
-        """Say once that the host has no hook before the forward pass, or calls it with other orders."""
+        """Log once that the host does not call the hook before the forward pass, or calls it with other orders."""
         streams = plan.streams
         if not self._are_words_late and (streams.voids or streams.opens or streams.chunks):
             self._are_words_late = True
@@ -290,7 +290,7 @@ class WorkerSide:
             )
 
     def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
-        """Answer a step's orders while nothing is registered: no word stands, so no block is read."""
+        """Answer a step's orders while nothing is registered: no fence word is valid, so no block is read."""
         code, message = (ASLEEP, ASLEEP_MESSAGE) if self._dead is None else (DEAD, DEAD_MESSAGE)
         now_s = time.monotonic()
         self._sent += [grant.request_id for grant in plan.grants]
@@ -298,39 +298,39 @@ class WorkerSide:
         self._streams.fail(reads.watches, now_s, code, message)
 
     def _note_death(self) -> None:
-        """Order nothing more of a transfer thread that has died, and void its words: it may hang before it does so itself."""
+        """Stop using a dead transfer thread, and void its words here, because the thread may hang before it voids them itself."""
         registration = self._registration
         if registration is None or registration.agent.is_alive:
             return
         self._dead, self._registration = registration, None
-        self._is_registration_due = True  # peers are told that there is nothing to read
+        self._is_registration_due = True  # peers learn that there is nothing to read
         for request_id in self._announced.ids:
             self._void(registration, request_id, self._announced.slot(request_id))
         self._streams.use(None)
 
     def _end_dead(self) -> None:
-        """End the reads and leases of a thread that has died, once it has ended; never waits for it."""
+        """End the reads and leases of a dead thread once it has ended; never waits for it."""
         dead = self._dead
         if dead is not None and not self._is_dead_ended and dead.agent.has_ended:
             self._is_dead_ended = True
             dead.end(DEAD, DEAD_MESSAGE)
 
     def _void_grants(self, registration: Registration, plan: StepPlan) -> None:
-        """Move the words of a step's grants, whose requests are not announced any more."""
+        """Void the fence words of a step's grants, whose requests are no longer among the announced ones."""
         for grant in plan.grants:
             self._void(registration, grant.request_id, grant.fence[0] if grant.fence is not None else None)
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
-        """Move a request's words, so that nobody trusts what was read of it; those of a closed agent have moved already."""
+        """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
         with self._recorder.guarded("voiding of a fence word"):
             if not self._streams.void(request_id) and slot is not None:
                 registration.agent.write_fence(slot, _VOID_GENERATION)
 
     def save(self, orders: StepOrders) -> None:
-        """Copy what the step computed to the mirror, if there is one, after the forward pass; show chunks of streams.
+        """After the forward pass, copy the computed blocks to the mirror, if there is one, and show chunks of streams.
 
         When this returns, the blocks of `plan.completes` are in the mirror, or their fence is void. A chunk is shown once the
-        device, or the copy to the mirror, has got so far.
+        device has finished it, or its copy to the mirror is done.
         """
         self._save(orders.plan)
         self._streams.chunks_given(orders.plan, self._marks.then, self._mirror)
@@ -356,9 +356,9 @@ class WorkerSide:
         )
 
     def take_report(self) -> StepReport:
-        """Return everything that ended since the last step, and this rank's registration if it is asked for or new.
+        """Return all ends since the last step, and this rank's registration if it was asked for or is new.
 
-        In a step that computes nothing it may wait for the end of a read or of a lease (`StepOrders.rest_s`).
+        In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
         rest_s, self._rest_s = self._rest_s, 0.0
         if rest_s:
@@ -383,7 +383,7 @@ class WorkerSide:
         return report if streams is None else streams.added_to(report)
 
     def _take_streams(self) -> StreamReports | None:
-        """Return the ends of streams; requests that ended while they were computed are sent."""
+        """Return the ends of streams; requests that ended while they were computed are reported as sent."""
         self._sent.extend(self._streams.take_sent())
         streams = self._streams.take(self._completion.complete)
         taken_s = time.monotonic()
@@ -417,9 +417,9 @@ class WorkerSide:
         return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
-        """Return the read as a failed one if the cache was reset since it was ordered."""
+        """Return the read as failed if the cache was reset after it was ordered."""
         if not finished.end.order.is_reported:
-            return finished  # a notification alone; a read of that id may be another request's
+            return finished  # only a notification; a read of that id may belong to another request
         request_id = finished.end.order.request_id
         self._due_reads.discard(request_id)
         if request_id not in self._void_reads:
@@ -428,16 +428,16 @@ class WorkerSide:
         return replace(finished, end=replace(finished.end, code="cache-reset", message=_RESET), conversion=())
 
     def take_stats(self) -> dict[str, list[Any]] | None:
-        """Return the observations of the last interval by key, None for none."""
+        """Return the observations of the last interval by key; None if there are none."""
         return self._recorder.take()
 
     def status(self) -> Mapping[str, object]:
-        """Return what this rank holds, as plain values; any thread."""
+        """Return this rank's current state as plain values; any thread."""
         registration, dead = self._registration, self._dead
         is_registered = registration is not None
         return worker_status(self._facts, registration or dead, is_registered=is_registered, is_asleep=self._is_asleep)
 
     def hand_overs(self) -> Mapping[str, object]:
-        """Return the moments of this rank's latest hand-overs, as plain values; any thread."""
+        """Return the timestamps of this rank's latest hand-overs, as plain values; any thread."""
         part = f"{self._facts.pp_rank}.{self._facts.tp_rank}"
         return {"part": part, "engine_id": self._facts.engine_id, "hand_overs": self._recorder.hand_overs.describe()}

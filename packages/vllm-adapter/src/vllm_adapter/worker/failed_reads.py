@@ -1,4 +1,4 @@
-"""Failed reads of a rank: counted, and told to the scheduler, which logs each once for all ranks."""
+"""Failed reads of a rank: counted here, and reported to the scheduler, which logs each once for all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FailedReads:
     """Counts failed reads. Engine thread only.
 
     Args:
-        recorder: Takes the counts.
-        log: Limits lines about producers that could not be told.
+        recorder: Records the counts.
+        log: Rate-limits lines about producers that could not be notified.
     """
 
     def __init__(self, recorder: Recorder, log: CauseLog) -> None:
@@ -30,9 +30,9 @@ class FailedReads:
         self._log = log
 
     def count(self, ends: Iterable[ReadEnd]) -> dict[str, ReadFailure]:
-        """Count failed reads, and return their reasons by request, which the scheduler logs once for all ranks.
+        """Count failed reads and return their reasons by request; the scheduler logs each request once for all ranks.
 
-        A producer that could not be notified of blocks nobody reads is logged here, unless lines of the code are held back.
+        A failure to notify a producer that its blocks are not needed is logged here, unless lines of the code are rate-limited.
         """
         reasons: dict[str, ReadFailure] = {}
         for end in ends:

@@ -1,15 +1,15 @@
 """Host-buffer mode: peers read and write a mirror of the cache in host memory, because NIXL cannot register the device's.
 
-Theory of operation. The mirror has the cache's own layout at other addresses, so geometry, plans and registration are the same;
-what differs is when blocks cross between the two.
+Theory of operation. The mirror has the same layout as the cache at other addresses, so geometry, plans and registration are the
+same. The difference is when blocks are copied between the two.
 
 - Producer: after the forward pass of a step, the blocks that the step computed for prompts that will be handed over are copied to
-  the mirror. Where the device has streams that happens on a thread of its own, in order, behind an event. A prompt that is
-  complete with this step may have its ticket out before the next one, so its copies are waited for within the step.
+  the mirror. On a device with streams a separate thread makes the copies, in order, behind an event. The ticket of a prompt that
+  is complete with this step may be out before the next one, so the step waits for the copies of that prompt.
 - Consumer: copies of received blocks to the device are queued on the engine thread before the read is reported.
 
-A block may get a new owner while an old copy of it still waits. Another prompt's copy comes later in the same order; a read
-into the mirror would not, so all copies are waited for before reads are handed to the transfer thread.
+A block may get a new owner while an old copy of it is still queued. Another prompt's copy comes later in the same order, but a
+read into the mirror would not, so all copies are waited for before reads are given to the transfer thread.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PageCopy:
     """The same pages of several regions.
 
     Attributes:
-        ranges: Where the mirror has them, ascending.
+        ranges: Page ranges in the mirror, ascending.
         page_bytes: Bytes of a page.
-        pages: Their numbers, ascending, each once.
+        pages: Page numbers, ascending, each once.
     """
 
     ranges: tuple[PageRange, ...]
@@ -46,7 +46,7 @@ class PageCopy:
 
 
 class MirrorMemory(Protocol):
-    """The two memories."""
+    """The device's cache and its mirror in host memory."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -54,27 +54,27 @@ class MirrorMemory(Protocol):
         ...
 
     def mark(self) -> object:
-        """Return what stands for "all that this thread has given the device so far"."""
+        """Return a mark behind all the work that this thread has given the device so far."""
         ...
 
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
-        """Copy pages to the mirror once `after` has happened; they are there when this returns."""
+        """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
         ...
 
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
-        """Copy pages from the mirror once `after` has happened, before whatever the calling thread gives the device next.
+        """Copy pages to the device once `after` has been reached, before any work that the calling thread gives the device next.
 
-        The calling thread does not wait for the device where that is asynchronous.
+        On a device that works asynchronously the calling thread does not wait.
         """
         ...
 
 
 @final
 class HostMirror:
-    """When blocks cross between the device and its mirror. Engine thread only.
+    """Copies blocks between the device and its mirror. Engine thread only.
 
     Args:
-        memory: The two memories.
+        memory: The device's cache and its mirror.
         document: This rank's geometry document, whose addresses are the mirror's.
     """
 
@@ -89,7 +89,7 @@ class HostMirror:
         self._reads_after: object = None
 
     def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
-        """Begin to copy (request, blocks per group) to the mirror, in this order."""
+        """Start copying (request, blocks per group) to the mirror, in this order."""
         after = self._memory.mark()
         for request_id, blocks in saves:
             copies = self._copies(blocks)
@@ -101,7 +101,7 @@ class HostMirror:
             self._last = future
 
     def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
-        """Wait until all copies of these requests are there; return why, for those of which one failed."""
+        """Wait until all copies of these requests have ended; return the error of each request of which one failed."""
         failed: dict[str, str] = {}
         for request_id in request_ids:
             for future in self._waiting.pop(request_id, ()):
@@ -111,7 +111,7 @@ class HostMirror:
         return failed
 
     def then(self, request_id: str, action: Callable[[], None]) -> None:
-        """Run an action once all copies of a request that were begun so far are there; never if one of them failed."""
+        """Run an action after all copies of a request that were started so far; never if one of them failed."""
         copies = tuple(self._waiting.get(request_id, ()))
 
         def run() -> None:
@@ -119,23 +119,23 @@ class HostMirror:
                 action()
 
         if self._thread is not None:
-            self._thread.submit(run)  # behind these copies: the thread does one thing after the other
+            self._thread.submit(run)  # runs after these copies: the thread works in order
         else:
             run()
 
     def settle_all(self) -> None:
-        """Wait until no copy is under way, of forgotten requests either; failures stay for `settle`."""
+        """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
         if self._last is not None:
             self._last.exception()
             self._last = None
 
     def settle_device(self) -> None:
-        """Wait until the device has done all that this thread gave it, restores included: for the end, not for a step."""
+        """Wait until the device has finished all work of this thread, restores included; for shutdown, not for a step."""
         if self._thread is not None:
             self._thread.submit(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:
-        """Get ready for reads into blocks that others had until now: no copy is under way, and the device is marked."""
+        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device."""
         self.settle_all()
         self._reads_after = self._memory.mark()
 
@@ -145,14 +145,14 @@ class HostMirror:
             self._waiting.pop(request_id, None)
 
     def restore(self, blocks: BlockIds) -> None:
-        """Copy received blocks to the device; raises whatever the device does.
+        """Copy received blocks to the device; raises any exception of the device.
 
-        They had their former owners until their read was ordered; what the device was given later leaves them alone.
+        The blocks had their former owners until their read was ordered; work given to the device later does not touch them.
         """
         self._memory.restore(self._copies(blocks), self._reads_after)
 
     def close(self) -> None:
-        """End the thread, if there is one, when its copies are done; idempotent."""
+        """Stop the thread, if there is one, after its copies; idempotent."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -167,7 +167,7 @@ class HostMirror:
 
 
 def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRange, ...]]]:
-    """Return the pages of each group's regions by their size; what layers share once."""
+    """Return the page ranges of each group's regions by page size; ranges that layers share are listed once."""
     found: list[dict[int, set[PageRange]]] = [{} for _ in document["groups"]]
     for region, pages in zip(document["regions"], page_ranges(document), strict=True):
         for group in {member.group for member in region["members"]}:

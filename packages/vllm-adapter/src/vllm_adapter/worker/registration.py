@@ -1,4 +1,4 @@
-"""Registration of a rank's memory, and everything that lives as long as it: agent, peers, reads and leases."""
+"""Registration of a rank's memory, and the parts that live as long as it: agent, peers, reads and leases."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
-"""How long the transfer thread may take to end all reads and leases; it has nothing else to do then."""
+"""Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
 _MOST_PROBE_S = 10.0
 _QUIET_S = 2.0
-"""How long cancelled reads may take to leave the wire before the agent is closed under them."""
+"""Longest wait for cancelled reads to leave the wire; after that the agent is closed in spite of them."""
 _POLL_S = 0.005
 
 
@@ -47,28 +47,28 @@ class RegistrationEvents:
     """Callbacks of a registration, invoked on its transfer thread; cheap and thread-safe."""
 
     read_ended: Callable[[FinishedRead], None]
-    """The one end of a read."""
+    """A read has ended; called once per read."""
     sent: Callable[[str], None]
-    """A request whose blocks are free."""
+    """A request's blocks are free."""
     stream_ended: Callable[[FinishedRead], None]
-    """The one end of a stream; its blocks may be read again if it failed."""
+    """A stream has ended; called once per stream. The blocks of a failed stream may be read into again."""
     thread_started: Callable[[], None] | None = None
-    """The transfer thread has begun and touched nothing yet: the place to select its device."""
+    """The transfer thread has started and touched nothing yet; it can select its device here."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A registration, with the parts that work on it.
+    """A registration and the parts that work with it.
 
     Attributes:
-        agent: The transfer thread, which holds the memory.
-        handshakes: Asks peers for their metadata.
+        agent: The transfer thread, which owns the memory's registration.
+        handshakes: Client that asks peers for their metadata.
         reads: This rank as a consumer.
         leases: This rank as a producer.
-        recorder: Takes log lines of what goes wrong.
+        recorder: Receives log lines about failures.
         envelope: Bytes that the side channel serves for this rank.
-        stream_worker: Stores the words of streamed prompts, on the engine thread; None where nothing is streamed.
+        stream_worker: Writes the words of streamed prompts, on the engine thread; None where nothing is streamed.
     """
 
     agent: TransferThread
@@ -80,17 +80,17 @@ class Registration:
     stream_worker: StreamWorker | None = None
 
     def order(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
-        """Let the transfer thread perform a step's orders; the steps of a long prompt do not wake it. Engine thread."""
+        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread."""
         if not plan.is_local:
             self.agent.call_soon(lambda: self.perform(plan, void_grants, reads))
 
     def perform(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
-        """Perform a step's orders; transfer thread only. An order that raises fails alone: the others are performed.
+        """Carry out a step's orders; transfer thread only. An order that raises fails alone: the others are carried out.
 
         Args:
             plan: The orders.
             void_grants: Requests among its grants whose KV is lost.
-            reads: Its reads and streams, as far as they are this rank's.
+            reads: The plan's reads and streams that concern this rank.
         """
         guarded = self.recorder.guarded
         with guarded("the producer's part of a step"):
@@ -110,18 +110,18 @@ class Registration:
                 self.reads.heartbeat(heartbeat)
 
     def close(self) -> None:
-        """Stop both threads and give the memory back; idempotent."""
+        """Stop both threads and deregister the memory; idempotent."""
         self.handshakes.close()
         self.agent.close()
 
     def end(self, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> None:
-        """End all reads and leases, then give the memory back; when this returns, nothing of ours touches it any more.
+        """End all reads and leases, then deregister the memory; when this returns, none of our threads touches it any more.
 
-        All ends have been reported by then. Takes up to two seconds if a peer keeps a cancelled read on the wire, longer only if
-        the transfer thread hangs.
+        All ends have been reported by then. This takes up to two seconds if a peer keeps a cancelled read on the wire, and longer
+        only if the transfer thread hangs.
 
         Raises:
-            AdapterError: `memory-in-use`: the transfer thread did not end; the memory must not be unmapped. May be tried again.
+            AdapterError: `memory-in-use`: the transfer thread did not end; the memory must stay mapped. The call may be repeated.
         """
         ended = threading.Event()
 
@@ -148,7 +148,7 @@ class Registration:
                 fault="local",
                 is_retry_safe=True,
             )
-        if not ended.is_set():  # the thread had died before: its agent is closed, so all fence words are void already
+        if not ended.is_set():  # the thread had already died: its agent is closed, so all fence words are void
             with self.recorder.guarded("end of the transfers of a dead thread"):
                 end_everything(has_fences=False)
 
@@ -185,16 +185,16 @@ def open_registration(
         parts: Makes the concrete parts.
         caches: This rank's layers, as peers are to read and write them.
         recorder: Takes observations and log lines.
-        events: Called on the transfer thread with what ends.
+        events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
         generation: Number of this registration.
-        can_convert: Whether pages that are read can be put in order.
+        can_convert: Whether received pages can be permuted.
     """
     facts, settings = parts.facts, parts.settings
     document = local_document(facts, caches)
     kind = caches[0].memory_kind
     planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
 
-    # The thread calls these three only once it is started, and by then both coordinators exist.
+    # The thread calls these three functions only after it was started, when both coordinators exist.
     def on_result(result: TransferResult) -> None:
         reads.transfer_ended(result)
 
@@ -240,9 +240,9 @@ def open_registration(
 
 
 def stream_shape(facts: EngineFacts) -> StreamShape:
-    """Return the groups of this engine as streams are read: a block stands for its tokens on all context ranks.
+    """Return the groups of this engine as streams are read: a block stands for its tokens on all context-parallel ranks.
 
-    Example: blocks of 16 tokens, context-parallel size 2: a block of a group that is dealt out stands for 32 tokens.
+    Example: blocks of 16 tokens, context-parallel size 2: a block of a group that is split over the ranks stands for 32 tokens.
     """
     return StreamShape(
         [
@@ -255,7 +255,7 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
 
 
 def read_limits(parts: WorkerParts) -> ReadLimits:
-    """Return the limits of reads and peers that the configuration sets."""
+    """Return the configured limits of reads and peers."""
     settings = parts.settings
     return ReadLimits(
         read_timeout_s=settings.read_timeout_s,

@@ -1,7 +1,7 @@
-"""Present state of a rank as plain values, for `vllm-adapter status`. Any thread may ask.
+"""Current state of a rank as plain values, for `vllm-adapter status`. Callable on any thread.
 
-Leases, reads and peers belong to the transfer thread, so it is asked to describe them; one that does not answer in time is
-shown by its health alone.
+Leases, reads and peers belong to the transfer thread, so it is asked to describe them. If it does not answer in time, only its
+health is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_ENTRIES", "worker_status"]
 
 MOST_ENTRIES = 50
-"""Leases, reads and peers that are described, the oldest ones of each; all of them are counted."""
+"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
 _ANSWER_S = 1.0
 _FIGURES = (
     "transfers_done",
@@ -76,7 +76,7 @@ def _health(agent: TransferThread) -> dict[str, object]:
 
 
 def _described(registration: Registration) -> Mapping[str, object]:
-    """Return what the transfer thread says of its leases, reads and peers; nothing if it does not answer."""
+    """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
     box: list[Mapping[str, object]] = []
     is_done = threading.Event()
 
@@ -93,7 +93,7 @@ def _described(registration: Registration) -> Mapping[str, object]:
         finally:
             is_done.set()
 
-    with suppress(Exception):  # a dead or closed thread takes no orders
+    with suppress(Exception):  # a dead or closed thread accepts no calls
         registration.agent.call_soon(describe)
         is_done.wait(_ANSWER_S)
     return box[0] if box else {"is_silent": True}

@@ -16,8 +16,8 @@ class ThreadWatch:
     """Reports death, stuck turns, callback errors and quarantine of a rank's transfer thread. Engine thread only.
 
     Args:
-        recorder: Takes observations and log lines.
-        engine_id: This engine, for the log.
+        recorder: Records observations and log lines.
+        engine_id: This engine, for log lines.
     """
 
     def __init__(self, recorder: Recorder, engine_id: str) -> None:
@@ -28,7 +28,7 @@ class ThreadWatch:
         self._is_stuck = False
 
     def check(self, agent: TransferThread | None) -> None:
-        """Report what has changed since the last call; None while nothing is registered."""
+        """Report changes since the last call; None while nothing is registered."""
         held = agent.quarantine() if agent is not None else ()
         self._recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in held))
         if agent is None:
@@ -39,7 +39,7 @@ class ThreadWatch:
         self._check_state(agent, health.state)
 
     def _check_errors(self, agent: TransferThread, health: ThreadHealth) -> None:
-        """Count new errors of callbacks and turns; log each new count once, with the traceback of the latest."""
+        """Count new errors of callbacks and turns; log each increase once, with the traceback of the latest error."""
         errors = health.callback_errors + health.loop_errors
         known = self._errors[1] if self._errors is not None and self._errors[0] is agent else 0
         self._errors = (agent, errors)

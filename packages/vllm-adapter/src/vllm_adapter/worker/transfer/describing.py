@@ -1,4 +1,4 @@
-"""Reads, peers and leases as an operator is shown them: plain values, without nonces and fence words. Transfer thread only."""
+"""Operator's view of reads, peers and leases: plain values, without nonces and fence words. Transfer thread only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["describe_lease", "describe_peers", "describe_reads"]
 
 
 def describe_reads(posted: Iterable[Read], engines: Iterable[PeerEngine], now_s: float, most: int) -> dict[str, object]:
-    """Return how many reads there are, by stage, and the first `most` of them.
+    """Return the number of reads by stage, and a description of the first `most` of them.
 
     Args:
-        posted: Reads that have transfers, each once.
-        engines: The engines for which the others wait.
-        now_s: The clock that reads are stamped by.
-        most: Reads to describe.
+        posted: Reads with posted transfers, each once.
+        engines: Engines for which the other reads wait.
+        now_s: Current time of the clock that stamps reads.
+        most: Most reads to describe.
     """
     waiting = [read for engine in engines for read in engine.waiting]
     reads = [*posted, *waiting]
@@ -57,7 +57,7 @@ def _stage(read: Read) -> str:
 
 
 def describe_peers(engines: Iterable[PeerEngine], now_s: float, most: int) -> list[dict[str, object]]:
-    """Return the first `most` engines that this rank reads from, or is about to."""
+    """Return the first `most` engines that this rank reads from or is about to read from."""
     return [_peer(engine, now_s) for engine in islice(engines, most)]
 
 
@@ -79,7 +79,7 @@ def _peer(engine: PeerEngine, now_s: float) -> dict[str, object]:
 
 
 def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: float) -> dict[str, object]:
-    """Return a lease as the table shows it, less what would let a reader of this end it."""
+    """Return a table's lease without the values that would let a reader of the description end it."""
     readers = cast("Sequence[object]", entry.get("readers") or ())
     return {
         "request_id": entry["request_id"],

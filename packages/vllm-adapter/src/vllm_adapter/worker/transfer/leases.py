@@ -1,4 +1,4 @@
-"""The producer's part of a worker: leases, the fence words that end them, and readers' notifications. Transfer thread only."""
+"""Producer side of a worker: leases, the fence words that end them, and readers' notifications. Transfer thread only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LeaseKeeper", "StreamedLeases"]
 
 
 class StreamedLeases(NamedTuple):
-    """Words of streamed prompts: the worker that moves them, and the number of their slots, which are the first ones."""
+    """Streams for `LeaseKeeper`: the worker that changes their words, and the number of their slots, which come first."""
 
     worker: StreamWorker
     slots: int
@@ -29,17 +29,17 @@ class LeaseKeeper:
     The engine thread writes a request's fence word before the request can be handed over (`WorkerSide.apply`). This class
     overwrites the word before the blocks are reported free.
 
-    A lease's *lag* is the time since its previous heartbeat, of any reader, beyond `heartbeat_s`. It is observed once per
-    heartbeat, for the most neglected lease in it, and once when a lease expires, because no heartbeat ends the longest
-    silence. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a lease's
-    first heartbeat belongs to the router and is no lag.
+    A lease's *lag* is the time since its previous heartbeat, from any reader, beyond `heartbeat_s`. It is recorded once per
+    heartbeat, for the lease in it that has waited longest, and once when a lease expires, because the longest silence ends
+    without a heartbeat. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a
+    lease's first heartbeat belongs to the router and is not lag.
 
-    While no lease has been granted, no reader has anything to tell: the thread may poll slowly, and the grant itself wakes it.
+    While no lease is granted, no reader has anything to report: the thread may poll slowly, and the grant itself wakes it.
 
     Args:
         parts: The registration's agent, codec, recorder and clock.
         leases: The lease table.
-        heartbeat_s: Time between two heartbeats of a reader that is on time.
+        heartbeat_s: Interval between two heartbeats of a reader that is on time.
         sent: Called with every request whose blocks are free; cheap and thread-safe.
     """
 
@@ -55,7 +55,7 @@ class LeaseKeeper:
         self._has_told_surplus = False
 
     def use_streams(self, streams: StreamedLeases) -> None:
-        """Move the words of streamed prompts with this; before the first lease."""
+        """Change the words of streamed prompts through this worker; call before the first lease."""
         self._streams = streams
 
     # ---------------------------------------------------------------------------------------------- orders
@@ -68,7 +68,7 @@ class LeaseKeeper:
                 self._leases.expect(request_id, now_s=now_s)
 
     def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
-        """Apply the producer's part of a step's orders; those that the table refuses are counted and logged.
+        """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged.
 
         Args:
             plan: The orders.
@@ -89,7 +89,7 @@ class LeaseKeeper:
     # ---------------------------------------------------------------------------------------------- notifications
 
     def notified(self, agent_name: str, payload: bytes) -> None:
-        """Take in a peer's notification; nothing that it holds can raise."""
+        """Process a peer's notification; its content cannot make this raise."""
         view = self._parts.codec.parse_notification(payload)
         if view.kind == "heartbeat":
             self._renew(view)
@@ -98,12 +98,12 @@ class LeaseKeeper:
         elif view.kind == "read-complete":
             for request_id, nonce in zip(view.request_ids, view.nonces, strict=True):
                 self._count_reader(request_id, nonce, agent_name, view)
-            self.tick()  # a prompt that all have read is free at once, not at the timer's next turn
+            self.tick()  # free a prompt that all readers have read at once, not at the timer's next turn
         else:
             self._parts.recorder.count("num_refused_notifications")
 
     def _note_surplus(self, agent_name: str, view: NotificationView) -> None:
-        """Count a heartbeat of which a part was not read; the first one is logged."""
+        """Count a heartbeat with more entries than are read; the first one is logged."""
         self._parts.recorder.count("num_refused_notifications")
         if not self._has_told_surplus:
             self._has_told_surplus = True
@@ -150,14 +150,14 @@ class LeaseKeeper:
     # ---------------------------------------------------------------------------------------------- ends
 
     def tick(self) -> None:
-        """End what is due: void the fence first, then report the blocks free."""
+        """End the leases that are due: void the fence first, then report the blocks free."""
         self._end_due(has_fences=True)
         self._set_pace()
 
     def _set_pace(self) -> None:
-        """Look for notifications often while a lease runs; the grant of a request that was announced wakes the thread.
+        """Poll for notifications often while a lease runs; the grant of an announced request wakes the thread.
 
-        A prompt of seconds is announced when it arrives, so looking often from then on would take a tenth of a core.
+        A prompt that takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
         """
         self._parts.agent.allow_slow_polling(self._leases.granted_count() == 0)
 
@@ -168,7 +168,7 @@ class LeaseKeeper:
             self._report(end, self._renewed_s.pop(end.request_id, None))
 
     def _void(self, end: LeaseEnd, fence: tuple[int, int]) -> None:
-        """Move the word of a lease that has ended; that of a stream takes its progress word along."""
+        """Void the fence word of a lease that has ended, and with it the progress word if the prompt was streamed."""
         streams = self._streams
         if streams is not None and fence[0] < streams.slots:
             streams.worker.leases_ended([end])
@@ -177,7 +177,7 @@ class LeaseKeeper:
 
     def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:
-            return  # the scheduler kept no blocks for it
+            return  # the scheduler keeps no blocks for this request
         if end.reason == "expired":
             silence_s = None if renewed_s is None else self._parts.now_s() - renewed_s
             if silence_s is not None:
@@ -195,7 +195,7 @@ class LeaseKeeper:
         """End every lease and report its blocks free.
 
         Args:
-            has_fences: False if there is no fence array any more, so that no word can be written.
+            has_fences: False if the fence array no longer exists, so that no word can be written.
         """
         now_s = self._parts.now_s()
         for entry in self._leases.snapshot(now_s=now_s):
@@ -203,11 +203,11 @@ class LeaseKeeper:
         self._end_due(has_fences=has_fences)
 
     def live_count(self) -> int:
-        """Return how many leases are open."""
+        """Return the number of open leases."""
         return self._leases.live_count()
 
     def describe(self, most: int) -> list[dict[str, object]]:
-        """Return the oldest `most` leases as an operator is shown them."""
+        """Return an operator's view of the oldest `most` leases."""
         now_s = self._parts.now_s()
         entries = self._leases.snapshot(now_s=now_s, most=most)
         return [describe_lease(entry, self._renewed_s.get(str(entry["request_id"])), now_s) for entry in entries]

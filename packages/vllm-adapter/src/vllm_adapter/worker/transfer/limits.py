@@ -1,4 +1,4 @@
-"""Durations and counts that bound reads and the engines they are made from."""
+"""Time limits and counts for reads and for the engines that are read from."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["PeerLimits", "ReadLimits"]
 @final
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """Durations, and the connector version assumed of peers that do not say theirs.
+    """Time limits for peers, and the connector version assumed of peers that announce none.
 
     Attributes:
         handshake_s: Longest wait of a read for its engine.
-        engine_ttl_s: Time after which an unused engine is forgotten.
-        probe_s: Time between two probes of an engine that is not read from.
-        dialect: Connector version of peers whose tickets do not say.
-        only_ours: Whether every peer is of our own kind, by configuration: its agents' names must begin with its engine id. Of
-            others only those are held to it that announce what our kind can do.
+        engine_ttl_s: Time without use after which an engine is forgotten.
+        probe_s: Interval between two probes of an engine that is not being read from.
+        dialect: Connector version of peers whose tickets announce none.
+        only_ours: Whether the configuration states that all peers run this connector; the names of a peer's agents must then
+            begin with its engine id. Otherwise only peers that announce this connector's capabilities must meet that.
     """
 
     handshake_s: float
@@ -32,7 +32,7 @@ class PeerLimits:
 @final
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Durations that bound a read, a lease and its renewal, how often a read is made again, and the limits of peers."""
+    """Time limits of a read, a lease and its renewal, the number of retries, and the limits of peers."""
 
     read_timeout_s: float
     lease_s: float

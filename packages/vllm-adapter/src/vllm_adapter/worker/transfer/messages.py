@@ -1,4 +1,4 @@
-"""Notifications to a producer's ranks: a read is over, or a lease is to be renewed. Transfer thread only."""
+"""Notifications to a producer's ranks: a read is complete, or a lease is to be renewed. Transfer thread only."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["ProducerMessages"]
 
 @final
 class ProducerMessages:
-    """Writes "read complete" notifications, sends those that no transfer carries, and sends heartbeats."""
+    """Encodes "read complete" notifications, sends those that no transfer carries, and sends heartbeats."""
 
     def __init__(self, parts: TransferParts, peers: PeerDirectory) -> None:
         self._parts = parts
         self._peers = peers
 
     def read_complete(self, read: Read, engine: PeerEngine, rank: Rank) -> bytes:
-        """Return the "read complete" for one rank of the producer."""
+        """Return the "read complete" notification for one rank of the producer."""
         order, plan = read.order, engine.plan
         count = plan.reader_count(rank) if plan is not None else 1
         consumer = self._parts.engine_id if order.nonce else ""
         return self._parts.codec.read_complete(order.peer_request_id, count, nonce=order.nonce, consumer=consumer)
 
     def release(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
-        """Tell ranks that this request needs nothing of them any more; never those whose completion has left."""
+        """Notify ranks that this request needs nothing more from them, except those whose completion has been sent."""
         if read.is_passed_on or engine.plan is None or lacks_nonce(read.order, engine):
             return
         with self._parts.recorder.guarded("notification of a producer"):
@@ -43,15 +43,15 @@ class ProducerMessages:
                     self._peers.notify(engine, rank, self.read_complete(read, engine, rank))
 
     def renew(self, order: HeartbeatOrder) -> tuple[PeerEngine | None, frozenset[str]]:
-        """Send heartbeats; return the engine and the ids of its requests whose leases they renew.
+        """Send heartbeats; return the engine, and the ids of the requests whose leases they renew.
 
-        Nothing is sent to an engine that is not ready (None, and no ids); one that is not known yet is met meanwhile.
+        Nothing is sent to an engine that is not ready (None, and no ids); the set-up of an unknown engine is started.
         """
         engine = self._peers.find_or_meet(order)
         if engine is None:
             self._parts.recorder.count("num_unsent_heartbeats")
             return None, frozenset()
-        # A heartbeat without the nonce that its engine gives would renew the lease of whoever has that request's real ticket.
+        # A heartbeat without the nonce that its engine gives would renew the lease of the holder of that request's real ticket.
         has_nonces = "nonce" in engine.capabilities
         readers = [reader for reader in order.readers if reader[1] or not has_nonces]
         payloads = self._parts.codec.heartbeats(readers) if readers else ()

@@ -1,4 +1,4 @@
-"""The parts that the coordinators of one registration share, and the planner of peers."""
+"""Shared parts of the coordinators of one registration, and the planner for peers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 __all__ = ["PeerPlanner", "PeerRanks", "TransferParts"]
 
 _MOST_VALUES = 1 << 22
-"""Values in the geometry documents of all ranks of a peer; those of 64 ranks with 300 KB each have a third."""
+"""Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TransferParts:
-    """Parts that every coordinator works with.
+    """Parts that all coordinators use.
 
     Attributes:
         agent: The transfer thread; its *owner* methods may be called, because all coordinators run on it.
         handshakes: Client of the side channel.
-        codec: Writes and reads notifications.
-        recorder: Takes observations and log lines.
+        codec: Encodes and decodes notifications.
+        recorder: Records observations and log lines.
         now_s: Monotonic clock.
-        engine_id: This engine, as its completions name it.
+        engine_id: This engine's id, as its completions state it.
     """
 
     agent: TransferThread
@@ -62,8 +62,8 @@ class PeerPlanner:
 
     Attributes:
         document: This rank's geometry document.
-        peer_geometry: Finds a peer rank's document.
-        planner: Plans from documents.
+        peer_geometry: Derives a peer rank's geometry document.
+        planner: Plans from geometry documents.
         local_kind: Memory kind of this rank's pages.
     """
 
@@ -73,13 +73,13 @@ class PeerPlanner:
     local_kind: MemoryKind
 
     def target_ranks(self, peer: PeerAddress) -> Sequence[Rank]:
-        """Return the ranks whose metadata is needed before `plan`; raises a coded error for sizes that cannot be."""
+        """Return the ranks whose metadata `plan` needs; raises a coded error for impossible sizes."""
         return self.planner.target_ranks(self.document, peer_tp=peer.tp, peer_pp=peer.pp, peer_dcp=peer.dcp)
 
     def check_sizes(self, peer: PeerAddress, first: PeerMetadata) -> None:
-        """Raise a coded error if the metadata of rank (0, 0) of vLLM's own connector shows that its engine has other sizes.
+        """Raise a coded error if rank (0, 0)'s metadata shows that an engine of vLLM's own connector has other sizes.
 
-        Our own listeners refuse a rank that is not there, and live.
+        Our own listeners need no such check: they refuse a query for a missing rank and stay alive.
         """
         if first.geometry is not None or first.capabilities:
             return
@@ -93,12 +93,12 @@ class PeerPlanner:
         try:
             self.peer_geometry.document(self.document, first, (0, 0), peer)
         except AdapterError as error:
-            # Of a pipeline's first rank only some layers may be held here; what is held is compared when the reads are planned.
+            # The first rank of a pipeline may hold only some of our layers; those are compared when the reads are planned.
             if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
                 raise
 
     def ranks(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerRanks:
-        """Return what `plan` needs of a peer's ranks, none of which has been read yet."""
+        """Return a peer's ranks as `plan` needs them; the geometry of none has been read yet."""
         return PeerRanks(self, peer, metadata)
 
     def plan(self, ranks: PeerRanks) -> PeerPlan:
@@ -107,11 +107,11 @@ class PeerPlanner:
         return self.planner.plan(self.document, ranks.geometries, peer_tp=ranks.peer.tp)
 
     def can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
-        """Tell whether prompts can be read from a peer in parts, while it computes them.
+        """Return whether a peer's prompts can be read in parts while it computes them.
 
-        It must have stream memory, its pages must need no conversion, and its groups must be ours, one by one: the peer's
-        table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become whole
-        together, so such a peer is read once its prompts are finished.
+        The peer must have stream memory, its pages must need no conversion, and its groups must equal ours one by one,
+        because its table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become
+        complete together, so such a peer is read once its prompts are finished.
         """
         if plan.is_staged or any(ranks.metadata[rank].streams is None for rank in plan.producer_ranks):
             return False
@@ -119,19 +119,19 @@ class PeerPlanner:
         return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
 
     def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
-        """Return where a peer rank's pages live."""
+        """Return the memory kind of a peer rank's pages."""
         return self.peer_geometry.memory_kind(metadata)
 
 
 @final
 class PeerRanks:
-    """The geometry of a peer's ranks, read rank by rank: a document may take some 80 ms, and a peer may have many.
+    """Geometry of a peer's ranks, read rank by rank: a document may take some 80 ms, and a peer may have many ranks.
 
     Attributes:
         peer: The engine as its tickets name it.
         metadata: Metadata of the ranks, by (pp, tp).
-        geometries: Of those that have been read, for the planner.
-        groups: The cache groups of those that have been read, as their documents have them.
+        geometries: Geometries of the ranks read so far, for the planner.
+        groups: Cache groups of the ranks read so far, as in their documents.
     """
 
     def __init__(self, planner: PeerPlanner, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> None:
@@ -149,7 +149,7 @@ class PeerRanks:
         return not self._left
 
     def read_next(self) -> None:
-        """Read a further rank; raises a coded error for metadata that does not fit."""
+        """Read the next rank's geometry; raises a coded error for metadata that does not fit."""
         rank = self._left.popleft()
         entry, geometry = self.metadata[rank], self._planner.peer_geometry
         self._values += geometry.value_count(entry)
@@ -166,13 +166,13 @@ class PeerRanks:
         geometry.check_context(self.groups[rank], self.peer)
 
     def read_all(self) -> None:
-        """Read the ranks that are left."""
+        """Read the geometries of the remaining ranks."""
         while self._left:
             self.read_next()
 
 
 def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
-    """Return (whether it keeps states, tokens per block over all context ranks, window) of each group."""
+    """Return (whether it holds states, tokens per block over all context ranks, window) of each group."""
     return [
         (group["kind"] == "state", group["block_tokens"] * group["context"][0], group["window_tokens"])
         for group in groups

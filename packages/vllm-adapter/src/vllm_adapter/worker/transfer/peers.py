@@ -1,14 +1,15 @@
-"""Peer engines as one worker knows them: met, planned against, used, probed, dropped. Transfer thread only.
+"""Peer engines of one worker: set up, used, probed and dropped. Transfer thread only.
 
-Tickets come through clients, so an engine is known by everything that a ticket says of it: id, host, port, sizes and
+Setting up an engine (*meeting* it, in the names here) takes a handshake, a plan and prepared lists.
+
+Tickets come through clients, so an engine is identified by everything that a ticket says of it: id, host, port, sizes and
 generation. A false ticket gets a record of its own. It can fail its own request; no other ticket is read through its record.
 
-A read that reaches an engine which is not ready waits in that engine's record and nowhere else, so no other engine's reads
-wait with it. No read waits longer than a handshake may take. An engine that cannot be met is forgotten at once: the client of
-the side channel remembers the failure, answers the next request for that engine immediately, and asks the engine again in
-the background.
+A read whose engine is not ready waits in that engine's record and nowhere else, so it does not delay the reads of other engines.
+No read waits longer than a handshake may take. An engine whose handshake fails is forgotten at once: the client of the side
+channel remembers the failure, answers the next request for that engine immediately, and asks the engine again in the background.
 
-An engine that is not read from is probed (`probes.py`). If it is gone, its agents and prepared lists are given back.
+An engine that is not being read from is probed (`probes.py`). If it is gone, its agents and prepared lists are released.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PEER_DRAINING", "PeerDirectory", "PeerEvents"]
 
 PEER_DRAINING = "peer-draining"
-"""Code of a read that waited in vain for an engine to be met anew; no handshake has failed."""
+"""Code of a read that waited in vain for a draining engine to be set up again; no handshake has failed."""
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
@@ -47,7 +48,7 @@ _PIPELINE_RANKS_SINCE = 5
 @final
 @dataclass(frozen=True, slots=True)
 class PeerEvents:
-    """Callbacks of the directory; neither may raise."""
+    """Callbacks of the directory; none may raise."""
 
     ready: Callable[[Read, PeerEngine], None]
     """A read's engine is ready for it."""
@@ -57,7 +58,7 @@ class PeerEvents:
 
 @final
 class PeerDirectory:
-    """Meets engines for reads, and hands each read on exactly once per submission: to `ready` or to `failed`."""
+    """Sets up engines for reads, and passes each submitted read on exactly once: to `ready` or to `failed`."""
 
     def __init__(self, parts: TransferParts, planner: PeerPlanner, limits: PeerLimits, events: PeerEvents) -> None:
         self._parts = parts
@@ -72,13 +73,13 @@ class PeerDirectory:
         return len(self._engines)
 
     def engines(self) -> tuple[PeerEngine, ...]:
-        """Return the engines that are known or being met."""
+        """Return the engines that are ready, draining or being set up."""
         return tuple(self._engines.values())
 
     # ---------------------------------------------------------------------------------------------- reads
 
     def submit(self, read: Read) -> None:
-        """Pass a read on to `ready`, now or when its engine is."""
+        """Pass a read on to `ready`, now or when its engine is ready."""
         engine = self._find(read.order.peer)
         if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
             self._drain(engine, "another engine has proved that its agents' names are its own")
@@ -102,7 +103,7 @@ class PeerDirectory:
         return [r for engine in self._engines.values() for r in engine.waiting if r.order.request_id == request_id]
 
     def take_waiting(self) -> list[Read]:
-        """Return all reads that wait for an engine; none of them waits any longer."""
+        """Return all reads that wait for an engine, and stop their waiting."""
         return [read for engine in self._engines.values() for read in self._take(engine)]
 
     def _take(self, engine: PeerEngine) -> list[Read]:
@@ -112,7 +113,7 @@ class PeerDirectory:
         return taken
 
     def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
-        """Return the engine if it is ready; one that is not known yet is met meanwhile."""
+        """Return the engine if it is ready; the set-up of an unknown engine is started."""
         engine = self._find(order.peer)
         if engine is None:
             self._meet(order.peer, [])
@@ -123,7 +124,7 @@ class PeerDirectory:
         return engine
 
     def notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
-        """Send a notification to one rank, counting a failure; nothing is raised, also by an agent that is being closed."""
+        """Send a notification to one rank and count a failure; raises nothing, even if the agent is being closed."""
         try:
             is_sent = self._parts.agent.send_notification(engine.key(rank), payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
@@ -152,17 +153,18 @@ class PeerDirectory:
         self._ask(engine, ranks)
 
     def _ask(self, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
-        """Ask for the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may show that the ticket lies.
+        """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
 
-        A listener of vLLM itself ends on a query for a rank that it does not have. Every engine has rank (0, 0), and the length
-        of its pages says how many heads a rank holds. Example: pages of 8 heads of 8 belong to tp 1; a ticket that says tp 2 is
-        refused (`page-bytes-differ`) before rank (0, 1) is asked for. So is every later attempt, at an engine that restarted.
+        vLLM's own listener terminates on a query for a rank that it does not have. Every engine has rank (0, 0), and the
+        length of its pages says how many heads a rank holds. Example: pages of 8 heads of 8 belong to tp 1; a ticket that
+        says tp 2 is refused (`page-bytes-differ`) before rank (0, 1) is queried. Every later attempt is checked too, in case
+        the engine has restarted.
         """
         peer = engine.address
         lies: list[Exception] = []
 
         def check_first(first: PeerMetadata) -> None:
-            """Raise if the engine has other sizes than the ticket says; on the thread of the side channel's client."""
+            """Raise if the engine's sizes differ from the ticket's; runs on the thread of the side channel's client."""
             try:
                 self._planner.check_sizes(peer, first)
             except Exception as error:
@@ -187,10 +189,11 @@ class PeerDirectory:
             self._fail(engine, code_of(error), str(error))
 
     def _dialect_for(self, peer: PeerAddress) -> int:
-        """Return the dialect to ask in: the ticket's, unless its queries have another shape than the configured one's.
+        """Return the dialect to query in: the ticket's, unless its queries have another shape than the configured one's.
 
-        A listener of vLLM itself ends on a query of the wrong shape, and a ticket is a client's word. Our own listeners answer
-        both shapes. Example: with dialect 14 configured, a ticket that says 13 is asked in 13, one that says 4 in 14.
+        vLLM's own listener terminates on a query of the wrong shape, and a ticket is only a client's claim. Our own listeners
+        answer both shapes. Example: with dialect 14 configured, a ticket that says 13 is queried in 13, a ticket that says 4
+        in 14.
         """
         told = peer.dialect or self._limits.dialect
         is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
@@ -200,7 +203,7 @@ class PeerDirectory:
         if self._engines.get(engine.address) is not engine:
             return
         told_s = self._parts.now_s()
-        # A refused attempt asked nothing, and many zeros would hide how long a handshake takes.
+        # A remembered failure sent no query, and many zeros would hide how long a handshake takes.
         was_asked = outcome.code != "recently-failed"
         if was_asked:
             self._parts.recorder.observe("handshake_duration", outcome.elapsed_s)
@@ -215,7 +218,7 @@ class PeerDirectory:
         self._read_on(engine, self._planner.ranks(engine.address, outcome.peers), told_s)
 
     def _read_on(self, engine: PeerEngine, ranks: PeerRanks, told_s: float) -> None:
-        """Read a rank's geometry, and wire the engine up after the last; other work of this thread has its turns in between."""
+        """Read one rank's geometry, and wire the engine up after the last; the thread does other work in between."""
         if self._engines.get(engine.address) is not engine:
             return
         try:
@@ -271,11 +274,11 @@ class PeerDirectory:
             return False
 
     def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
-        """Return how the name of a rank's agent must begin: with its engine's id, so that no listener can serve another's."""
+        """Return the required prefix of a rank's agent name: its engine's id, so that no listener can serve another's agent."""
         return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
     def _forget_aliases(self, engine: PeerEngine) -> None:
-        """Forget idle records of the same engine under another address: NIXL knows an agent once."""
+        """Forget idle records of the same engine under another address: NIXL knows an agent only once."""
         for other in list(self._engines.values()):
             is_alias = other is not engine and other.engine_id == engine.engine_id
             if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
@@ -284,14 +287,14 @@ class PeerDirectory:
     # ---------------------------------------------------------------------------------------------- leaving
 
     def _fail(self, engine: PeerEngine, code: str, message: str) -> None:
-        """Forget an engine that could not be met, and fail what waited for it."""
+        """Forget an engine that could not be set up, and fail the reads that wait for it."""
         if self._engines.get(engine.address) is engine:
             del self._engines[engine.address]
         for read in self._take(engine):
             self._events.failed(read, code, message)
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
-        """Stop using an engine that is in trouble; it is met anew once its reads in flight have ended."""
+        """Stop using a failing engine; it is set up again once its reads in flight have ended."""
         if engine.phase != "draining":
             self._parts.recorder.count("num_dropped_engines")
             self._parts.recorder.warn(
@@ -306,7 +309,7 @@ class PeerDirectory:
         self._forget_when_idle(engine)
 
     def read_ended(self, engine: PeerEngine) -> None:
-        """Note that one of the engine's reads in flight is over."""
+        """Note that one of the engine's reads in flight has ended."""
         engine.reads_in_flight -= 1
         if engine.phase == "draining":
             self._forget_when_idle(engine)
@@ -329,13 +332,15 @@ class PeerDirectory:
     # ---------------------------------------------------------------------------------------------- upkeep
 
     def look_after(self) -> None:
-        """End waits that are too long, probe engines that are not read from, and let unused ones go."""
+        """End waits that are too long, probe engines that are not being read from, and drop unused ones."""
         now_s = self._parts.now_s()
         for engine in list(self._engines.values()):
             if engine.phase == "ready":
                 self._look_after_idle(engine, now_s)
             elif engine.phase == "wiring" and now_s - engine.last_used_s > self._limits.handshake_s:
-                self._parts.recorder.count("num_failed_handshakes")  # its own end, later, is not looked at any more
+                self._parts.recorder.count(
+                    "num_failed_handshakes"
+                )  # the handshake's own end comes later and is ignored
                 self._fail(engine, "handshake-overdue", self._overdue(engine))
             else:
                 self._fail_overdue(engine, now_s)
@@ -352,7 +357,7 @@ class PeerDirectory:
         )
 
     def _fail_overdue(self, engine: PeerEngine, now_s: float) -> None:
-        """Fail the reads that have waited too long: for an engine that drains, or is met only now because it has drained."""
+        """Fail the reads that have waited too long for an engine that is draining, or is set up only now because it drained."""
         for read in list(engine.waiting):
             if now_s - self._waiting_since_s.get(read, now_s) > self._limits.handshake_s:
                 engine.waiting.remove(read)
@@ -371,5 +376,5 @@ class PeerDirectory:
             self._probes.look_after(engine, now_s)
 
     def probe_ended(self, result: TransferResult) -> None:
-        """Take in the end of a probe; results of other transfers are ignored."""
+        """Process the end of a probe; results of other transfers are ignored."""
         self._probes.ended(result)

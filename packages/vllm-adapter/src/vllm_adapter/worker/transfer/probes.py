@@ -1,7 +1,7 @@
-"""Probes of engines that are not read from. Transfer thread only.
+"""Probes of engines that are not being read from. Transfer thread only.
 
-Every `probe_s` one word of such an engine is read. Two probes in a row without an answer, or one that finds its process gone,
-and it is dropped.
+One word of such an engine is read every `probe_s`. The engine is dropped after two consecutive probes without an answer, or
+after one that finds its process gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROBE_DEADLINE_S = 2.0
 
 @final
 class Probes:
-    """Asks idle engines whether they are still there.
+    """Checks whether idle engines still answer.
 
     Args:
         parts: The registration's threads, recorder and clock.
@@ -39,13 +39,13 @@ class Probes:
         self._count = 0
 
     def look_after(self, engine: PeerEngine, now_s: float) -> None:
-        """Probe an idle engine whose last answer is too old, or again at once if its last probe had no answer."""
+        """Probe an idle engine whose last answer is too old; repeat at once if its last probe had no answer."""
         if not engine.is_probed and (engine.silent_probes or now_s - engine.last_answer_s > self._probe_s):
             self._probe(engine)
 
     def _probe(self, engine: PeerEngine) -> None:
         if engine.plan is None or not engine.plan.producer_ranks:
-            return  # nothing of it can be read
+            return  # no memory of this engine can be read
         # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
         self._count += 1
         probe_id = f"probe {self._count}"
@@ -59,7 +59,7 @@ class Probes:
             self._parts.recorder.trouble("probe of an idle engine", error)
 
     def ended(self, result: TransferResult) -> None:
-        """Take in the end of a probe; results of other transfers are ignored."""
+        """Process the end of a probe; results of other transfers are ignored."""
         engine = self._running.pop(result.transfer_id, None)
         if engine is None:
             return
@@ -68,7 +68,7 @@ class Probes:
             engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
             return
         if result.outcome == "cancelled" or result.fault == "local" or engine.phase != "ready":
-            return  # it says nothing about the engine, which is probed again
+            return  # the result says nothing about the engine, which is probed again
         engine.silent_probes += 1
         is_gone = result.code == "peer-disconnected"
         if is_gone or engine.silent_probes >= _SILENT_PROBES:

@@ -1,4 +1,4 @@
-"""Records of the consumer's part: one read in progress, and one peer engine."""
+"""Records of the consumer side: one read in progress, and one peer engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_pl
 
 
 def is_peer_at_fault(result: TransferResult) -> bool:
-    """Return whether a transfer failed in a way that speaks against its peer: then the peer is met anew before its next read.
+    """Return whether the peer is to blame for a failed transfer; its engine is then set up again before its next read.
 
-    What this rank's own agent refuses (`queue-full`, `bad-indices`) says nothing about the peer.
+    Failures that come from this rank's own agent (`queue-full`, `bad-indices`) say nothing about the peer.
     """
     return result.outcome == "failed" and result.fault != "local"
 
 
 def may_be_mended(result: TransferResult) -> bool:
-    """Return whether a transfer that failed may go well once its peer has been met anew.
+    """Return whether a failed transfer may succeed once its engine has been set up again.
 
-    It may also where the agent has let the peer go (`peer-removed`), as when another engine proved that the name is its own.
+    This includes peers that the agent has removed (`peer-removed`), as when another engine proved that the name is its own.
     """
     return is_peer_at_fault(result) or result.code == "peer-removed"
 
@@ -35,7 +35,7 @@ def may_be_mended(result: TransferResult) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class FinishedRead:
-    """The end of a read, and what the engine thread must still do to the pages of a good one."""
+    """The end of a read, and the work that the engine thread must still do on the pages of a good one."""
 
     end: ReadEnd
     conversion: tuple[ConversionStep, ...] = ()
@@ -44,25 +44,25 @@ class FinishedRead:
 @final
 @dataclass(slots=True, eq=False)
 class Read:
-    """A read from its order to its one end: a transfer per producer rank, perhaps in two attempts.
+    """A read from its order to its single end: one transfer per producer rank, in up to two attempts.
 
     Attributes:
         order: Order that the read carries out.
-        times: When its stages were reached.
-        engine: The engine that it was posted to; None before.
-        attempt: Number of the attempt under way; 0 before the first post.
-        deadline_s: Time at which the read is given up, over both attempts.
-        trusted_until_s: Time until which the peer's lease has not ended for certain.
-        transfers: Transfers that are not over, by id.
-        unquiet: Those of them that ended but may still write into the pages.
-        done_ranks: Ranks whose part has arrived, fence verified; their completion has left.
-        conversion: Steps that put its pages in order once all are there.
-        code: Why it fails; empty so far.
-        message: The same as a sentence.
-        may_retry: Whether all failures so far are of a kind that a second attempt may mend.
-        is_ended: Whether its end was reported.
+        times: Timestamps of its stages.
+        engine: Engine that the read was posted to; None before.
+        attempt: Number of the current attempt; 0 before the first post.
+        deadline_s: Time at which the read is given up, across both attempts.
+        trusted_until_s: Time until which the peer's lease certainly has not ended.
+        transfers: Transfers that have not ended, by id.
+        unquiet: Transfers that ended but may still write into the pages.
+        done_ranks: Ranks whose part has arrived with its fence verified, and whose "read complete" has been sent.
+        conversion: Steps that permute its pages once all of them have arrived.
+        code: Code of its failure; empty if it has not failed.
+        message: The failure as a sentence.
+        may_retry: Whether a second attempt may repair all failures so far.
+        is_ended: Whether its end has been reported.
         was_met: Whether no handshake for it has failed.
-        is_passed_on: Whether another request reads the same hand-over, so that the producer must not be told of an end.
+        is_passed_on: Whether another request reads the same hand-over, so that the producer must not be notified of this end.
     """
 
     order: ReadOrder
@@ -83,11 +83,11 @@ class Read:
     is_passed_on: bool = False
 
     def transfer_id(self, rank: Rank) -> str:
-        """Name of one rank's transfer, e.g. `r1/0.1`, and `r1/0.1+` at the second attempt."""
+        """Return the name of one rank's transfer, e.g. `r1/0.1`, and `r1/0.1+` at the second attempt."""
         return f"{self.order.request_id}/{rank[0]}.{rank[1]}" + "+" * (self.attempt - 1)
 
     def begin_attempt(self, engine: PeerEngine, ranks: Iterable[Rank], now_s: float, limits: ReadLimits) -> None:
-        """Name the transfers of an attempt; the first one sets the times by which all is over."""
+        """Name the transfers of an attempt; the first attempt sets the deadlines."""
         if not self.attempt:
             self.times.posted_s = now_s
             self.deadline_s = now_s + limits.read_timeout_s
@@ -97,7 +97,7 @@ class Read:
         self.transfers = {self.transfer_id(rank): rank for rank in ranks}
 
     def note_arrived(self, result: TransferResult, now_s: float) -> None:
-        """Note that one rank's part is there, its fence verified."""
+        """Note that one rank's part has arrived, with its fence verified."""
         self.times.data_s = now_s - result.fence_s
         self.times.queue_s = result.queue_s
         self.times.fence_s = max(self.times.fence_s, result.fence_s)
@@ -121,23 +121,23 @@ class Read:
 @final
 @dataclass(slots=True)
 class PeerEngine:
-    """Everything that is known of one peer engine.
+    """Known state of one peer engine.
 
     Attributes:
         address: The engine as tickets name it: id, host, port, sizes and generation.
-        phase: `wiring` (its handshake runs), `ready` (planned, prepared, connected) or `draining` (its reads in flight may
-            end, new ones wait, then it is forgotten and met anew).
+        phase: `wiring` (its handshake is in progress), `ready` (planned, prepared, connected) or `draining` (reads in flight may
+            end and new ones wait; then the engine is forgotten and set up again).
         waiting: Reads that wait for it.
-        plan: How it is read from; None until it is ready.
+        plan: Plan for reading from it; None until it is ready.
         is_fenced: Whether all ranks that are read from have a fence array.
-        can_stream: Whether prompts can be read from it in parts, while they are computed.
+        can_stream: Whether its prompts can be read in parts while it computes them.
         capabilities: Capabilities that all its ranks announce.
-        generation: Incarnation of its memory registration; None if it does not say.
+        generation: Generation of its memory registration; None if it announces none.
         reads_in_flight: Reads posted to it that have not ended.
         last_used_s: Time at which an order last named it.
-        last_answer_s: Time at which it last answered: a handshake, a read or a probe.
-        silent_probes: Probes in a row that it has not answered.
-        is_probed: Whether a probe is under way.
+        last_answer_s: Time of its last answer to a handshake, a read or a probe.
+        silent_probes: Number of consecutive probes without an answer.
+        is_probed: Whether a probe is in progress.
     """
 
     address: PeerAddress
@@ -156,22 +156,22 @@ class PeerEngine:
 
     @property
     def engine_id(self) -> str:
-        """The engine's name."""
+        """Engine id of the peer."""
         return self.address.engine_id
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """All ranks that are notified: those that are read from, then those that only wait for a notification."""
+        """All ranks that are notified: first those that are read from, then those that only get notifications."""
         return (*self.plan.producer_ranks, *self.plan.notify_only_ranks) if self.plan is not None else ()
 
     def key(self, rank: Rank) -> str:
-        """Name of one rank on the transfer thread, e.g. `P@10.0.0.1:5600/2.1.1/0.1#7f` (tp 2, tp rank 1)."""
+        """Return the name of one rank on the transfer thread, e.g. `P@10.0.0.1:5600/2.1.1/0.1#7f` (tp 2, tp rank 1)."""
         peer = self.address
         life = "" if peer.generation is None else f"#{peer.generation:x}"
         return f"{peer.engine_id}@{peer.host}:{peer.port}/{peer.tp}.{peer.pp}.{peer.dcp}/{rank[0]}.{rank[1]}{life}"
 
     def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, PeerMetadata]) -> None:
-        """Take over what the handshake brought."""
+        """Store the plan and the metadata from the handshake."""
         self.plan = plan
         self.generation = next((m.generation for m in metadata.values() if m.generation is not None), None)
         self.is_fenced = all(metadata[rank].fence is not None for rank in plan.producer_ranks)
@@ -179,14 +179,14 @@ class PeerEngine:
         self.capabilities = announced[0].intersection(*announced[1:]) if announced else frozenset()
 
     def is_meant_by(self, peer: PeerAddress) -> bool:
-        """Tell whether a ticket's address means this engine: of its generation, or where one of the two does not say."""
+        """Return whether a ticket's address means this engine: the generations are equal, or one side announces none."""
         if peer.generation is None or peer.generation in {self.address.generation, self.generation}:
             return is_same_place(peer, self.address)
         return False
 
 
 def is_same_place(one: PeerAddress, other: PeerAddress) -> bool:
-    """Tell whether two addresses differ in nothing but generation and dialect."""
+    """Return whether two addresses differ at most in generation and dialect."""
     return (
         one.engine_id == other.engine_id
         and (one.host, one.port) == (other.host, other.port)

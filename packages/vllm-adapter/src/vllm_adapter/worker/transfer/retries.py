@@ -1,6 +1,6 @@
-"""Conditions of a second attempt at a read whose peer was lost.
+"""Conditions for a second attempt at a read whose peer was lost.
 
-Both attempts share one deadline. A rank whose part has arrived is neither read nor told again, so the second attempt is made
+Both attempts share one deadline. A rank whose part has arrived is neither read nor notified again, so a second attempt is made
 only where a restart of the peer would be noticed, and only while the peer keeps its pages as before.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["may_retry", "refused_retry"]
 
 
 def may_retry(read: Read, now_s: float, limits: ReadLimits) -> bool:
-    """Return whether a read that has ended is to be made again: it failed by its peer, in time, and not too often."""
+    """Return whether to retry a read that has ended: its peer caused the failure, and time and attempts remain."""
     if not read.code or not read.may_retry or read.attempt > limits.retries or read.engine is None:
         return False
     is_in_time = now_s < min(read.deadline_s, read.trusted_until_s)
@@ -26,7 +26,7 @@ def may_retry(read: Read, now_s: float, limits: ReadLimits) -> bool:
 
 
 def refused_retry(read: Read, engine: PeerEngine, now_s: float, limits: ReadLimits) -> tuple[str, str] | None:
-    """Return why a second attempt cannot go on where the first one ended (code, message), None if it can."""
+    """Return why a second attempt cannot continue where the first one ended, as (code, message); None if it can."""
     plan = engine.plan
     if not read.attempt or plan is None:
         return None

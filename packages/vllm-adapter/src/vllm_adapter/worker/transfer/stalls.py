@@ -1,4 +1,4 @@
-"""Warnings about reads that make no progress, and about pages that a read which has ended may still write into."""
+"""Warnings about reads without progress, and about pages that an ended read may still write into."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["StallWatch", "note_quarantine"]
 
 _NAMED = 4
-"""Requests that a log line about several names."""
+"""Most requests that one log line names."""
 
 
 @final
@@ -30,7 +30,7 @@ class StallWatch:
         """Report what has stalled since the last call.
 
         Args:
-            reads: The reads on the wire, plain and streamed, by transfer id.
+            reads: Reads on the wire, plain and streamed, by transfer id.
         """
         stalls = {entry.transfer_id: entry for entry in self._parts.agent.stalls() if entry.transfer_id in reads}
         known_requests = {reads[known].order.request_id for known in self._known if known in reads}
@@ -57,7 +57,7 @@ class StallWatch:
 
 
 def note_quarantine(parts: TransferParts, read: Read, result: TransferResult) -> None:
-    """Count a transfer that has ended and may still write into its read's pages; the first one of a read is logged."""
+    """Count an ended transfer that may still write into its read's pages; the first one of a read is logged."""
     is_first = not read.unquiet
     read.unquiet.add(result.transfer_id)
     parts.recorder.count("num_quarantined_reads")

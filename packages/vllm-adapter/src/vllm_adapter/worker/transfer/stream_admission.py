@@ -1,4 +1,4 @@
-"""Streams that wait for their engine: from an order to `StreamCoordinator.begin`, or to an end. Transfer thread only."""
+"""Streams that wait for their engine, from an order to `StreamCoordinator.begin` or to an end. Transfer thread only."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["StreamAdmission"]
 
 @final
 class StreamAdmission:
-    """Meets the engines of streams, and begins each stream once its engine is ready.
+    """Waits until the engines of streams are set up, and begins each stream once its engine is ready.
 
     Args:
         parts: The registration's threads, codec, recorder and clock.
-        peers: Meets engines.
-        streams: Follows streams of engines that are ready.
-        ended: Called with the one end of a stream that never began.
+        peers: Sets up engines.
+        streams: Follows the streams of engines that are ready.
+        ended: Called once with the end of a stream that never began.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StreamAdmission:
         self._waiting: dict[Read, StreamOrder] = {}
 
     def follow(self, order: StreamOrder) -> None:
-        """Follow a stream, at once or when its engine has been met."""
+        """Follow a stream, at once or when its engine is ready."""
         read = Read(order.read, ReadTimes(self._parts.now_s()))
         self._waiting[read] = order
         try:
@@ -56,11 +56,11 @@ class StreamAdmission:
             self.not_met(read, code_of(error), str(error))
 
     def takes(self, read: Read) -> bool:
-        """Tell whether a read that waited is a stream's."""
+        """Return whether a waiting read belongs to a stream."""
         return read in self._waiting
 
     def ready(self, read: Read, engine: PeerEngine) -> None:
-        """Begin a stream whose engine is ready; one that cannot begin ends, whatever its order provokes."""
+        """Begin a stream whose engine is ready; if it cannot begin, end it."""
         order = self._waiting.pop(read)
         try:
             reason = refusal(order.read, engine)
@@ -79,15 +79,15 @@ class StreamAdmission:
             self._end(read, code, message)
 
     def stop(self, request_id: str) -> None:
-        """Give up a stream; its end is reported once all is quiet."""
+        """Stop a stream; its end is reported once all its transfers are quiet."""
         for read in [each for each in self._waiting if each.order.request_id == request_id]:
-            # It goes on waiting as a read that has ended, to tell its producer that nobody reads.
+            # The read keeps waiting as one that has ended, to tell its producer that the blocks are not needed.
             del self._waiting[read]
             self._end(read, STREAM_STOPPED, "the stream was given up before it began")
         self._streams.stop(request_id)
 
     def end_all(self, code: str, message: str) -> None:
-        """Break off all streams; each ends once its pages are quiet."""
+        """Stop all streams; each ends once its pages are quiet."""
         for read in list(self._waiting):
             self.not_met(read, code, message)
         self._streams.break_all(code, message)

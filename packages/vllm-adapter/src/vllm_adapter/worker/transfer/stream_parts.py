@@ -1,12 +1,12 @@
-"""Parts of a streamed read: which places of the peer's table they need, and which blocks they move.
+"""Parts of a streamed read: the places of the peer's table that they need, and the blocks that they move.
 
-The groups stand one behind the other in the table, each with a place for every block that the prompt's tokens need, a group of
-states with one.
+The table holds the groups one after the other, each with a place for every block that the prompt's tokens need; a group of
+states has one place.
 
-Worked example. 100 tokens; groups with blocks of 16 and of 32 tokens and one of states: 7 + 4 + 1 = 12 places, beginning with
-0, 7 and 11. Parts are whole multiples of 32 tokens. The part of tokens 32 to 64 needs the places 2 and 3, and 8. The last part,
-from token 96 on, needs 6, 10 and 11. A window of 20 tokens in the first group leaves its blocks from token 80 on: places 5 and
-6 alone.
+Worked example. 100 tokens; groups with blocks of 16 and of 32 tokens and one of states: 7 + 4 + 1 = 12 places; the groups begin
+at 0, 7 and 11. Parts are whole multiples of 32 tokens. The part of tokens 32 to 64 needs places 2, 3 and 8. The last part, from
+token 96 on, needs 6, 10 and 11. With a window of 20 tokens in the first group, only its blocks from token 80 on are needed:
+places 5 and 6.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Blocks", "PartBlocks", "StreamGroup", "StreamShape"]
 
 
 class StreamGroup(NamedTuple):
-    """A KV-cache group: tokens that one of its blocks stands for, 0 for states, and its window, 0 for none."""
+    """A KV-cache group: tokens per block, 0 for states, and its window, 0 for none."""
 
     span_tokens: int
     window_tokens: int = 0
@@ -41,7 +41,7 @@ class Blocks:
 
 
 class PartBlocks(NamedTuple):
-    """Blocks of one group that a part moves: `length` from block `first` of the prompt on, listed from `place` on."""
+    """Blocks of one group that a part moves: `length` blocks from the prompt's block `first`, listed from `place` on."""
 
     first: int
     length: int
@@ -50,17 +50,17 @@ class PartBlocks(NamedTuple):
 
 @final
 class StreamShape:
-    """Groups of an engine and its peer, whose blocks stand for equally many tokens."""
+    """Groups of an engine and its peer, whose blocks stand for equal numbers of tokens."""
 
     __slots__ = ("_groups", "entry_tokens")
 
     def __init__(self, groups: Sequence[StreamGroup]) -> None:
         self._groups = tuple(groups)
         self.entry_tokens = lcm(*(group.span_tokens for group in groups if group.span_tokens))
-        """Tokens that become whole together; 1 for states alone."""
+        """Tokens that become complete together; 1 for states alone."""
 
     def parts(self, tokens: int, first_token: int, stop_token: int, *, is_last: bool) -> list[PartBlocks]:
-        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; of states, with the last part."""
+        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; states come with the last part."""
         found: list[PartBlocks] = []
         place = 0
         for group in self._groups:
@@ -77,16 +77,16 @@ class StreamShape:
         return found
 
     def peer_blocks(self, parts: Sequence[PartBlocks], ids: Mapping[int, int]) -> list[Blocks]:
-        """Return the peer's blocks of a part, from the ids by their places."""
+        """Return the peer's blocks of a part; `ids` maps places to block ids."""
         return [
             Blocks(tuple(ids[part.place + number] for number in range(part.length)), part.first * group.span_tokens)
             for group, part in zip(self._groups, parts, strict=True)
         ]
 
     def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[Blocks]:
-        """Return our blocks of a part, out of those of the whole read.
+        """Return our blocks of a part, taken from those of the whole read.
 
-        Example: blocks of 16, the read begins with token 32 (`first_token`): block 3 of the prompt is its second one.
+        Example: blocks of 16, the read begins at token 32 (`first_token`): block 3 of the prompt is the read's second block.
         """
         found: list[Blocks] = []
         for group, part, blocks in zip(self._groups, parts, whole, strict=True):

@@ -1,4 +1,4 @@
-"""How far a ticket is believed by what its engine says of itself."""
+"""Checks of a ticket against the facts that its engine announces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["lacks_nonce", "notices_restart", "refusal"]
 
 
 def notices_restart(order: ReadOrder, engine: PeerEngine) -> bool:
-    """Return whether a restart of the peer would be noticed: by its fence words, or by the generation that the ticket names."""
+    """Return whether a peer's restart would be noticed: by its fence words, or by the generation in the ticket."""
     return (engine.is_fenced and order.fence is not None) or order.peer.generation is not None
 
 
 def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
-    """Return why a ticket must not be believed by what its engine says of itself, None if it may be."""
+    """Return why a ticket contradicts its engine's announcements and must be refused; None if it does not."""
     if engine.is_fenced and order.fence is None:
         return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
     if "prompt-digest" in engine.capabilities and not order.prompt:
@@ -28,9 +28,9 @@ def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
 
 
 def lacks_nonce(order: ReadOrder, engine: PeerEngine) -> bool:
-    """Return whether a ticket lacks the nonce that its engine gives with every ticket.
+    """Return whether a ticket lacks the nonce although its engine gives every ticket one.
 
-    Request ids are no secrets, so such a ticket may be made up. The producer would count a "read complete" in its name, and
-    end the lease under the reader that has the real ticket.
+    Request ids are no secrets, so such a ticket may be forged. The producer would count a "read complete" in the request's name,
+    and end the lease while the holder of the real ticket still reads.
     """
     return "nonce" in engine.capabilities and not order.nonce
