@@ -12,7 +12,7 @@ import pytest
 import truth
 from recorded import engine, engine_facts, families, layer_caches, request
 
-from kv_topology import Planner
+from kv_topology import Planner, RankGeometry, TransferPlan
 from kv_topology.testing import OracleFailure, Proof, prove
 from vllm_adapter.cache.facts import LayerCache
 from vllm_adapter.cache.geometry import local_document, region_caches
@@ -58,6 +58,63 @@ def test_a_hand_over_brings_the_right_bytes_or_a_coded_refusal(name: str, produc
     with pytest.raises(Exception, match=r"both engines must agree") as caught:
         prove_hand_over(name, producer_tp, name, consumer_tp)
     assert getattr(caught.value, "code", None) == code
+
+
+def _stage(name: str, tp: int, rank: int, stage: int, layers: frozenset[str]) -> tuple[GeometryDocument, RankGeometry]:
+    """Return the document and the truth of a rank of one of two pipeline stages; groups keep their numbers, as vLLM's do."""
+    address = PRODUCER + (stage << 36) + (rank << 32)
+    facts = engine_facts(name, tp, rank)
+    held = [tuple(layer for layer in group.layers if layer in layers) for group in facts.groups]
+    groups = tuple(dataclasses.replace(group, layers=part) for group, part in zip(facts.groups, held, strict=True))
+    caches = [cache for cache in layer_caches(name, tp, address) if cache.layer in layers]
+    document = local_document(dataclasses.replace(facts, pp=2, pp_rank=stage, groups=groups), caches)
+    whole = truth.rank_geometry(name, tp, rank, address)
+    regions = tuple(region for region in whole.regions if region.members[0].layer in layers)
+    return document, dataclasses.replace(whole, pp_size=2, pp_rank=stage, regions=regions)
+
+
+@pytest.mark.parametrize(("name", "producer_tp", "consumer_tp"), SIZES)
+def test_two_pipeline_stages_hand_over_to_one(name: str, producer_tp: int, consumer_tp: int) -> None:
+    documents = engine(name, consumer_tp, CONSUMER)
+    layers = [layer for group in engine_facts(name, 1, 0).groups for layer in group.layers]
+    # The first layer alone, and all others: where a group has one layer, the other stage has an empty group.
+    parts = (frozenset(layers[:1]), frozenset(layers[1:]))
+    made = {
+        (stage, rank): _stage(name, producer_tp, rank, stage, part)
+        for stage, part in enumerate(parts)
+        for rank in range(producer_tp)
+    }
+    peers = {key: document for key, (document, _) in made.items()}
+
+    def plan(local: RankGeometry, _: object) -> TransferPlan:
+        return Planner().plan(documents[0, local.tp_rank], peers, peer_tp=producer_tp)
+
+    def hand_over() -> Proof:
+        consumers = {
+            (0, r): truth.rank_geometry(name, consumer_tp, r, CONSUMER + (r << 32)) for r in range(consumer_tp)
+        }
+        producers = {key: geometry for key, (_, geometry) in made.items()}
+        return prove(consumers, producers, request(name, name), plan)
+
+    code = EQUAL_ENGINES_ONLY.get(name) if producer_tp != consumer_tp else None
+    if code is None:
+        assert hand_over().bytes_proved > 0
+        return
+    with pytest.raises(Exception, match=r"both engines must agree") as caught:
+        hand_over()
+    assert getattr(caught.value, "code", None) == code
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_layer_that_no_stage_holds_is_refused_by_the_plan(stage: int) -> None:
+    """The handshake compares only what a stage holds."""
+    first, last = engine_facts("flash-attn", 1, 0).groups[0].layers
+    peers = {
+        (number, 0): _stage("flash-attn", 1, 0, number, frozenset({first if stage else last}))[0] for number in range(2)
+    }
+    with pytest.raises(Exception, match="holds layer") as caught:
+        Planner().plan(engine("flash-attn", 1, CONSUMER)[0, 0], peers, peer_tp=1)
+    assert getattr(caught.value, "code", None) == "layer-not-held"
 
 
 ORDERS = [

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._limits import MAX_FACTORS
+from kv_handshake._stage_groups import stage_groups_agree
 from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
         "model_revision": "must-match",
         "quantization": "must-match",
         "sliding_window": "must-match",
-        "kv_cache_groups": "must-match",
+        "kv_cache_groups": "must-match",  # except between pipeline stages; see _difference_group
         "mamba_conv_dtype": "must-match",
         "mamba_ssm_dtype": "must-match",
         "mamba_layout": "must-match",
@@ -184,6 +185,8 @@ def _is_same(one: object, other: object) -> bool:
 
 def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str, object]) -> Group:
     if name == "vllm_version" and _major_minor(local.get(name)) == _major_minor(peer.get(name)):
+        return "may-differ"
+    if name == "kv_cache_groups" and stage_groups_agree(local, peer):
         return "may-differ"
     return group_of(name, local, peer)
 
