@@ -12,6 +12,7 @@ from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent,
 from kv_nixl_agent.port import open_nixl
 from kv_nixl_agent.testing import PeerProcess, RecordingPort, recording_factory
 from kv_nixl_agent.testing._stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, StreamStage
+from kv_nixl_agent.testing._thread_checks import THREAD_CHECKS, ThreadStage
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 SLOTS = 16
@@ -60,6 +61,21 @@ def test_check(check, transport):
         process.close()
     assert ports[0].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
     assert ports[0].double_releases == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
+def test_check_of_a_thread(check, transport):
+    options = AgentOptions(backends=(BackendOptions(engine_config=transport),), stream_slots=SLOTS)
+    process = PeerProcess("producer", page_count=1, engine_config=transport, stream_slots=SLOTS)
+    spec = PeerSpec("p", process.agent_metadata, NOTHING, NOTHING, fence=process.fence, streams=process.streams)
+    thread = TransferThread("consumer", [], on_result=lambda _: None, on_notification=lambda *_: None, options=options)
+    try:
+        thread.start()
+        check(ThreadStage(thread, RemoteStreams(process), spec))
+    finally:
+        thread.close()
+        process.close()
 
 
 MOST_MEDIAN_S = 0.08

@@ -9,6 +9,7 @@ import pytest
 
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferThread
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.testing._thread_checks import THREAD_CHECKS, ThreadStage
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 
@@ -31,7 +32,7 @@ class Watched:
 
     def __init__(self, **pace):
         self._now_s = 100.0
-        fabric = FakeFabric(latency_polls=0)
+        fabric = self.fabric = FakeFabric(latency_polls=0)
         options = AgentOptions(stream_slots=8, stream_capacity=16, **pace)
         self.producer = TransferAgent("producer", [], options, port_factory=fabric.port)
         self.consumer = TransferAgent("consumer", [], options, port_factory=fabric.port, clock=lambda: self._now_s)
@@ -47,6 +48,17 @@ class Watched:
                 call()
             self._now_s = min(max(self.consumer.polls.next_look_s, self._now_s + 1e-6), end_s)
         return self.consumer.statistics()["stream_looks"] - before
+
+    def turns(self, duration_s):
+        """Take a turn every half millisecond; return how often the consumer polled NIXL for the end of a read."""
+        port, polled = self.fabric.agent("consumer"), []
+        check = port.check
+        port.check = lambda transfer: polled.append(transfer) or check(transfer)
+        for _ in range(round(duration_s / 5e-4)):
+            self.consumer.advance()
+            self._now_s += 5e-4
+        port.check = check
+        return len(polled)
 
 
 def test_the_pace_follows_the_peer():
@@ -123,6 +135,42 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
         assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
     finally:
         thread.close()
+
+
+@pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
+def test_check(check):
+    fabric = FakeFabric(latency_polls=2)
+    options = AgentOptions(stream_slots=8, stream_capacity=16)
+    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
+    spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
+    control: Any = SimpleNamespace(stop=fabric.agent("producer").stop, resume=fabric.agent("producer").resume)
+    thread = started_thread("consumer", options, fabric)
+    try:
+        check(ThreadStage(thread, control, spec))
+    finally:
+        thread.close()
+
+
+def test_a_poll_of_a_stopped_peer_is_polled_as_rarely_as_quarantine_once_nobody_waits_for_it():
+    watched = Watched()
+    consumer, port = watched.consumer, watched.fabric.agent("producer")
+    watch = consumer.polls.watch("p", 0, SimpleNamespace(progress=lambda *_: None))
+    port.stop()
+    assert watched.turns(0.01) == 19, "in every turn after the first, which posts"
+    assert (consumer.is_awaited, consumer.has_leftovers) == (True, False)
+    watch.end()
+    assert (consumer.is_awaited, consumer.has_leftovers) == (False, True)
+    assert consumer.polls.next_look_s == float("inf")
+    assert 9 <= watched.turns(0.01) <= 11, "every millisecond"
+    consumer.remove_peer("p")
+    assert watched.turns(0.01) == 20, "a read of one of our own words should end soon"
+    assert (consumer.is_awaited, consumer.has_leftovers) == (True, False)
+    watched.turns(1.0)
+    assert (consumer.is_awaited, consumer.has_leftovers) == (False, True)
+    assert 9 <= watched.turns(0.01) <= 11, "and is a leftover after a second"
+    port.resume()
+    watched.turns(0.01)
+    assert (consumer.is_awaited, consumer.has_leftovers) == (False, False)
 
 
 def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():

@@ -303,9 +303,9 @@ def test_a_thread_that_has_quarantine_does_not_rest(monkeypatch: pytest.MonkeyPa
         return False
 
     monkeypatch.setattr(pacer._event, "wait", sleep)
-    for quiet_s, has_quarantine in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
+    for quiet_s, has_leftovers in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
         pacer._last_progress_s = 100.0 - quiet_s
-        pacer.wait_idle(101.0, lambda: False, has_quarantine=has_quarantine)
+        pacer.wait_idle(101.0, lambda: False, has_leftovers=has_leftovers)
     assert slept == pytest.approx([0.002, 0.0005, 0.04, 0.01, 0.125, 0.03125, 0.25, 0.05])
 
 

@@ -325,9 +325,17 @@ class TransferAgent:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something is queued or on the wire that is neither a probe nor in quarantine."""
-        is_on_wire = self._handles.watched_count > 0 or self.polls.is_on_wire
+        """Whether something is queued or on the wire that is neither a probe nor a leftover."""
+        is_on_wire = self._handles.awaited_count > 0 or self.polls.is_on_wire
         return not self._transfers.is_only_probing or is_on_wire
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether something on the wire is to be polled although nobody waits for it.
+
+        This is quarantine, a read into one of our own words that is older than a second, or a poll of a peer without watches.
+        """
+        return self.has_quarantine or self._handles.has_late or self.polls.has_strays
 
     @property
     def has_quarantine(self) -> bool:

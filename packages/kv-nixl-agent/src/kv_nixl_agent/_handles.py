@@ -10,6 +10,9 @@ after the peer had been removed. So a handle whose transfer has ended early is k
 3. A handle that lands in *one of our own words* (a warm-up, or the fence read of a transfer that has ended) also ends after
    several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and reused last.
 4. It is released once. A release that NIXL refuses is tried again.
+
+Quarantine, and a handle of the third kind once it is older than a second, is polled every millisecond at most, and does not keep
+the thread awake: its peer is probably stopped, for minutes or for ever, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ if TYPE_CHECKING:
     from ._port import Handle, NixlPort
     from ._statistics import Statistics
 
-__all__ = ["Handles", "has_left_the_wire", "was_rejected"]
+__all__ = ["QUARANTINE_POLL_S", "Handles", "has_left_the_wire", "was_rejected"]
 
-_QUARANTINE_POLL_S: Final = 1e-3
+QUARANTINE_POLL_S: Final = 1e-3
+"""Shortest time between two polls of a handle that nobody waits for."""
+
+_LATE_AFTER_S: Final = 1.0
 _MAX_ERRORS_IN_A_ROW: Final = 8
 _LAST_LOOK_S: Final = 20e-3
 
@@ -62,13 +68,20 @@ def has_left_the_wire(error: AgentError) -> bool:
 class _Watched:
     """A posted handle that lands in one of our own words. `on_end` gets None on success, or the error that ended the handle."""
 
-    __slots__ = ("errors", "handle", "on_end", "peer")
+    __slots__ = ("errors", "handle", "is_late", "on_end", "peer", "since_s")
 
     def __init__(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
         self.peer = peer
         self.handle = handle
         self.on_end = on_end
         self.errors = 0
+        self.since_s: float | None = None
+        self.is_late = False
+
+    def note_poll(self, now_s: float) -> None:
+        if self.since_s is None:
+            self.since_s = now_s
+        self.is_late = now_s - self.since_s > _LATE_AFTER_S
 
 
 @final
@@ -155,6 +168,16 @@ class Handles(Generic[OngoingT]):
         """Number of watched handles that land in our own words."""
         return len(self._watched)
 
+    @property
+    def awaited_count(self) -> int:
+        """Number of watched handles that should end soon; those older than a second are not counted."""
+        return sum(not one.is_late for one in self._watched)
+
+    @property
+    def has_late(self) -> bool:
+        """Whether a watched handle is older than a second."""
+        return any(one.is_late for one in self._watched)
+
     def entries(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
         return [
@@ -180,11 +203,12 @@ class Handles(Generic[OngoingT]):
     # --------------------------------------------------------------------------------------------------------- polling
 
     def poll(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Poll watched handles, and held ones every millisecond or `at_once`; return True if one ended."""
-        moved = self._poll_watched() if self._watched else False
-        if not (self._held or self._unreleased) or (now_s < self._next_poll_s and not at_once):
+        """Poll watched handles, and held and late ones every millisecond or `at_once`; return True if one ended."""
+        is_due = at_once or now_s >= self._next_poll_s
+        moved = self._poll_watched(now_s, is_due=is_due) if self._watched else False
+        if not is_due or not (self._held or self._unreleased or self.has_late):
             return moved
-        self._next_poll_s = now_s + _QUARANTINE_POLL_S
+        self._next_poll_s = now_s + QUARANTINE_POLL_S
         for transfer, _ in list(self._held.values()):
             moved = self._poll_held(transfer) or moved
         if self._unreleased:
@@ -201,9 +225,12 @@ class Handles(Generic[OngoingT]):
                 return
             time.sleep(1e-3)
 
-    def _poll_watched(self) -> bool:
+    def _poll_watched(self, now_s: float, *, is_due: bool) -> bool:
         moved = False
         for one in list(self._watched):
+            if one.is_late and not is_due:
+                continue
+            one.note_poll(now_s)
             failure: AgentError | None = None
             try:
                 if self._port.check(one.handle) != "done":

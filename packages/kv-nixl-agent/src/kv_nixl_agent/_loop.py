@@ -182,7 +182,7 @@ class Loop:
             if self.stream_words is not None:
                 look_s = min(look_s, self.stream_words.look_out_s(now_s))
             self.pacer.wait_idle(
-                self.timers.next_s(now_s), self._has_work, has_quarantine=agent.has_quarantine, look_s=look_s
+                self.timers.next_s(now_s), self._has_work, has_leftovers=agent.has_leftovers, look_s=look_s
             )
 
     def _has_work(self) -> bool:

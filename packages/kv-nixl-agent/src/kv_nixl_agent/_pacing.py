@@ -86,21 +86,21 @@ class Pacer:
         self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
 
     def wait_idle(
-        self, until_s: float, has_work: Callable[[], bool], *, has_quarantine: bool = False, look_s: float = math.inf
+        self, until_s: float, has_work: Callable[[], bool], *, has_leftovers: bool = False, look_s: float = math.inf
     ) -> None:
         """Wait for work, at most the idle polling period, and not beyond `until_s` or `look_s`, when a stream is polled.
 
         A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
         every 0.2 s, even for a timer of 0.05 s. Quarantine ends by polling, and pages and new reads wait for that, so a thread
-        with quarantined transfers does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
+        with quarantined transfers, or other leftovers, does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
         """
         now_s = self._clock()
         may_poll_slowly = self._may_poll_slowly
         wait_s = self._idle_period_s(now_s)
-        if has_quarantine:
+        if has_leftovers:
             quiet_s = now_s - self._last_progress_s
             wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
-        if self._is_at_rest(now_s) and not has_quarantine:
+        if self._is_at_rest(now_s) and not has_leftovers:
             wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
             self._interval.restore()
         else:

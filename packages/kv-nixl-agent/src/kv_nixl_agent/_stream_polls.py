@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from ._errors import AgentError, transfer_code
+from ._handles import QUARANTINE_POLL_S
 from ._stream_layout import LOW_HALF, TAG_SHIFT
 from ._stream_watches import PeerPolls, StreamWatch
 
@@ -73,13 +74,18 @@ class StreamPoller:
 
     @property
     def is_on_wire(self) -> bool:
-        """Whether a poll or a table read is on the wire."""
-        return any(strip.is_on_wire for polls in self._peers.values() for strip in polls.strips)
+        """Whether a poll or a table read that a watch waits for is on the wire."""
+        return any(strip.is_on_wire for polls in self._peers.values() if polls.watches for strip in polls.strips)
+
+    @property
+    def has_strays(self) -> bool:
+        """Whether a peer without watches has not answered its last poll."""
+        return any(not polls.watches for polls in self._peers.values())
 
     @property
     def next_look_s(self) -> float:
         """Time of the next poll; infinite when nothing is watched."""
-        return min((polls.next_look_s for polls in self._peers.values()), default=float("inf"))
+        return min((polls.next_look_s for polls in self._peers.values() if polls.watches), default=float("inf"))
 
     def watch(self, key: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
         """Start polling a slot of a peer.
@@ -141,6 +147,10 @@ class StreamPoller:
 
     def _look(self, reader: StripReader, polls: PeerPolls, now_s: float) -> bool:
         if polls.strip is not None and polls.strip.is_on_wire:
+            if not polls.watches:
+                if now_s < polls.due_s:
+                    return False
+                polls.due_s = now_s + QUARANTINE_POLL_S
             if not reader.is_done(polls.strip):
                 return False
         elif not polls.watches or now_s < polls.due_s or not self._post_look(reader, polls, now_s):
@@ -265,7 +275,7 @@ class StreamPoller:
         """Release strips that no watch needs, and the record of a peer without watches.
 
         A poll that a stopped peer does not answer stays with the peer's record, so however often watches begin and end, the peer
-        uses one pad for polls.
+        uses one pad for polls. It is then polled as rarely as quarantine, and does not keep the thread awake.
         """
         dropped, polls.dropped = polls.dropped, []
         look = polls.strip
