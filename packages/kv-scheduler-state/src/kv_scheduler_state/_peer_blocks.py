@@ -2,14 +2,15 @@
 
 Tickets of this project carry it (`kv_first_tokens`). vLLM's own connector, and version 0.1 of this project, only send ids, under
 fixed rules: a group that keeps the whole prompt is sent whole; a window group is cut to its last `window_blocks` blocks;
-of a state group the running state is sent, by older versions with the scratch blocks behind it. The first token of a cut
-window list follows from a whole list with blocks of the same size, which has as many blocks as the window list had before
-the cut.
+of a state group the running state is sent, by older versions with the scratch blocks behind it. A list as long as a whole
+list beside it was not cut and begins with token 0. The first token of a cut one follows from the whole list and from the size of
+the peer's blocks, which such a ticket does not tell. So that size must be proved to be ours: only with blocks of our size do the
+tokens that the peer has computed make lists of just these lengths. The same holds for a list with null blocks at its front.
 
-Example: blocks of 16 tokens, a window of 32 (`window_blocks` 3), a whole list of 10 blocks and a window list of 3: the window
-list begins with token (10 - 3) * 16 = 112, whether the last block holds tokens of the prompt or was only allocated ahead. A
-window list of 2 blocks was never cut and begins with token 0. With no whole list beside it a cut list is refused: counting
-from the end of the prompt would be a guess.
+Example: blocks of 16 tokens, a window of 32 (`window_blocks` 3). A ticket of 160 tokens with a whole list of 10 blocks and a
+window list of 3: it begins with token (10 - 3) * 16 = 112. A peer with blocks of 32 lists 5 and 2 for the same tokens; its window
+list begins with token 96, but 5 is not 160 / 16, so the ticket is refused. With no whole list beside it a list is refused, too,
+unless the window covers all tokens: counting from the end of the prompt would be a guess.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ __all__ = ["PeerBlocks"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_BLOCK = (1 << 32) - 1
+_SMALL_BLOCKS = (1, 2, 4, 8)
+"""Block sizes of vLLM below 16; from there on it takes multiples of 16, which its attention kernels ask for."""
 
 
 @final
@@ -46,15 +49,18 @@ class PeerBlocks:
     def __init__(self, groups: tuple[GroupConfig, ...], null: int | None) -> None:
         self._groups = groups
         self._null = null
-        self._is_whole = all(group.kind == "full" for group in groups)
+        self._is_whole = all(group.kind == "full" and not group.chunk_tokens for group in groups)
 
-    def lists(self, fields: Mapping[object, object], ids: BlockIds, peer: PeerAddress) -> tuple[BlockList, ...]:
+    def lists(
+        self, fields: Mapping[object, object], ids: BlockIds, peer: PeerAddress, tokens: int | None
+    ) -> tuple[BlockList, ...]:
         """Return one block list per group.
 
         Args:
             fields: The ticket.
             ids: Its block ids, checked, as many lists as there are groups.
             peer: The engine that wrote the ticket.
+            tokens: Tokens that it has computed, None if the ticket does not say.
 
         Raises:
             TicketError: `ticket-first-token`, `ticket-blocks`, `ticket-type`.
@@ -66,7 +72,7 @@ class PeerBlocks:
                 if len(ids) == 1:
                     return (new_tuple(BlockList, (ids[0], 0, null)),)
                 return tuple([new_tuple(BlockList, (group, 0, null)) for group in ids])
-            first = [self._first_token(number, ids, peer.dcp) for number in range(len(ids))]
+            first = [self._first_token(number, ids, peer.dcp, tokens) for number in range(len(ids))]
             null = self._null
         else:
             first, null = told, _null_block(fields.get("kv_null_block"))
@@ -86,18 +92,30 @@ class PeerBlocks:
         """
         return tuple(self._integers(fields, "kv_span_tokens", 1) or ())
 
-    def _first_token(self, number: int, ids: BlockIds, dcp: int) -> int:
-        group, count = self._groups[number], len(ids[number])
-        if group.kind != "window" or count < group.window_blocks:
+    def _first_token(self, number: int, ids: BlockIds, dcp: int, tokens: int | None) -> int:
+        group, own = self._groups[number], ids[number]
+        count = len(own)
+        if not group.sees_a_part or not count:
             return 0
-        span = group.block_tokens * dcp
-        for other, other_ids in zip(self._groups, ids, strict=True):
-            if other.kind == "full" and other.block_tokens * dcp == span and len(other_ids) >= count:
-                return (len(other_ids) - count) * span
+        whole = next(
+            (
+                len(other_ids)
+                for other, other_ids in zip(self._groups, ids, strict=True)
+                if other.kind == "full" and other.block_tokens == group.block_tokens
+            ),
+            None,
+        )
+        if own[0] != self._null:
+            is_short = tokens is not None and tokens <= group.window_tokens
+            if count == whole or (whole is None and is_short):
+                return 0
+        if whole is not None and tokens is not None and _are_our_blocks(group, dcp, tokens, whole, count):
+            return (whole - count) * group.block_tokens * dcp
         raise TicketError(
             "ticket-first-token",
             f"remote_block_ids lists {count} blocks for the window group {number}, and nothing says where in the prompt they "
-            "begin: the ticket has no kv_first_tokens and no whole group with blocks of the same size",
+            f"begin: the ticket has no kv_first_tokens, and its {tokens} tokens and {whole} blocks of a whole group do not prove "
+            f"that the peer's blocks hold {group.block_tokens} tokens",
             field="remote_block_ids",
             group=number,
         )
@@ -119,6 +137,32 @@ class PeerBlocks:
                 field=name,
             )
         return list(numbers)
+
+
+def _are_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:
+    """Return whether a peer's blocks are as large as ours: no other size makes these lists of so many tokens.
+
+    Example: 250 tokens, a window of 64. Blocks of 64 make a whole list of 4 and a window list of 2, and so do blocks of 80.
+
+    Args:
+        group: The group with a window, or chunks, which vLLM does not cut.
+        dcp: Context ranks that share a block of the peer's.
+        tokens: Tokens that the peer has computed.
+        whole: Blocks in its whole list.
+        count: Blocks in its list of this group.
+    """
+
+    def makes_them(block_tokens: int) -> bool:
+        span = block_tokens * dcp
+        kept = -(-group.window_tokens // span) + 1 if group.window_tokens else whole
+        return whole == -(-tokens // span) and count == min(whole, kept)
+
+    if whole < 2 or not makes_them(group.block_tokens):
+        return False
+    # The largest blocks with `whole` of them, less than twice ours.
+    most = (tokens - 1) // (whole - 1) // dcp
+    others = [size for size in (*_SMALL_BLOCKS, *range(16, most + 1, 16)) if size != group.block_tokens]
+    return not any(makes_them(size) for size in others)
 
 
 def _null_block(value: object) -> int | None:

@@ -148,6 +148,7 @@ class TicketReader:
         fence, nonce, prompt = get("kv_fence"), get("kv_nonce"), get("kv_prompt")
         peer = self._peer(fields)
         request_id = self._text("remote_request_id", get("remote_request_id"))
+        held = None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens)
         if self._reserved:
             self._require_free(request_id)
         return new_tuple(
@@ -156,8 +157,8 @@ class TicketReader:
                 kind,
                 peer,
                 request_id,
-                self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer),
-                None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens),
+                self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer, held),
+                held,
                 None if lease_s is None else _seconds("kv_lease_s", lease_s, limits.max_lease_s),
                 None if fence is None else self._fence(fence),
                 "" if nonce is None else _matching("kv_nonce", nonce, _NONCE),
