@@ -59,6 +59,10 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "an engine that only produces reads nothing": ("A9", (
         (STATE, "test_an_engine_that_only_produces_reads_nothing"),
     )),
+    "a read fills what no hit covers": ("A10", (
+        (INSIDE, "test_a_read_fills_every_block_that_no_hit_covers"),
+        (ADAPTER, "test_only_states_may_lag_behind_the_hit_of_full_attention"),
+    )),
     "block lists are aligned by their first token": ("A3", (
         (NEVER_WRONG, "test_a_spare_local_block_shifts_nothing"),
         (NEVER_WRONG, "test_a_producer_that_decoded_on_shifts_nothing"),
@@ -68,6 +72,8 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (TOPOLOGY, "test_a_peer_list_that_ends_early_is_refused"),
         (STATE, "test_a_list_says_with_which_token_it_begins_on_both_sides"),
         (STATE, "test_a_regenerated_turn_is_only_read_back_if_the_window_reaches_back"),
+        (STATE, "test_a_window_list_is_placed_where_its_writer_put_it_or_refused"),
+        (STATE, "test_null_blocks_of_a_chunked_list_are_counted_in_the_peers_blocks_or_refused"),
     )),
     "states move whole, and from a real block": ("A3", (
         (TOPOLOGY, "test_all_pages_of_a_state_are_moved"),
@@ -84,6 +90,9 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "tokens in flight are not promised to a next turn": ("A5", (
         (ADAPTER, "test_tokens_in_flight_are_not_promised"),
         (ADAPTER, "test_a_state_that_has_seen_tokens_in_flight_is_not_handed_back"),
+        (ADAPTER, "test_tokens_behind_the_end_of_an_answer_are_not_promised"),
+        (ADAPTER, "test_a_state_that_has_seen_tokens_behind_the_end_of_an_answer_is_not_handed_over"),
+        (INSIDE, "test_accepted_drafts_behind_the_end_of_an_answer_are_not_promised"),
         (INSIDE, "test_readback_is_refused_without_the_role_of_both"),
     )),
     "geometries that contradict themselves": ("A6", (
@@ -136,6 +145,8 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (NEVER_WRONG, "test_the_children_of_one_prompt_share_one_read"),
         (ADAPTER, "test_siblings_wait_for_the_first_read_and_then_read_nothing"),
         (ADAPTER, "test_an_aborted_sibling_passes_its_read_on"),
+        (STATE, "test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_told"),
+        (STATE, "test_an_engine_does_not_read_from_itself"),
         (ENGINES, "test_several_choices_of_one_prompt_take_one_hand_over"),
     )),
     "pairs that were refused and can be read": ("B8", (
@@ -220,7 +231,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     )),
 }  # fmt: skip
 
-MARKS = [*(f"A{n}" for n in range(1, 10)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
+MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
 
 
 @cache

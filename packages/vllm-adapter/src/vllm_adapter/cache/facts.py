@@ -140,6 +140,25 @@ class EngineFacts:
         """Whether some layers keep a recurrent state instead of a cache of tokens."""
         return any(group.kind == "state" for group in self.groups)
 
+    def completes_uneven_hits(self, all_groups: int) -> bool:
+        """Return whether a read restores every group whose local prefix hit is shorter than that of full attention.
+
+        A read fills the tokens from the hit of full attention on, and a state whole. So only states may lag behind. Nothing would
+        fill the blocks of a window, or of a second full group, between its own hit and that of full attention, nor any block of
+        a group that is not transferred. Example: blocks of 16; full attention hits 64 tokens, a window 16. A read begins with
+        token 64, and the window's block of tokens 48 to 63 would stay empty.
+
+        Args:
+            all_groups: Groups of the scheduler, transferable or not.
+        """
+        whole = [group for group in self.groups if group.kind != "state"]
+        return (
+            len(self.groups) == all_groups
+            and len(whole) == 1
+            and whole[0].kind != "sliding-window"
+            and not whole[0].chunk_tokens
+        )
+
     def deal_of(self, group: CacheGroup) -> tuple[int, int, int]:
         """Return how a group's tokens are dealt out: (context-parallel size, this rank's place, tokens per turn)."""
         if group.kind == "state" or not group.is_dealt or self.dcp == 1:
