@@ -1,12 +1,14 @@
-"""Asks at many peers at once, from one thread: one connection per peer, many open asks on each, answers in any order.
+"""Asks to many peers at once, from one thread: one connection per peer, many open asks on each, answers in any order.
 
-A connection that ends takes its asks to the next one, once. A peer that cannot be reached fails its asks at once, and is left
-alone for a while that doubles; asks for it end with ``recently-failed`` meanwhile, or with ``ask-unsupported`` where it takes
-none. A connection without open asks is closed after `_IDLE_S`. The thread sleeps until something comes, or a deadline is due.
+When a connection ends, its asks move to the peer's next connection, once. If a peer cannot be reached, its asks fail at once and
+the peer is left alone for a time that doubles with each failure. Until then, asks for it end with ``recently-failed``, or with
+the code of the failure if that is an answer in itself: ``ask-unsupported`` or ``connection-refused``. A connection without open
+asks is closed after `_IDLE_S`. The thread sleeps until something arrives or a deadline is due.
 
-As many peers have a connection as `Timing.connections` allows, fewer where the process may open few files. Then a peer without
-open asks gives its place up, or one that has said nothing for `_PATIENCE_S`; if there is neither, the new peer's asks end with
-``too-many-peers``, which says nothing against it. A peer that has said nothing after `Timing.attempt_s` is given up.
+At most `Timing.connections` peers have a connection, fewer where the process may open few files. When all places are taken, a
+peer without open asks gives up its place, or else a peer that has said nothing for `_PATIENCE_S`. If there is neither, the new
+peer's asks end with ``too-many-peers``, which does not count against that peer. A peer that has said nothing after
+`Timing.attempt_s` is given up.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ if TYPE_CHECKING:
 __all__ = ["Asker"]
 
 _IDLE_S = 30.0
-"""Below the 60 s after which a listener closes a connection that asks nothing."""
+"""Below the 60 s after which a listener closes a connection without queries."""
 _LONGEST_POLL_S = 60.0
 _LOOK_S = 0.1
-"""Time between two looks at how much has come in while asks are open."""
+"""Time between two looks at the number of received bytes while asks are open."""
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _PATIENCE_S = 0.5
-"""A peer that has not answered its first query by then gives its place up if another one wants it."""
+"""A peer that has not answered its first query within this time gives up its place if another peer needs it."""
 _READ_AT_ONCE = 64
 """Replies of one peer that are read before other peers have their turn."""
+_DEFINITE = frozenset({"ask-unsupported", "connection-refused"})
 _UNSUPPORTED_S = 30.0
-"""A peer that takes no asks is asked again after this; it may be another release by then."""
+"""A peer that takes no asks is tried again after this time; it may run another release by then."""
 
 
 @final
@@ -98,7 +101,7 @@ class Asker:
     def ask(
         self, endpoint: Endpoint, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float
     ) -> int | None:
-        """Ask, and return the ask's number; None if this is closed. Any thread."""
+        """Send an ask and return its number, or None after `close`. Callable from any thread."""
         with self._lock:
             if self._is_closing:
                 return None
@@ -109,7 +112,7 @@ class Asker:
         return ask.number
 
     def cancel(self, endpoint: Endpoint, number: int) -> None:
-        """Take an ask back: its callback is not called any more, unless it is being called. Any thread."""
+        """Cancel an ask: its callback is not called any more, unless its call is already running. Callable from any thread."""
         with self._lock:
             self._inbox.append((endpoint, number))
         self._hub.wake()
@@ -170,7 +173,7 @@ class Asker:
             if peer is None:
                 peer = self._peers[endpoint] = _Peer(endpoint)
             if now_s < peer.until_s:
-                self._end(ask, peer.code if peer.code == "ask-unsupported" else "recently-failed")
+                self._end(ask, peer.code if peer.code in _DEFINITE else "recently-failed")
                 continue
             peer.session.add(ask)
             peer.idle_since_s = now_s
@@ -233,9 +236,9 @@ class Asker:
             self._fail(peer, error.code)
 
     def _read(self, connection: Connection) -> bool:
-        """Take some replies in; return whether there may be more."""
+        """Process some replies; return whether there may be more."""
         peer = self._by_connection.get(connection)
-        for _ in range(_READ_AT_ONCE):  # the rest wakes the next poll
+        for _ in range(_READ_AT_ONCE):  # replies that are left wake the next poll
             if peer is None or peer.connection is not connection or (frames := connection.receive()) is None:
                 return False
             ended = peer.session.receive(frames)
@@ -271,7 +274,7 @@ class Asker:
             self._fail(peer, fault)
 
     def _refused(self, peer: _Peer, error: HandshakeError) -> None:
-        """Let go of a peer that says what cannot be used."""
+        """Drop a peer whose messages cannot be used."""
         where = f"{peer.session.endpoint.host} port {peer.session.endpoint.port}"
         self._log.warning("ask", f"{where} cannot be asked: {error}")
         self._fail(peer, error.code)
