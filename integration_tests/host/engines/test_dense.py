@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +15,11 @@ from statistics import median
 from typing import Any
 
 import pytest
-from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, VLLM, Fleet, client, prompt, started_pair
+from commands import adapter, time_to_first_token
+from fleets import BYTES, COMPUTED, EXPIRED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, prompt, started_pair
 
 from kvdev.asking import openai_client
-from kvdev.engines import families_of, local_model, samples_of
+from kvdev.engines import families_of, samples_of
 from kvdev.expressions import INFO_LABELS, RULES, panel_expressions, plain, rules, samples_read
 from kvdev.prometheus import find_prometheus, query, rule_states, running_prometheus
 
@@ -176,15 +176,6 @@ def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> Non
     pair.assert_all_blocks_free(within_s=60)
 
 
-def adapter(*words: str, code: int | None = 0) -> str:
-    """Return what `vllm-adapter`, as installed beside vLLM, prints."""
-    python, _ = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
-    command = [str(python.with_name("vllm-adapter")), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert code is None or done.returncode == code, done
-    return done.stdout
-
-
 def parts(engine_id: str) -> dict[str, dict[str, Any]]:
     """Return the answers of an engine's processes, by part."""
     (answers,) = json.loads(adapter("status", engine_id, "--json"))["engines"].values()
@@ -262,24 +253,6 @@ def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_b
     http = f"127.0.0.1:{pair.engines['decode'].port}"
     assert "NO GO: 1 reason" in adapter("check", prefill, http, "--timeout", "2", code=1)
     pair.assert_same_as_alone([prompt(160)])
-
-
-def time_to_first_token(pair: Fleet, name: str, text: str) -> float:
-    """Return the time that a client waits for the first token of a streamed answer through the router."""
-    body = {"model": "tiny", "prompt": text, "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
-
-    async def stream() -> float:
-        # Not by the openai client, whose own time would count as time that the trace does not explain.
-        async with client() as session:
-            began_s = time.monotonic()
-            async with session.post(
-                pair.router + "/v1/completions", json=body, headers={"X-Request-Id": name}
-            ) as reply:
-                assert reply.status == 200, await reply.text()
-                lines = [(time.monotonic() - began_s, raw) async for raw in reply.content]
-                return next(waited_s for waited_s, raw in lines if raw.startswith(b"data: {"))
-
-    return asyncio.run(stream())
 
 
 def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: Fleet, tmp_path: Path) -> None:

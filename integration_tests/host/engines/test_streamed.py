@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from commands import adapter, time_to_first_token
 from fleets import BYTES, COMPUTED, FAILED, Fleet, client, ours, prompt, started_pair
 
 STREAMED, EARLY = "vllm:kv_transfer_stream_bytes", "vllm:kv_transfer_stream_early_bytes"
@@ -84,6 +85,28 @@ def test_a_prefix_that_either_engine_holds_is_not_read_again(fleet: Fleet) -> No
     fleet.assert_same_as_alone([text + " and more " + prompt(31, 40)])
     assert fleet.count("decode", BYTES) - whole <= BLOCK_BYTES, "the decode engine holds all but the last block"
     fleet.assert_all_blocks_free()
+
+
+def test_a_trace_of_a_streamed_prompt_has_its_computation_and_the_last_read_in_one_row(fleet: Fleet) -> None:
+    """Both engines arrive at once, so no clock is derived from a ticket; spans fit into what the client waited for."""
+    if fleet.family == "mamba":
+        pytest.skip("the same trace: once is enough")
+    for number in range(10):
+        name = f"streamed-{number}"
+        waited_s = time_to_first_token(fleet, name, prompt(90 + number, LONG))
+        told = json.loads(adapter("trace", name, "--ttft", f"{waited_s:.6f}", "--json", code=None))
+        assert (told["prefill"]["is_known"], told["codes"]) == (True, [])
+        assert all(span["is_named"] for span in told["spans"]), told
+        uncertain_s = max(told["clock_uncertainty_s"].values())
+        assert uncertain_s < 0.05, told
+        assert told["named_s"] <= waited_s + uncertain_s, told
+        if told["is_streamed"] and told["early_bytes"]:
+            break
+    assert 0 < told["early_bytes"] < told["bytes"], "no prompt of ten was read while it was computed"
+    text = adapter("trace", name, code=None)
+    print(text)
+    assert "read the last blocks" in text
+    assert "contradict" not in text
 
 
 def test_a_client_that_goes_away_at_any_chunk_leaves_nothing_behind(fleet: Fleet) -> None:

@@ -58,6 +58,18 @@ def test_a_good_read_has_a_span_per_stage_inside_one_that_joins_the_requests_tra
         last = span.end_time
 
 
+def test_a_streamed_read_tells_the_wait_for_the_prompt_from_the_last_read() -> None:
+    """Its first part is posted long before the prompt is whole; 3000 of its 4096 bytes had arrived by then."""
+    now = time.monotonic()
+    stages = ReadTimes(now - 0.9, now - 0.8, now - 0.1, 0.05, 4096, whole_s=now - 0.2, early_bytes=3000)
+    spans = written(ReadEnd(ORDER, "", "", stages, now))
+    assert list(spans) == [f"kv_transfer.{name}" for name in ("queue", "handshake", "stream", "wire", "fence", "read")]
+    for name, seconds in (("stream", 0.6), ("wire", 0.1), ("fence", 0.05)):
+        span = spans[f"kv_transfer.{name}"]
+        assert abs((span.end_time - span.start_time) / 1e9 - seconds) < 1e-6
+    assert spans["kv_transfer.read"].attributes["kv_transfer.early_bytes"] == 3000
+
+
 def test_a_read_that_failed_says_why_and_ends_with_the_stage_that_it_reached() -> None:
     spans = written(ReadEnd(ORDER, "timed-out", "no answer within 5 s", ReadTimes(time.monotonic()), time.monotonic()))
     assert list(spans) == ["kv_transfer.queue", "kv_transfer.read"]

@@ -14,6 +14,7 @@ from vllm_adapter.cli.asking import Answer
 from vllm_adapter.cli.chrome_trace import trace_events
 from vllm_adapter.cli.joining import align, join_hand_overs
 from vllm_adapter.cli.timeline import Timeline, make_timeline
+from vllm_adapter.cli.trace_text import timeline_text
 from vllm_adapter.observe import status_folder as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
@@ -202,6 +203,145 @@ def test_trace_events_are_what_chrome_and_perfetto_read() -> None:
     ends = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["cat"] == "way to the first token"]
     for (_, end_us), (begin_us, _) in pairwise(ends):
         assert begin_us == pytest.approx(end_us, abs=0.01)
+
+
+# --------------------------------------------------------------------------------------------------- streamed hand-overs
+
+
+STREAMED_DECODE = {
+    "arrived": 0.013,
+    "allocated": 0.020,
+    "ordered": 0.021,
+    "reported": 0.119,
+    "scheduled": 0.121,
+    "first_token": 0.150,
+}
+STREAMED_RANK = {
+    "ordered": 0.022,
+    "posted": 0.040,
+    "started": 0.040,
+    "whole": 0.098,
+    "data": 0.108,
+    "fence": 0.110,
+    "ended": 0.110,
+    "taken": 0.112,
+    "completed": 0.117,
+}
+STREAMED_SOURCE = {"granted": 0.101, "read": 0.112, "freed": 0.113}
+
+
+def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, float] = STREAMED_RANK) -> list[Answer]:
+    """Return answers after a router asked both engines at once: decode arrives long before prefill has answered."""
+    peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
+    early = {"is_early": True, "is_streamed": True, "frontend_s": 0.002, "tokens": 512}
+    return [
+        told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512, is_early=True),
+        told("P/0.0", STREAMED_SOURCE, "producer", "p1"),
+        told("D/scheduler", decode, "consumer", "d1", **early, **peer),
+        told("D/0.0", rank, "consumer", "d1", bytes=4096, early_bytes=3072, code="", **peer),
+    ]
+
+
+def shown(made: Timeline) -> list[tuple[str, str, float]]:
+    return [(span.where, span.name, round(1e3 * span.duration_s, 1)) for span in made.spans]
+
+
+TAKEN_UP = [
+    ("decode 0.0", "check the fence", 2.0),
+    ("decode 0.0", "wait for the engine's step", 2.0),
+    ("decode 0.0", "put pages in order", 5.0),
+    ("decode scheduler", "report to the scheduler", 2.0),
+    ("decode scheduler", "wait for a step", 2.0),
+    ("decode scheduler", "first decode step", 29.0),
+]
+
+
+def test_a_streamed_hand_over_waits_for_the_computation_and_the_last_blocks_alone() -> None:
+    made = timeline(streamed())
+    assert shown(made) == [
+        ("prefill scheduler", "tokenize, pass on to the scheduler", 10.0),
+        ("prefill scheduler", "wait in the queue", 5.0),
+        ("prefill scheduler", "compute the prompt, which is read meanwhile", 83.0),
+        ("decode 0.0", "read the last blocks", 10.0),
+        *TAKEN_UP,
+    ]
+    assert made.total_s == pytest.approx(0.150, abs=2 * WIRE_S)
+    assert made.unexplained_part == pytest.approx(0.0)
+    beside = [(span.where, span.name, round(1e3 * span.duration_s)) for span in made.side_spans]
+    assert beside[:2] == [
+        ("decode scheduler", "wait for the offer, and for blocks", 7),
+        ("decode 0.0", "read while the prompt is computed", 58),
+    ]
+    values = made.as_values()
+    assert (values["is_streamed"], values["bytes"], values["early_bytes"]) == (True, 4096, 3072)
+    assert json.dumps(trace_events(made), allow_nan=False)
+    found = streamed()
+    text = timeline_text(made, align(made.hand_over, [made.hand_over], found))
+    assert "streamed: 3072 bytes (75%) had arrived when" in text
+    assert "contradict" not in text
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_no_clock_is_said_to_run_faster_for_a_decode_request_that_came_before_the_ticket() -> None:
+    """Neither of the hand-over that is shown, nor of its neighbours; and on two machines the offer bounds the clocks."""
+    found = streamed()
+    other = streamed()
+    for mine, more in zip(found, other, strict=True):
+        for entry in more["hand_overs"]:
+            entry["request_id"] = entry["request_id"].replace("1", "2")
+            entry["moments"] = {stage: at_s + 0.5 for stage, at_s in entry["moments"].items()}
+            if "peer_request_id" in entry:
+                entry["peer_request_id"] = "p2"
+        mine["hand_overs"] += more["hand_overs"]
+    for answer in found[:2]:
+        answer["desk"] = "the other machine's"
+        for name in ("asked_s", "received_s"):
+            answer[name] += 777.0
+    hand_overs = join_hand_overs(found)
+    assert len(hand_overs) == 2
+    clocks = align(hand_overs[0], hand_overs, found)
+    assert clocks.contradiction_s() == 0
+    made = make_timeline(hand_overs[0], clocks)
+    uncertain_s = made.uncertainty_s["P/scheduler"]
+    assert uncertain_s is not None
+    assert uncertain_s < 0.006, "half of the offer's 5 ms and of the notification's 4 ms, and some"
+    assert made.total_s == pytest.approx(0.150, abs=uncertain_s + 2 * WIRE_S)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["by its progress", "by its final ticket"])
+def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read_in_its_way(is_streamed: bool) -> None:
+    late = {**STREAMED_DECODE, "allocated": 0.103, "ordered": 0.104}
+    rank = {**STREAMED_RANK, "ordered": 0.105, "posted": 0.106, "started": 0.106, "whole": 0.1055}
+    if not is_streamed:
+        del rank["whole"]
+    found = streamed(late, rank)
+    found[2]["hand_overs"][0]["is_streamed"] = is_streamed
+    made = timeline(found)
+    assert shown(made) == [
+        ("prefill scheduler", "tokenize, pass on to the scheduler", 10.0),
+        ("prefill scheduler", "wait in the queue", 5.0),
+        ("prefill scheduler", "compute the prompt, write the ticket", 85.0),
+        ("decode scheduler", "wait for the ticket, and for blocks", 3.0),
+        ("decode 0.0", "order to the rank", 2.0),
+        ("decode 0.0", "number the blocks", 1.0),
+        ("decode 0.0", "wait for a place on the wire", 0.0),
+        ("decode 0.0", "read", 2.0),
+        *TAKEN_UP,
+    ]
+    assert made.unexplained_part == pytest.approx(0.0)
+
+
+def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> None:
+    made = timeline(streamed()[2:])
+    assert shown(made)[:6] == [
+        ("decode scheduler", "tokenize, pass on to the scheduler", 2.0),
+        ("decode scheduler", "wait for the offer, and for blocks", 7.0),
+        ("decode 0.0", "order to the rank", 2.0),
+        ("decode 0.0", "wait for the first blocks", 18.0),
+        ("decode 0.0", "read while the prompt is computed", 58.0),
+        ("decode 0.0", "read the last blocks", 10.0),
+    ]
+    assert made.unexplained_part == pytest.approx(0.0)
 
 
 # --------------------------------------------------------------------------------------------------------- the command

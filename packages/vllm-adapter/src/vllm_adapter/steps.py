@@ -131,8 +131,10 @@ class ReadTimes:
     """It is planned against, and its lists are prepared."""
     queue_s: float = 0.0
     """Seconds that the transfer which ended last waited for a place on the wire after it was posted."""
+    whole_s: float | None = None
+    """Of a stream: the producer was seen to have finished the prompt."""
     early_bytes: int | None = None
-    """Of a stream: bytes that had arrived when the prompt was seen to be whole."""
+    """Of a stream: bytes that had arrived by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,9 @@ class _HandOver(TypedDict, total=False):
     frontend_s: Number | None
     tokens: Number | None
     bytes: Number | None
+    early_bytes: Number | None
+    is_early: bool | None
+    is_streamed: bool | None
     code: str | None
     moments: Required[dict[str, Number | None]]
 

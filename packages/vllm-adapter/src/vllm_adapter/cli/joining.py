@@ -72,6 +72,20 @@ class HandOver:
     decode_ranks: list[Told] = field(default_factory=list[Told])
     prefill_ranks: list[Told] = field(default_factory=list[Told])
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the router asked both engines at once."""
+        return bool(self.decode.facts.get("is_early"))
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the prompt was read by its progress, and not from a final ticket."""
+        return bool(self.decode.facts.get("is_streamed"))
+
+    def summed(self, fact: str) -> int:
+        """Return the sum of a number that each decode rank tells."""
+        return sum(int(rank.facts.get(fact) or 0) for rank in self.decode_ranks)
+
     def slowest_rank(self) -> Told | None:
         """Return the rank whose read ended last in its own report; the request waits for that one."""
         return max(self.decode_ranks, key=_read_s, default=None)
@@ -149,7 +163,7 @@ def _processes(hand_over: HandOver) -> list[Told]:
 
 
 def _take_messages(clocks: Clocks, hand_over: HandOver) -> None:
-    """Take in the messages of a hand-over: ticket, orders down, reports up, "read complete"."""
+    """Take in the messages of a hand-over: ticket or offer, orders down, reports up, "read complete"."""
     decode, prefill = hand_over.decode, hand_over.prefill
     for rank in hand_over.decode_ranks:
         _message(clocks, decode, "ordered", rank, "ordered")
@@ -161,6 +175,9 @@ def _take_messages(clocks: Clocks, hand_over: HandOver) -> None:
     for source in hand_over.prefill_ranks:
         _message(clocks, prefill, "answered", source, "granted")
         _message(clocks, source, "freed", prefill, "freed")
+    if hand_over.is_early:  # no ticket reaches the decode engine over the router; an offer comes from the first step on
+        _message(clocks, prefill, "scheduled", decode, "allocated")
+        return
     entered_s, answered_s = decode.entered_s(), prefill.moments.get("answered")
     if entered_s is not None and answered_s is not None:
         clocks.before(prefill.clock, answered_s, decode.clock, entered_s)

@@ -11,35 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
+from vllm_adapter.cli.trace_steps import steps_of
+
 if TYPE_CHECKING:
     from vllm_adapter.cli.clocks import Clocks
     from vllm_adapter.cli.joining import HandOver, Told
+    from vllm_adapter.cli.trace_steps import Step
 
 __all__ = ["MOST_UNEXPLAINED", "Span", "Timeline", "make_timeline"]
 
 MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
-_STEPS = (
-    ("prefill", "arrived", "tokenize, pass on to the scheduler"),
-    ("prefill", "scheduled", "wait in the queue"),
-    ("prefill", "answered", "compute the prompt, write the ticket"),
-    ("decode", "entered", "router and HTTP"),
-    ("decode", "arrived", "tokenize, pass on to the scheduler"),
-    ("decode", "allocated", "wait for blocks"),
-    ("rank", "ordered", "order to the rank"),
-    ("rank", "told", "handshake (first contact)"),
-    ("rank", "planned", "plan, prepare lists (first contact)"),
-    ("rank", "posted", "number the blocks"),
-    ("rank", "started", "wait for a place on the wire"),
-    ("rank", "data", "read"),
-    ("rank", "fence", "check the fence"),
-    ("rank", "taken", "wait for the engine's step"),
-    ("rank", "completed", "put pages in order"),
-    ("decode", "reported", "report to the scheduler"),
-    ("decode", "scheduled", "wait for a step"),
-    ("decode", "first_token", "first decode step"),
-)
-"""(process, stage at which the span ends, name)."""
 _FIRST_CONTACT = frozenset({"told", "planned"})
 _OF_A_READ = frozenset({"allocated", "reported"})
 _OUTSIDE = "entered"
@@ -120,7 +102,9 @@ class Timeline:
                 "is_known": prefill is not None,
             },
             "tokens": decode.facts.get("tokens"),
-            "bytes": sum(int(rank.facts.get("bytes") or 0) for rank in self.hand_over.decode_ranks),
+            "bytes": self.hand_over.summed("bytes"),
+            "is_streamed": self.hand_over.is_streamed,
+            "early_bytes": self.hand_over.summed("early_bytes"),
             "codes": [str(rank.facts["code"]) for rank in self.hand_over.decode_ranks if rank.facts.get("code")],
             "total_s": self.total_s,
             "named_s": self.named_s,
@@ -171,7 +155,7 @@ def make_timeline(hand_over: HandOver, clocks: Clocks, *, measured_s: float | No
     axis = _Axis(clocks, hand_over.decode.clock)
     told = {"prefill": hand_over.prefill, "decode": hand_over.decode, "rank": hand_over.slowest_rank()}
     axis.zero_s = _beginning(told, axis)
-    spans = _spans(told, axis)
+    spans = _spans(_steps(hand_over, told, axis), told, axis)
     return Timeline(hand_over, tuple(spans), tuple(_side_spans(hand_over, axis)), axis.uncertainty_s, measured_s)
 
 
@@ -185,12 +169,18 @@ def _beginning(told: dict[str, Told | None], axis: _Axis) -> float:
     return 0.0
 
 
-def _spans(told: dict[str, Told | None], axis: _Axis) -> list[Span]:
+def _steps(hand_over: HandOver, told: dict[str, Told | None], axis: _Axis) -> tuple[Step, ...]:
+    posted_s, answered_s = _moment(told["rank"], "posted", axis), _moment(told["prefill"], "answered", axis)
+    was_finished = posted_s is not None and answered_s is not None and posted_s > answered_s
+    return steps_of(hand_over, was_finished=was_finished)
+
+
+def _spans(steps: tuple[Step, ...], told: dict[str, Told | None], axis: _Axis) -> list[Span]:
     spans: list[Span] = []
     decode, prefill = told["decode"], told["prefill"]
     has_read = decode is not None and "ordered" in decode.moments
     last_s, missing = 0.0, list[str]()
-    for process, stage, name in _STEPS:
+    for process, stage, name in steps:
         each = told[process]
         if process == "prefill" and prefill is None:
             continue
@@ -201,7 +191,7 @@ def _spans(told: dict[str, Told | None], axis: _Axis) -> list[Span]:
             continue
         # Where clocks are uncertain, a moment may seem to come before the one that it followed.
         at_s = max(at_s, last_s)
-        where = "outside" if stage == _OUTSIDE else _where("decode" if process == "rank" else process, each)
+        where = _place(process, stage, told)
         if stage == _OUTSIDE and prefill is None:
             last_s = at_s
             continue
@@ -211,6 +201,15 @@ def _spans(told: dict[str, Told | None], axis: _Axis) -> list[Span]:
             spans.append(Span(name, where, last_s, at_s - last_s))
         last_s, missing = at_s, []
     return spans
+
+
+def _place(process: str, stage: str, told: dict[str, Told | None]) -> str:
+    """Return where a span was spent; a decode rank sees the end of the prompt's computation, which prefill spent."""
+    if stage == _OUTSIDE:
+        return "outside"
+    if stage == "whole" and told["prefill"] is not None:
+        process = "prefill"
+    return _where("decode" if process == "rank" else process, told[process])
 
 
 def _moment(told: Told | None, stage: str, axis: _Axis) -> float | None:
@@ -237,6 +236,10 @@ def _side_spans(hand_over: HandOver, axis: _Axis) -> list[Span]:
     for rank in hand_over.decode_ranks:
         if rank is not slowest:
             found += _side("decode", rank, ("ordered", "completed"), "read of another rank", axis)
+    if hand_over.is_streamed and hand_over.prefill is not None:
+        found += _side("decode", hand_over.decode, ("arrived", "allocated"), "wait for the offer, and for blocks", axis)
+        for rank in hand_over.decode_ranks:
+            found += _side("decode", rank, ("posted", "whole"), "read while the prompt is computed", axis)
     for source in hand_over.prefill_ranks:
         found += _side("prefill", source, ("granted", "read"), "lease, until its reader is done", axis)
         found += _side("prefill", source, ("read", "freed"), "void the fence, give the blocks back", axis)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_adapter.cli.timeline import MOST_UNEXPLAINED
 from vllm_adapter.observe.plain_text import plain_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_adapter.cli.clocks import Clocks
     from vllm_adapter.cli.joining import HandOver
@@ -26,6 +26,7 @@ def timeline_text(timeline: Timeline, clocks: Clocks) -> str:
     lines = [
         f"prefill  request {decode.facts.get('peer_request_id')} of engine {decode.facts.get('peer_engine_id')}",
         f"decode   request {decode.request_id} of engine {decode.engine_id}, {values['tokens']} tokens, {values['bytes']} bytes",
+        *_streamed(values),
         "",
         f"  {'begins':>11}  {'takes':>11}   {'':{_BAR_COLUMNS}}  where and what",
     ]
@@ -36,6 +37,14 @@ def timeline_text(timeline: Timeline, clocks: Clocks) -> str:
     lines += ["", *_sum(timeline), *_certainty(timeline, clocks)]
     lines += [f"the read failed: {code}; its prompt was computed here, or refused" for code in values["codes"]]
     return "\n".join(plain_text(line) for line in lines)
+
+
+def _streamed(values: Mapping[str, Any]) -> list[str]:
+    if not values["is_streamed"]:
+        return []
+    early, whole = values["early_bytes"], values["bytes"]
+    share = f" ({early / whole:.0%})" if whole else ""
+    return [f"streamed: {early} bytes{share} had arrived when the decode engine saw the end of the prompt's last step"]
 
 
 def _line(span: Span, whole_s: float) -> str:

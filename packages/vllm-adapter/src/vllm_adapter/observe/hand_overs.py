@@ -6,8 +6,8 @@ are put together when somebody asks.
 
 Stages of a prompt that is handed over: `arrived`, `scheduled`, `answered`, `freed` in the scheduler's process, `granted`, `read`,
 `freed` in a rank's. Of one that is taken over: `arrived`, `allocated`, `ordered`, `reported`, `scheduled`, `first_token` in the
-scheduler's process; `ordered`, `told`, `planned`, `posted`, `started`, `data`, `fence`, `ended`, `taken`, `completed` in a
-rank's.
+scheduler's process; `ordered`, `told`, `planned`, `posted`, `started`, `whole` (streamed prompts only), `data`, `fence`, `ended`,
+`taken`, `completed` in a rank's.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class HandOverLog:
             "bytes": times.bytes_moved,
             "code": end.code,
         }
+        if times.early_bytes is not None:
+            facts["early_bytes"] = times.early_bytes
         stamps = times, end.ended_s, taken_s
         self._events.append((short_id(order.request_id), "completed", completed_s, "consumer", facts, stamps))
 
@@ -107,6 +109,7 @@ def _moments(times: ReadTimes, ended_s: float, taken_s: float) -> dict[str, floa
     stages = {"ordered": times.ordered_s, "told": times.told_s, "planned": times.planned_s, "posted": times.posted_s}
     if times.posted_s is not None and times.data_s is not None:
         stages["started"] = times.posted_s + times.queue_s
+        stages["whole"] = times.whole_s
         stages["data"] = times.data_s
         stages["fence"] = times.data_s + times.fence_s
     stages |= {"ended": ended_s, "taken": taken_s}

@@ -8,7 +8,8 @@ lease. vLLM sets the tracer provider of each of its processes up; this module on
 | `kv_transfer.read` | the request's arrival at the scheduler | its pages are usable, or the reason why not |
 | ... `kv_transfer.queue` | its arrival | this rank is told to read |
 | ... `kv_transfer.handshake` | told to read | the peer is known and the transfers are posted |
-| ... `kv_transfer.wire` | posted | the last byte is here |
+| ... `kv_transfer.stream` | posted, of a streamed prompt | the prefill engine is seen to have finished the prompt |
+| ... `kv_transfer.wire` | posted, or the end of `kv_transfer.stream` | the last byte is here |
 | ... `kv_transfer.fence` | the last byte | the lease is known to have held |
 | `kv_transfer.lease` | a finished prompt's blocks are kept | they are given back |
 """
@@ -23,9 +24,11 @@ from opentelemetry.trace import StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from opentelemetry.context import Context
 
-    from vllm_adapter.steps import ReadEnd, TraceLink
+    from vllm_adapter.steps import ReadEnd, ReadTimes, TraceLink
 
 __all__ = ["SpanWriter"]
 
@@ -61,19 +64,18 @@ class SpanWriter:
                 "kv_transfer.peer_request_id": order.peer_request_id,
                 "kv_transfer.peer": f"{order.peer.host}:{order.peer.port}",
                 "kv_transfer.bytes": times.bytes_moved,
+                **({} if times.early_bytes is None else {"kv_transfer.early_bytes": times.early_bytes}),
                 **({"kv_transfer.code": end.code} if end.code else {}),
             },
         )
         if end.code:
             span.set_status(StatusCode.ERROR, end.message)
         inside = trace.set_span_in_context(span)
-        reached = [link.arrived_ns, self._at(times.ordered_s)]
-        reached += [self._at(moment) for moment in (times.posted_s, times.data_s) if moment is not None]
-        if times.data_s is not None and times.fence_s:
-            reached.append(self._at(times.data_s + times.fence_s))
-        stages = ("queue", "handshake", "wire", "fence")
-        for stage, start, stop in zip(stages, reached, reached[1:], strict=False):
-            self._tracer.start_span(f"kv_transfer.{stage}", context=inside, start_time=start).end(max(start, stop))
+        start_ns = link.arrived_ns
+        for stage, end_s in _stages(times):
+            stop_ns = max(start_ns, self._at(end_s))
+            self._tracer.start_span(f"kv_transfer.{stage}", context=inside, start_time=start_ns).end(stop_ns)
+            start_ns = stop_ns
         span.end(self._at(end.ended_s))
 
     def lease_ended(self, link: TraceLink, request_id: str, granted_ns: int) -> None:
@@ -88,6 +90,19 @@ class SpanWriter:
 
     def _at(self, moment_s: float) -> int:
         return self._unix_ns + round(1e9 * moment_s)
+
+
+def _stages(times: ReadTimes) -> Iterator[tuple[str, float]]:
+    """Yield (stage, moment of its end, by the monotonic clock) of the stages that a read reached."""
+    yield "queue", times.ordered_s
+    if times.posted_s is not None:
+        yield "handshake", times.posted_s
+    if times.whole_s is not None:
+        yield "stream", times.whole_s
+    if times.data_s is not None:
+        yield "wire", times.data_s
+        if times.fence_s:
+            yield "fence", times.data_s + times.fence_s
 
 
 def _context(link: TraceLink) -> Context:

@@ -62,9 +62,13 @@ class Trail:
         self.faults = 0
 
     @_harmless
-    def arrived(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float) -> None:
-        """Note a request that takes part in a hand-over."""
-        facts = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
+    def arrived(
+        self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool = False
+    ) -> None:
+        """Note a request that takes part in a hand-over; `is_early`: it came with an early ticket."""
+        facts: dict[str, object] = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
+        if is_early:
+            facts["is_early"] = True
         self._log.begin(arrival.request_id, role, "arrived", now_s, facts)
         if role == "producer":
             self._handed_over.add(arrival.request_id)
@@ -83,12 +87,15 @@ class Trail:
         self._log.mark(request_id, "scheduled", self._now_s())
 
     @_harmless
-    def ordered(self, reads: Sequence[ReadOrder], now_s: float) -> None:
-        """Note the reads that a step orders."""
+    def ordered(self, reads: Sequence[ReadOrder], now_s: float, *, is_streamed: bool = False) -> None:
+        """Note the reads that a step orders; `is_streamed`: they follow prompts that are still computed."""
         for order in reads:
             if order.is_reported:
-                peer = {"peer_engine_id": order.peer.engine_id, "peer_request_id": short_id(order.peer_request_id)}
-                self._log.mark(order.request_id, "ordered", now_s, peer)
+                peer: dict[str, object] = {
+                    "peer_engine_id": order.peer.engine_id,
+                    "peer_request_id": short_id(order.peer_request_id),
+                }
+                self._log.mark(order.request_id, "ordered", now_s, {**peer, "is_streamed": is_streamed})
 
     @_harmless
     def reported(self, request_ids: Iterable[str], stage: str) -> None:
