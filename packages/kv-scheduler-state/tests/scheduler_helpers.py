@@ -23,7 +23,7 @@ STATE = GroupConfig("state", block_tokens=16)
 
 
 def config(**changes):
-    base = {"engine_id": "prefill-0", "host": "10.0.0.1", "port": 5600, "tp": 2, "fence_slots": 4, "fence_seed": 100}
+    base = {"engine_id": "engine-0", "host": "10.0.0.1", "port": 5600, "tp": 2, "fence_slots": 4, "fence_seed": 100}
     return SchedulerConfig(**{**base, **changes})
 
 

@@ -13,7 +13,7 @@ from kv_scheduler_state._plan import EMPTY_PLAN
 
 
 def test_prefill_is_announced_granted_and_forgotten():
-    state = scheduler()
+    state = scheduler(engine_id="prefill-0")
     assert state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0).role == "producer"
     assert state.take_step_plan(now_s=0.0) is EMPTY_PLAN
     state.allocate("p1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=0, now_s=0.0)

@@ -61,7 +61,7 @@ def test_digests_are_the_golden_ones(digest):
 
 @pytest.mark.never_wrong("A1")
 def test_a_ticket_serves_the_prompt_that_it_was_written_for():
-    params = hand_over(scheduler(), [[1]], tokens=3, identity=Prompt(1, 2, 3)).params
+    params = hand_over(scheduler(engine_id="prefill-0"), [[1]], tokens=3, identity=Prompt(1, 2, 3)).params
     assert params["kv_prompt"] == prompt_digest([1, 2, 3])
     for identity, code in (
         (Prompt(1, 2, 3), ""),
@@ -80,7 +80,7 @@ def test_a_ticket_serves_the_prompt_that_it_was_written_for():
 
 @pytest.mark.never_wrong("A1")
 def test_a_readback_ticket_of_another_conversation_costs_only_the_read():
-    decode = scheduler(bidirectional=True)
+    decode = scheduler(bidirectional=True, engine_id="decode-0")
     turn, other = Prompt(*range(100)), Prompt(*range(1, 101))
     decode.arrive("d1", consumer_params(), prompt_tokens=48, now_s=0.0)
     decode.allocate("d1", block_ids=[[1]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
@@ -122,7 +122,7 @@ def test_a_list_says_with_which_token_it_begins_on_both_sides():
     """Blocks of 16, a window of 32: of 6 blocks the last 3 are offered, behind a hit of 32 tokens 4 are wanted."""
     groups = (FULL, WINDOW)
     blocks = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9]]
-    params = hand_over(scheduler(groups=groups, **NULLS), blocks, tokens=90).params
+    params = hand_over(scheduler(groups=groups, engine_id="prefill-0", **NULLS), blocks, tokens=90).params
     assert (params["kv_first_tokens"], params["kv_span_tokens"], params["kv_null_block"]) == ([0, 48], [16, 16], 0)
     state = scheduler(groups=groups, **NULLS)
     state.arrive("d1", params, prompt_tokens=90, now_s=0.0)
@@ -182,13 +182,14 @@ def test_null_blocks_of_a_whole_group_are_no_prefix_hit():
 @pytest.mark.never_wrong("A3")
 def test_where_a_foreign_window_list_begins_is_derived_or_refused():
     reader = TicketReader(config(groups=(FULL, WINDOW), **NULLS))
-    for whole, window, first in (
-        ([1, 2, 3, 4, 5, 6], [7, 8, 9], 48),
-        ([1, 2], [7, 8], 0),
-        ([1, 2, 3], [7, 8, 9], 0),
-        ([1, 2, 3, 4], [7, 8, 9], 16),  # a block that was only allocated ahead is in both lists
+    for tokens, whole, window, first in (
+        (96, [1, 2, 3, 4, 5, 6], [7, 8, 9], 48),
+        (32, [1, 2], [7, 8], 0),
+        (48, [1, 2, 3], [7, 8, 9], 0),
+        (48, [1, 2, 3, 4], [5, 7, 8, 9], 0),  # a block that was only allocated ahead is in both lists
     ):
-        ticket = reader.read(consumer_params(remote_block_ids=[whole, window]), "handoff")
+        params = consumer_params(remote_block_ids=[whole, window], remote_num_tokens=tokens)
+        ticket = reader.read(params, "handoff")
         assert [blocks.first_token for blocks in ticket.peer_blocks] == [0, first]
     alone = TicketReader(config(groups=(WINDOW,), **NULLS))
     with pytest.raises(TicketError) as caught:

@@ -278,10 +278,10 @@ def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
 
 
 def test_a_hybrid_hand_over_is_clipped_on_both_sides():
-    state = scheduler(groups=(FULL, WINDOW))
-    state.arrive("p1", prefill_request_params(), prompt_tokens=64, now_s=0.0)
-    allocate(state, "p1", [[1, 2, 3, 4], [5, 6, 7, 8]])
-    params = finish(state, "p1", blocks=[[1, 2, 3, 4], [0, 6, 7, 8]], tokens=64).params
+    producer, state = scheduler(groups=(FULL, WINDOW), engine_id="prefill-0"), scheduler(groups=(FULL, WINDOW))
+    producer.arrive("p1", prefill_request_params(), prompt_tokens=64, now_s=0.0)
+    allocate(producer, "p1", [[1, 2, 3, 4], [5, 6, 7, 8]])
+    params = finish(producer, "p1", blocks=[[1, 2, 3, 4], [0, 6, 7, 8]], tokens=64).params
     assert params["remote_block_ids"] == [[1, 2, 3, 4], [6, 7, 8]]
     state.arrive("d1", params, prompt_tokens=64, now_s=0.0)
     allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=64)

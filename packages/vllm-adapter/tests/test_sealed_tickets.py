@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from vllm_adapter.fleet_secrets import FleetSecrets
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
 
+_NUMBERS = itertools.count()
+
 
 def write_secret(file: Path, *secrets: str) -> FleetSecrets:
     file.unlink(missing_ok=True)
@@ -23,8 +26,9 @@ def write_secret(file: Path, *secrets: str) -> FleetSecrets:
 
 
 def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **changes: Any) -> SchedulerSide:
-    parts: Any = Parts(facts(), secrets=secrets, changes=changes)
-    return SchedulerSide(facts(), parts, now)
+    engine = facts(engine_id=f"engine-{next(_NUMBERS)}")
+    parts: Any = Parts(engine, secrets=secrets, changes=changes)
+    return SchedulerSide(engine, parts, now)
 
 
 def finished_ticket(side: SchedulerSide, request_id: str) -> dict[str, Any]:

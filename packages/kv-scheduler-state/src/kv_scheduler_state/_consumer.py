@@ -234,6 +234,7 @@ class Consumers:
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
+                self.hand_overs.note_told(record.ticket)
                 self._cancel(request_id)
             elif effect == "pass-read":
                 self._pass(request_id)
@@ -246,6 +247,7 @@ class Consumers:
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
+        self.hand_overs.note_told(ticket)
         self._outbox.read(request_id, _read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:

@@ -11,7 +11,8 @@ that read has ended, d3 finds the prompt in the prefix cache, and reads nothing.
 Children arrive one by one, and a read takes a millisecond: d2 may come after the good end of d1's read. So the latest tickets
 that were read to the end are remembered, and a request that brings one of them reads nothing. Without that it would read blocks
 that the peer has freed: the fence refuses them, and `kv_load_failure_policy` would end the request; where there is no fence, as
-at peers of vLLM's own kind, it would take another prompt's KV for its own.
+at peers of vLLM's own kind, it would take another prompt's KV for its own. So a ticket without a fence is remembered after every
+end of which the peer was told: a failed or aborted read, or a request that needed none. With a fence it may be tried again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["HandOver", "HandOvers", "TicketKey", "key_of"]
 
 _REMEMBERED: Final = 1024
-"""Tickets that were read to the end and are remembered."""
+"""Tickets that are used up and remembered."""
 
 TicketKey = tuple[str, str, str, tuple[int, int] | None]
 """Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
@@ -86,7 +87,7 @@ class HandOvers:
     __slots__ = ("_by_id", "_by_key", "_read")
 
     def __init__(self) -> None:
-        # The latest tickets that were read to the end, by the peer's request id, oldest first.
+        # The latest tickets that are used up, by the peer's request id, oldest first.
         self._read: OrderedDict[str, TicketKey] = OrderedDict()
         self._by_id: dict[str, Holder | HandOver] = {}
         # Tickets whose peer request id was already in `_by_id`, for another ticket.
@@ -137,10 +138,15 @@ class HandOvers:
         self._forget(hand_over)
 
     def read_ended(self, record: Holder, *, is_passed: bool, is_good: bool = False) -> None:
-        """Note the end of a read, which uses the ticket up unless passed on; a good end uses it up for later requests, too."""
+        """Note the end of a read, which uses the ticket up unless passed on.
+
+        A good end uses it up for later requests, too, and without a fence any end of which the peer was told.
+        """
         hand_over = record.hand_over
         if is_good:
             self.note_read(record.ticket)
+        elif not is_passed:
+            self.note_told(record.ticket)
         if hand_over is None:
             self._remove(record)
             return
@@ -150,13 +156,18 @@ class HandOvers:
         self._forget(hand_over)
 
     def note_read(self, ticket: HandoffTicket) -> None:
-        """Note that a ticket was read to the end."""
+        """Note that a ticket was read to the end, or must not be read any more."""
         self._read[ticket.peer_request_id] = key_of(ticket)
         if len(self._read) > _REMEMBERED:
             self._read.popitem(last=False)
 
+    def note_told(self, ticket: HandoffTicket) -> None:
+        """Note that the peer was told to free a ticket's blocks: without a fence, new content in them would go unnoticed."""
+        if ticket.fence is None:
+            self.note_read(ticket)
+
     def was_read(self, ticket: HandoffTicket) -> bool:
-        """Whether a ticket was read to the end, as far as that is remembered."""
+        """Whether a ticket was noted as used up, as far as that is remembered."""
         return ticket.peer_request_id in self._read and self._read[ticket.peer_request_id] == key_of(ticket)
 
     def _forget(self, hand_over: HandOver) -> None:

@@ -45,7 +45,8 @@ def _check_hand_over(state: SchedulerState) -> dict[str, object]:
     demand([grant.request_id for grant in grants] == ["p1"], "a hand-over comes with a lease")
     state.report(sent=["p1"], received=[], failed=[])
     demand(not state.snapshot(now_s=2.0), "a sent request is forgotten")
-    return dict(decision.params or {})
+    # The reader of the check may have this engine's name, and no engine reads from itself.
+    return {**(decision.params or {}), "remote_engine_id": "another"}
 
 
 def _start_read(state: SchedulerState, params: dict[str, object]) -> None:

@@ -49,6 +49,7 @@ class GenerousPeer:
             "remote_request_id": request_id,
             "remote_host": "10.0.0.1",
             "remote_port": 5600,
+            "kv_fence": [0, 7],  # without one, any end that it is told of would use the ticket up
         }
 
     def notify(self, request_id: str, reader: str, now_s: float) -> None:
