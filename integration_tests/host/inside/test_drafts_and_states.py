@@ -8,10 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from engine import BLOCK, CACHED_STATE, FULL, PREFILL, STATE, WINDOW, Engine, hand_over, ids, prompt, tokens_of
+from engine import (
+    BLOCK,
+    CACHED_STATE,
+    FULL,
+    PREFILL,
+    STATE,
+    STOP_TOKEN,
+    WINDOW,
+    Engine,
+    hand_over,
+    ids,
+    prompt,
+    tokens_of,
+)
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -332,6 +346,59 @@ def test_no_prompt_is_shortened_to_nothing(tokens: int) -> None:
     request = _request("ids")
     assert not drop_prompt_tail(request, tokens)
     assert _lengths(request) == {WHOLE}
+
+
+@pytest.mark.parametrize("specs", [(STATE, FULL), (FULL, WINDOW), (FULL,)], ids=["state", "sliding", "dense"])
+@pytest.mark.parametrize(
+    "skips", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda it: next(iter(it))
+)
+def test_a_prompt_whose_client_asks_for_each_token_stays_whole(
+    make_engine: Any, specs: tuple[Any, ...], skips: dict[str, Any]
+) -> None:
+    """vLLM's frontend expects logprobs of every prompt token; a state cannot be handed over then."""
+    engine = make_engine("P", specs=specs, prefix_caching=False)
+    tokens = prompt(3 * BLOCK - 1)  # a window leaves its last token to the reader
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(PREFILL)}, **skips)
+    sampling.update_from_generation_config({}, eos_token_id=50)
+    request = Request(request_id="p", prompt_token_ids=list(tokens), sampling_params=sampling, pooling_params=None)
+    engine.scheduler.add_request(request)
+    assert _lengths(request) == {len(tokens)}
+    while "p" not in engine.outputs:
+        engine.step()
+    ticket = engine.outputs["p"][-1].kv_transfer_params
+    assert (ticket is None) is (STATE in specs)
+    if ticket is not None:
+        reader = make_engine("D", specs=specs, prefix_caching=False)
+        reader.add("d", tokens, params=dict(ticket))
+        reader.step()
+        assert len(_reads(reader)) == (0 if WINDOW in specs else 1), "the window's block of the last token is gone"
+
+
+@pytest.mark.never_wrong("A5")
+@pytest.mark.parametrize("sampled", [[1, 2, 3, STOP_TOKEN], [1, STOP_TOKEN, 3, 7], [STOP_TOKEN, 2, 3, 7]])
+def test_accepted_drafts_behind_the_end_of_an_answer_are_not_promised(make_engine: Any, sampled: list[int]) -> None:
+    """Truth: the tokens that the client gets; vLLM's count of computed tokens goes on to the last accepted draft."""
+    options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": BLOCK}
+    producer, decode, other = (make_engine(name, **options) for name in "PDQ")
+    request = decode.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)), max_tokens=60)
+    decode.step()
+    decode.step(received=["d"])
+    while request.num_output_tokens < 4:
+        decode.step()
+    request.spec_token_ids = sampled[:3]
+    decode.scheduler.num_spec_tokens = 3
+    output = decode.scheduler.schedule()
+    decode._take(output, ModelRunnerOutput(req_ids=["d"], req_id_to_index={"d": 0}, sampled_token_ids=[list(sampled)]))
+    ticket = decode.ticket("d")
+    whole = list(request.all_token_ids)
+    assert len(whole) == 44 + sampled.index(STOP_TOKEN) + 1
+    assert ticket["remote_num_tokens"] == min(len(whole), request.num_computed_tokens)
+    assert len(ticket["kv_prompt"]) == 64
+    turn = whole + prompt(30, seed=5)
+    other.add("turn2", turn, max_tokens=1, params=ticket)
+    other.step()
+    (read,) = _reads(other)
+    assert read.tokens <= len(whole)
 
 
 def test_a_state_of_a_prompt_that_could_not_be_shortened_is_not_handed_over(

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import prometheus_client
 import pytest
+from engine import FULL, STATE
 from full_engine import FullEngine
 from vllm.config import ModelConfig
 from vllm.config.kv_transfer import KVRole, KVTransferConfig
@@ -51,6 +52,7 @@ REFUSED: dict[str, Change] = {
     "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
     "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+    "readback-drafted-state": lambda it, _: setattr(it, "speculative_config", SimpleNamespace()),
     "outer-role-differs": _below_a_producer,
     "mirror-pipeline-speculative": _drafts_on_a_mirrored_stage,
 }
@@ -97,7 +99,8 @@ def test_ranks_step_together_where_vllm_runs_them_so(
 def test_what_cannot_work_stops_the_engine_at_start(
     make_engine, monkeypatch: pytest.MonkeyPatch, code: str, role: Any
 ) -> None:
-    engine = make_engine("P", bidirectional_kv_xfer=True)
+    specs = (STATE, FULL) if code == "readback-drafted-state" else (FULL,)
+    engine = make_engine("P", specs=specs, bidirectional_kv_xfer=True)
     REFUSED[code](engine.config, monkeypatch)
     with pytest.raises(UnsupportedHost) as caught:
         KVTransferConnector(engine.config, role, engine.scheduler.kv_cache_config)

@@ -25,6 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
         {"is_bidirectional": True, "kv_role": "kv_producer"},
         {"is_bidirectional": True, "kv_role": "kv_consumer"},
     ),
+    "readback-drafted-state": ({"is_bidirectional": True, "has_state": True, "is_speculative": True},),
     "outer-role-differs": (
         {"outer_role": "kv_producer", "kv_role": "kv_both"},
         {"outer_role": "kv_producer", "kv_role": "kv_consumer"},
@@ -46,6 +47,9 @@ FINE: tuple[dict[str, Any], ...] = (
     {"port": 65535},
     {"has_sleep_mode": True, "version": (0, 33)},
     {"is_bidirectional": True},
+    {"is_bidirectional": True, "has_state": True},
+    {"is_bidirectional": True, "is_speculative": True},
+    {"has_state": True, "is_speculative": True},
     {"outer_role": "kv_producer", "kv_role": "kv_producer"},
     {"outer_role": "kv_consumer"},
     {"pp": 2, "kv_role": "kv_producer", "is_mirrored": True, "is_speculative": True, "has_v2_runner": True},

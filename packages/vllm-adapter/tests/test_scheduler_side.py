@@ -84,6 +84,38 @@ def test_tokens_in_flight_are_not_promised() -> None:
 
 
 @pytest.mark.never_wrong("A5")
+@pytest.mark.parametrize("known", range(30, 49))
+@pytest.mark.parametrize("in_flight", [0, 4])
+def test_tokens_behind_the_end_of_an_answer_are_not_promised(known: int, in_flight: int) -> None:
+    """vLLM counts all accepted drafts, also those behind a stop token, which are no part of the conversation."""
+    decode, producer = Engine("D", bidirectional=True), Engine("P")
+    text = TEXT[:30]
+    decode.admit("d", producer.prefill("p", text), text)
+    decode.side.external_tokens("d", 0)
+    decode.allocate("d", [1, 2], external=30)
+    decode.step()
+    decode.report(received=("d",))
+    decode.allocate("d", [1, 2, 3])
+    whole = (TEXT * 2)[:known]
+    ends = {"computed_tokens": 44, "in_flight_tokens": in_flight, "known_tokens": known}
+    ticket = decode.end("d", whole, [1, 2, 3, 4], reason="stop", **ends)
+    assert ticket is not None
+    held = min(44 - in_flight, known)
+    assert ticket["remote_num_tokens"] == held
+    assert ticket["remote_block_ids"] == [[1, 2, 3][: -(-held // BLOCK)]]
+    assert ticket["kv_prompt"] == Prompt(whole).digest(held)
+
+
+@pytest.mark.never_wrong("A5")
+def test_a_state_that_has_seen_tokens_behind_the_end_of_an_answer_is_not_handed_over() -> None:
+    engine = Engine("P", groups=(CacheGroup("attention", BLOCK, 0, 0, ("layers.0",)), STATE_GROUP))
+    engine.side.arrived(Arrival("p", PREFILL, 41, Prompt(TEXT + "."), drop_tail=bool))
+    engine.allocate("p", [1, 2, 3])
+    engine.step()
+    assert engine.end("p", TEXT, [1, 2, 3], computed_tokens=40, known_tokens=39) is None
+
+
+@pytest.mark.never_wrong("A5")
 def test_a_state_that_has_seen_tokens_in_flight_is_not_handed_back() -> None:
     engine = Engine("P", groups=(CacheGroup("attention", BLOCK, 0, 0, ("layers.0",)), STATE_GROUP))
     engine.side.arrived(Arrival("p", PREFILL, 41, Prompt(TEXT + "."), drop_tail=bool))

@@ -25,6 +25,7 @@ from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SOURCES = Path(vllm_adapter.host.__file__).parent
 OF_KUBERNETES = "tcp://10.96.0.7:5600"
+NO_CACHES: Any = SimpleNamespace(kv_cache_groups=[])
 NO_NUMBERS = [OF_KUBERNETES, "udp://10.96.0.7:5600", "", " ", "http", "5600/tcp", "0x15e0", "5600.0", "-", "1" * 5000]
 
 
@@ -155,7 +156,7 @@ def test_what_is_checked_at_start_and_what_tickets_name_is_one_port(
     if value is not None:
         monkeypatch.setenv(PORT_VARIABLE, value)
     wanted = int(value or 5600) + index
-    assert host.situation.situation_of(config(index), load_settings({})[0]).port == wanted
+    assert host.situation.situation_of(config(index), load_settings({})[0], NO_CACHES).port == wanted
     assert facts_of(host, config(index)).port == wanted
 
 
@@ -165,7 +166,7 @@ def test_an_engine_refuses_a_port_that_is_no_number_by_its_code(
 ) -> None:
     monkeypatch.setenv(PORT_VARIABLE, value)
     for run in (
-        lambda: host.situation.situation_of(config(0), load_settings({})[0]),
+        lambda: host.situation.situation_of(config(0), load_settings({})[0], NO_CACHES),
         lambda: facts_of(host, config(0)),
     ):
         assert refusal(run).code == "side-channel-port"
@@ -232,7 +233,7 @@ def test_a_replica_publishes_the_port_on_which_its_engine_listens(
         monkeypatch.setenv(PORT_VARIABLE, own)
     replica = backend(rank)
     replica.setup()
-    listened = host.situation.situation_of(config(rank or 0), load_settings({})[0]).port
+    listened = host.situation.situation_of(config(rank or 0), load_settings({})[0], NO_CACHES).port
     assert replica.replica_metadata() == {"kv_side_channel": ["10.0.0.1", listened]}
     assert listened == (int(own) + (rank or 0) if own else RaysBackend.first_port + 2 * (rank or 0))
 

@@ -49,6 +49,7 @@ class Situation:
         is_mirrored: Whether peers read a mirror of the cache in host memory.
         is_speculative: Whether the host drafts tokens.
         has_v2_runner: Whether its model runner has version 2.
+        has_state: Whether some layers keep a recurrent state.
         ucx_tls: `UCX_TLS` of the environment; empty for UCX's own choice.
     """
 
@@ -67,6 +68,7 @@ class Situation:
     is_speculative: bool = False
     has_v2_runner: bool = False
     ucx_tls: str = ""
+    has_state: bool = False
 
 
 @final
@@ -120,6 +122,12 @@ REFUSALS: tuple[Row, ...] = (
         lambda it: it.is_bidirectional and it.kv_role != "kv_both",
         "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
         "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+    ),
+    Row(
+        "readback-drafted-state",
+        lambda it: it.is_bidirectional and it.has_state and it.is_speculative,
+        "bidirectional_kv_xfer cannot hand back the states of a model that decodes speculatively: vLLM leaves the state after "
+        "the last accepted token in a block that it does not tell; switch bidirectional_kv_xfer or speculative decoding off",
     ),
     Row(
         "outer-role-differs",

@@ -145,6 +145,7 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
         request.num_computed_tokens,
         int(in_flight),
         RequestIdentity(request, has_content_ids=has_content_ids),
+        request.num_tokens,
     )
 
 

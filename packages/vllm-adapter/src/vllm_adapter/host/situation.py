@@ -12,6 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_adapter import __version__
+from vllm_adapter.host.cache_config import cache_groups
 from vllm_adapter.host.refusals import Situation
 from vllm_adapter.host.vllm import (
     CONNECTOR_VERSIONS,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config import Settings
@@ -37,7 +39,7 @@ _TAG = "kv-transfer: "
 _MOST_CHARACTERS = 2000
 
 
-def situation_of(config: VllmConfig, settings: Settings) -> Situation:
+def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) -> Situation:
     """Return the facts that start-up checks need; an option that this host lacks counts as off.
 
     Raises:
@@ -62,6 +64,7 @@ def situation_of(config: VllmConfig, settings: Settings) -> Situation:
         is_speculative=config.speculative_config is not None,
         has_v2_runner=has_v2_runner(config),
         ucx_tls=os.environ.get("UCX_TLS", ""),
+        has_state=any(group.kind == "state" for group in cache_groups(caches)),
     )
 
 

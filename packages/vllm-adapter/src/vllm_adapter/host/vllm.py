@@ -267,12 +267,18 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
 
 
 def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str, object]:
-    """Return the compatibility factors that engines of our own kind add to vLLM's."""
+    """Return the compatibility factors that engines of our own kind add to vLLM's.
+
+    The layers are those of this rank. `pp_size` tells a peer that they may be fewer than the model's, and is only sent if so.
+    """
+    parallel = config.parallel_config
+    stages = {"pp_size": parallel.pipeline_parallel_size} if parallel.pipeline_parallel_size > 1 else {}
     return {
         "kv_cache_groups": [[group.kind, group.window_tokens, sorted(group.layers)] for group in groups],
         "model_revision": str(config.model_config.revision),
         "block_size": [group.block_tokens for group in groups],
-        "tp_size": config.parallel_config.tensor_parallel_size,
+        "tp_size": parallel.tensor_parallel_size,
+        **stages,
         **computation_factors(config),
     }
 
@@ -286,7 +292,11 @@ def drop_prompt_tail(request: Request, tokens: int) -> bool:
     """Drop `tokens` from the end of a producer's prompt, which the consumer recomputes; return whether that was possible.
 
     The host keeps up to four copies of the prompt: as ids, as embeddings, as a mask that tells them apart, and with its output.
+    A prompt that skips reading the prefix cache stays whole: its client is owed something for each token, such as its logprobs,
+    and the consumer computes all of it anyway. Source: `_truncate_request_for_prefill` of vLLM's own connector.
     """
+    if request.get_skip_reading_prefix_cache():
+        return False
     whole, kept = request.num_prompt_tokens, request.num_prompt_tokens - tokens
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
     mask: list[bool] | None = getattr(request, "prompt_is_token_ids", None)

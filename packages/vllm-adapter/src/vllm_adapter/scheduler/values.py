@@ -52,6 +52,8 @@ class Ending:
         computed_tokens: Tokens computed so far, including those of steps that are still running.
         in_flight_tokens: Tokens of steps that are still running: it is not known yet whether they will be kept.
         identity: Computes the digest of its prompt.
+        known_tokens: Tokens of the prompt and its answer; None if that is not known. More were computed if the answer ends inside
+            an accepted draft.
     """
 
     request_id: str
@@ -59,3 +61,14 @@ class Ending:
     computed_tokens: int
     in_flight_tokens: int = 0
     identity: PromptIdentity | None = None
+    known_tokens: int | None = None
+
+    @property
+    def kept_tokens(self) -> int:
+        """Computed tokens that belong to the conversation.
+
+        Tokens of a step that still runs may be rejected drafts, and those behind a stop token were accepted, but are no part of
+        the answer. Example: 48 tokens are computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
+        """
+        kept = max(0, self.computed_tokens - self.in_flight_tokens)
+        return kept if self.known_tokens is None else min(kept, self.known_tokens)
