@@ -72,7 +72,7 @@ def test_a_replica_that_does_not_stream_is_asked_first_and_that_is_said_once(sai
     """Of two replicas that work at once Ray drops the prefill replica's answer, and the ticket with it."""
     assert said["mixed"]["flags"] == [[True, True], [True, False], [True, False], [True, True]]
     assert [line.partition(":")[2] for line in said["mixed"]["said"]] == [
-        " the prefill replica does not have `streaming`"
+        " the prefill replica does not have `streaming`, or has neither fleet secrets nor remote_hosts"
     ]
     address = {"kv_side_channel": ["10.0.0.1", 5600]}
     assert said["published"] == [address, {}]

@@ -19,7 +19,7 @@ def ask(state):
 
 def asking(**changes):
     state = consumer(**changes)
-    assert arrive(state) == ("consumer", "", "", 0, False)
+    assert arrive(state) == ("consumer", "", "", 0, True)
     return state, ask(state)
 
 

@@ -30,7 +30,7 @@ def early(*, serves, hand_over_id=HAND_OVER, **changes):
 
 
 def producer(**changes):
-    values = {"stream_slots": 2, "fence_slots": 2, "fence_seed": 100, "tp": 1, **PEERS}
+    values = {"engine_id": "prefill-0", "stream_slots": 2, "fence_slots": 2, "fence_seed": 100, "tp": 1, **PEERS}
     return SchedulerState(config(**{**values, **changes}))
 
 

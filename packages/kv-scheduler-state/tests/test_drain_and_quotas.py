@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from scheduler_helpers import FULL, WINDOW, prefill_request_params, scheduler, with_ticket
+from stream_helpers import Prompt, early, producer, question, run
 
 from kv_scheduler_state import FinishDecision, SchedulerState
 from kv_scheduler_state._errors import InvalidConfig
@@ -36,6 +37,63 @@ def test_a_draining_engine_hands_nothing_over_and_keeps_its_promises() -> None:
     assert (state.lease_count, state.leased_blocks, state.fence_slots_used) == (1, (2,), 1)
     state.report(sent=["p1"], received=[], failed=[])
     assert (state.lease_count, state.leased_blocks, state.live_count) == (0, (0,), 0)
+
+
+@pytest.mark.parametrize("limit", ["drain", "max_leases", "max_leased_blocks"])
+def test_a_prompt_that_a_peer_streams_is_handed_over_whatever_came_meanwhile(limit: str) -> None:
+    """Its reader holds blocks and part of the data; with the policy to fail, a refusal would end the request with an error."""
+    quota = {"max_leases": {"max_leases": 1}, "max_leased_blocks": {"max_leased_blocks": 8}}.get(limit, {})
+    state = producer(**quota)
+    run(state, ["arrive", "allocate", "chunk", "plan"])
+    if limit == "drain":
+        state.drain()
+    else:
+        assert end(state, "p9", [[8, 9]]).withheld_code == "lease-quota", "the stream's own lease is promised"
+    run(state, ["last-chunk", "plan"])
+    decision = run(state, ["length"])
+    assert (decision.keep_blocks, decision.withheld_code) == (True, "")
+    assert not state.take_step_plan(now_s=0.0).streams.voids
+    after = end(state, "p10", [[10, 11]])
+    assert after.withheld_code == ("draining" if limit == "drain" else "lease-quota")
+    state.report(sent=["p1"], received=[], failed=[])
+    assert (state.lease_count, state.leased_blocks, state.stream_slots_used) == (0, (0,), 0)
+    assert limit == "drain" or end(state, "p11", [[10, 11]]).keep_blocks, "its promise ended with its lease"
+
+
+@pytest.mark.parametrize("event", ["abort", "length"])
+def test_quotas_bound_streamed_prompts_that_nobody_reads_and_ended_ones_make_room(
+    event: Literal["abort", "length"],
+) -> None:
+    state = producer(stream_slots=8, fence_slots=8, max_leases=2, max_leased_blocks=20)
+    for number in range(6):
+        name, blocks = f"p{number}", [[10 * number + block for block in range(1, 8)]]
+        state.arrive(
+            name, early(serves=True, hand_over_id=f"{number:032x}"), prompt_tokens=100, identity=Prompt(), now_s=0.0
+        )
+        state.allocate(name, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+        state.scheduled(name, new_block_ids=blocks, is_prompt_complete=True, computed_tokens=100)
+        state.take_step_plan(now_s=0.0)
+    for number in range(6):
+        blocks = [[10 * number + block for block in range(1, 8)]]
+        values: Any = {"block_ids": blocks, "computed_tokens": 100, "identity": Prompt(), "now_s": 0.0}
+        decision = state.finish(f"p{number}", reason=event, **values)
+        assert decision.keep_blocks == (number < 2), (
+            "the first two have a slot and a lease; the others were not offered"
+        )
+        state.take_step_plan(now_s=0.0)
+    assert state.lease_count == (2 if event == "length" else 0)
+    state.report(sent=["p0", "p1"], received=[], failed=[])
+    assert (state.lease_count, state.leased_blocks, state.stream_slots_used) == (0, (0,), 0)
+    assert end(state, "p9", [[1] * 16]).keep_blocks, "every promise is gone"
+
+
+@pytest.mark.parametrize("cause", ["drain", "no tickets"])
+def test_an_engine_that_could_give_no_ticket_offers_nothing(cause: str) -> None:
+    state = producer()
+    state.drain() if cause == "drain" else state.give_offers(False)
+    run(state, ["arrive", "allocate", "chunk"])
+    state.stream_question("a", question())
+    assert (state.stream_slots_used, state.take_step_plan(now_s=0.0).streams.opens) == (0, ())
 
 
 def test_a_draining_engine_goes_on_reading() -> None:

@@ -203,7 +203,15 @@ def test_questions_are_answered_for_the_same_prompt_only_and_are_bounded():
     assert (asker, answer["reason"]) == ("a8", "busy")
 
 
-@pytest.mark.parametrize("case", ["no slots", "no identity", "id in use", "declined"])
+REFUSED = {
+    "no slots": "ticket-early-off",
+    "no identity": "ticket-prompt-unidentified",
+    "id in use": "ticket-early-shared",
+    "declined": "",
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
 def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
     state = producer(stream_slots=0 if case == "no slots" else 2)
     identity = None if case == "no identity" else Prompt()
@@ -214,6 +222,7 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
         state._producers.streams.decline(HAND_OVER)
     admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
     assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
+    assert (admission.rejected_code, admission.is_early) == (REFUSED[case], False)
     if case != "id in use":
         state.stream_question("a", question())
         assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
@@ -221,7 +230,8 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
 
 def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
     state = producer()
-    state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    admission = state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    assert admission.rejected_code.startswith("ticket-")
     assert states(state) == ["producer-waiting"]
     state.stream_question("a", question())
     assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}, (

@@ -210,7 +210,7 @@ def test_the_readers_example():
         made.landed("r", is_good=True, now_s=1.0)
     assert made.take_fences() == ["r"]
     made.fence_found("r", 7)
-    assert made.take_reports() == [("r", True)]
+    assert made.take_reports() == [("r", True, "")]
     with pytest.raises(UnknownRequest):
         made.landed("r", is_good=True, now_s=1.0)
     made.watch("r", Stream(7, 7, 100, 16), 0.0)
@@ -229,8 +229,9 @@ def test_progress_that_cannot_be_breaks_the_stream(tag, tokens):
     assert made.state_of("r") == "breaking"
     made.cancel("r")
     made.cancel("unknown")
+    assert made.cause_of("r") == "changed", "the first event that broke it"
     made.landed("r", is_good=True, now_s=0.0)
-    assert made.take_reports() == [("r", False)]
+    assert made.take_reports() == [("r", False, "changed")]
 
 
 def test_deadlines_count_from_progress():
@@ -243,7 +244,23 @@ def test_deadlines_count_from_progress():
     assert made.state_of("r") == "breaking"
     assert made.take_reports() == []
     made.landed("r", is_good=True, now_s=9.0)
-    assert made.take_reports() == [("r", False)]
+    assert made.take_reports() == [("r", False, "stall")]
+
+
+def test_a_prompt_that_creeps_is_slow_and_a_word_that_differs_is_lost():
+    made = StreamReaders(5.0)
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    for second, tokens in ((4, 20), (8, 40)):
+        made.observed("r", 7, tokens, float(second))
+        made.landed("r", is_good=True, now_s=float(second))
+    made.tick(11.0)
+    assert made.take_reports() == [("r", False, "slow")]
+    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.observed("r", 7, 100, 0.0)
+    made.landed("r", is_good=True, now_s=0.0)
+    assert made.take_fences() == ["r"]
+    made.fence_found("r", 8)
+    assert made.take_reports() == [("r", False, "lost")]
 
 
 def test_tags_go_round():

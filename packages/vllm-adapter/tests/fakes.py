@@ -242,10 +242,12 @@ class FakeRecorder:
         self.warnings: list[str] = []
         self.errors: list[tuple[str, Exception]] = []
         self.observed: list[tuple[str, Any]] = []
+        self.done_bytes: list[int] = []
         self.hand_overs = HandOverLog()
 
-    def transfer(self, _result: Any) -> None:
+    def read_done(self, result: Any) -> None:
         self.counts["done"] += 1
+        self.done_bytes.append(result.bytes_moved)
 
     def count(self, key: str, times: int = 1) -> None:
         self.counts[key] += times

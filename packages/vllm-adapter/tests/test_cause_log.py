@@ -240,7 +240,9 @@ def by_a_line_of_a_rank(text: str) -> None:
 def channel() -> Any:
     log = CauseLog(lambda: 0.0)
     nothing: Any = SimpleNamespace()
-    return StreamChannel(nothing, Codec(), lambda: nothing, secrets=lambda: (), wait_s=1.0, log=log)
+    return StreamChannel(
+        nothing, Codec(), lambda: nothing, secrets=lambda: (), wait_s=1.0, log=log, count=lambda _: None
+    )
 
 
 @pytest.mark.parametrize(

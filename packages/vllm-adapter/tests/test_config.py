@@ -19,7 +19,9 @@ from kv_scheduler_state import GrantOrder, GroupConfig, SchedulerConfig, Schedul
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
 from vllm_adapter.errors import ConfigurationError
+from vllm_adapter.host.transfer_config import check_transfer_config
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.streaming_warnings import streaming_warnings
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.registration import read_limits
 
@@ -107,13 +109,36 @@ def test_seals_are_required_as_soon_as_there_is_a_secret() -> None:
     assert load_settings({"ticket_secret_variable": "KV_SECRETS"})[0].requires_seals
 
 
-def test_streaming_is_off_by_default_and_says_what_it_lacks() -> None:
+def test_streaming_is_off_by_default() -> None:
     settings, notes = load_settings({})
     assert (settings.streaming, settings.stream_slots, settings.stream_reserve_fraction) == (False, 64, 0.5)
     assert (settings.ask_wait_s, notes) == (30.0, ())
-    assert "streams no prompt from peers" in load_settings({"streaming": True})[1][0]
-    for covered in (SEALED, {"remote_hosts": ["10.0.0.0/8"]}):
-        assert load_settings({"streaming": True, **covered})[1] == ()
+
+
+COVERED = {"streaming": True, "remote_hosts": ["10.0.0.0/8"]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "role", "words"),
+    [
+        ({}, "kv_both", ""),
+        (COVERED, "kv_both", ""),
+        ({"streaming": True, **SEALED}, "kv_consumer", ""),
+        ({"streaming": True}, "kv_producer", "nothing is streamed to or from it"),
+        ({**COVERED, "stream_reserve_fraction": 0}, "kv_consumer", "ticket-early-off"),
+        ({**COVERED, "stream_reserve_fraction": 0}, "kv_producer", ""),
+        ({**COVERED, "stream_reserve_fraction": 1}, "kv_both", "wait for ever"),
+        ({**COVERED, "stream_reserve_fraction": 1}, "kv_consumer", ""),
+        ({"stream_slots": 8, "ask_wait_s": 3}, None, "stream_slots, ask_wait_s: no effect without streaming"),
+    ],
+)
+def test_streaming_that_would_not_stream_is_said_at_the_start_and_by_the_check(
+    extra: dict[str, Any], role: str | None, words: str
+) -> None:
+    said = list(streaming_warnings(load_settings(extra)[0], role))
+    assert [words in each for each in said] == [True] * bool(words)
+    config = {"kv_connector": "KVTransferConnector", "kv_role": role or "kv_both", "kv_connector_extra_config": extra}
+    assert [each for each in check_transfer_config(config).notes if each in said] == said
 
 
 def test_words_for_booleans_are_taken_as_vllm_takes_them() -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def test_bytes_are_told_by_the_backend_that_moved_them_and_never_by_a_guess() -> None:
     stats = Recorder(ucx_tls="rc,cuda_ipc")
     paths = (("UCX", "VRAM", "DRAM", 30), ("GDS", "DRAM", "DRAM", 20), ("", "DRAM", "DRAM", 10))
-    stats.transfer(Result("a", bytes_moved=60, bytes_by_path=paths))
-    stats.transfer(Result("b", bytes_moved=0, bytes_by_path=()))
+    stats.read_done(Result("a", bytes_moved=60, bytes_by_path=paths))
+    stats.read_done(Result("b", bytes_moved=0, bytes_by_path=()))
     taken = stats.take()
     assert taken is not None
     assert taken["bytes_by_path"] == [

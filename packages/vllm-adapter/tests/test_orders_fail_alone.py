@@ -114,10 +114,10 @@ def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) 
     bench.reads.read(order())
     bench.handshakes.answer(Outcome())
 
-    def broken(_result: Any) -> None:
-        raise ValueError("no such statistic")
+    def broken(result: Any) -> None:
+        raise ValueError(f"no such statistic: {result}")
 
-    bench.recorder.transfer = broken
+    bench.recorder.read_done = broken
     bench.finish()
     assert bench.codes() == {"r1": "ValueError"}
     assert bench.reads.snapshot()["transfers"] == 0

@@ -31,16 +31,17 @@ def test_a_reset_of_the_decode_cache_ends_the_read(make: Any) -> None:
     assert pair.matched() == 0
 
 
-def test_an_engine_that_drains_withdraws_what_it_has_offered(make: Any) -> None:
+def test_an_engine_that_drains_hands_over_what_a_peer_reads_already(make: Any) -> None:
     pair = make()
     streaming(pair, 2)
     pair.prefill.state.drain()
     pair.chunk()
-    assert pair.finish() == (True, None)
-    (void,) = pair.prefill.step().streams.voids
-    assert void.ends
-    pair.told(is_done=False)
-    pair.until(lambda: pair.states()[1] == ["consumer-stopping"])
+    keeps_blocks, ticket = pair.finish()
+    assert (keeps_blocks, ticket is not None) == (True, True)
+    plan = pair.prefill.step()
+    assert (len(plan.grants), plan.streams.voids) == (1, ())
+    pair.told(is_done=True)
+    assert pair.states()[1] == ["consumer-local"], "it was read, and not refused"
 
 
 @pytest.mark.parametrize("wire", [InMemory, OverZeroMq])

@@ -39,7 +39,9 @@ def test_another_prompt_gets_nothing_and_is_computed_where_it_is_decoded(
     pair.run()
     pair.admit(text="y" * len(TEXT))
     pair.until(lambda: pair.matched() == 0)
-    assert "digest-mismatch" in caplog.text
+    pair.decode.step()
+    assert "digest-mismatch); it is computed here" in caplog.text
+    assert pair.decode.side.take_stats()["unstreamed_codes"] == ["digest-mismatch"]
     pair.finish()
     pair.admit("late", text="z" * len(TEXT))  # the listener's thread compares, too
     pair.until(lambda: pair.matched("late") == 0)
@@ -75,7 +77,8 @@ def test_a_prompt_that_has_ended_is_computed_where_it_is_decoded(
     pair.prefill.report(sent=("p",) if has_started else ())
     pair.admit()
     pair.until(lambda: pair.matched() == 0)
-    assert "withdrawn" in caplog.text
+    pair.decode.step()
+    assert "withdrawn); it is computed here" in caplog.text
     pair.decode.end("d", TEXT, [11])
     pair.assert_nothing_left()
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from kv_handshake._log import GatedLog
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq._router import Incoming
 from kv_handshake._zmq._watch import Sender
+from kv_scheduler_state._stream_values import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel
 
@@ -68,6 +70,7 @@ class Machines:
     cancels: list[tuple[str, int]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     standings: list[Any] = field(default_factory=list)
+    outcomes: list[Any] = field(default_factory=list)
     asked: dict[str, Mapping[str, object]] = field(default_factory=dict)
     gone: list[tuple[str, str]] = field(default_factory=list)
     answered: list[tuple[str, int, dict[str, object]]] = field(default_factory=list)
@@ -81,6 +84,9 @@ class Machines:
     def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
         self.gone.append((asker, hand_over_id))
 
+    def give_offers(self, is_on: bool) -> None:
+        raise AssertionError("the channel decides no offers")
+
     def take_stream_answers(self) -> Sequence[Answer]:
         return _taken(self.answers)
 
@@ -89,6 +95,9 @@ class Machines:
 
     def take_stream_questions(self) -> Sequence[Question]:
         return _taken(self.questions)
+
+    def take_stream_outcomes(self) -> Sequence[Any]:
+        return _taken(self.outcomes)
 
     def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
         return _taken(self.cancels)
@@ -119,8 +128,12 @@ class Pair:
         self.wire = wire
         self.producer, self.consumer = Machines(), Machines()
         log = CauseLog(time.monotonic)
-        self.there = StreamChannel(self.producer, Codec(), wire.client, secrets=lambda: theirs, wait_s=5.0, log=log)
-        self.here = StreamChannel(self.consumer, Codec(), wire.client, secrets=lambda: ours, wait_s=5.0, log=log)
+        self.counted: list[str] = []
+        made = partial(
+            StreamChannel, codec=Codec(), make_client=wire.client, wait_s=5.0, log=log, count=self.counted.append
+        )
+        self.there = made(self.producer, secrets=lambda: theirs)
+        self.here = made(self.consumer, secrets=lambda: ours)
         if takes_asks:
             self.there.serve(wire.listener())
         wire.start()
@@ -221,7 +234,7 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
             pair.ask(number=number)
             if not theirs:  # it opens every question, and its answer has no seal
                 pair.producer.answers.append(Answer(pair.asker(number), OFFER))
-            assert pair.answered() == ("d-1", number, PLAIN)
+            assert pair.answered() == ("d-1", number, {**PLAIN, "code": "hand-over-seal"})
     assert len(pair.producer.asked) == (0 if theirs else 2)
     (line,) = [each for each in caplog.messages if "are computed here" in each]
     assert line.endswith(": hand-over-seal"), "also where the peer could not read the question"
@@ -231,7 +244,7 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
 def test_a_peer_that_is_not_there_is_not_asked_again(wire: Any, free_port: int) -> None:
     pair = Pair(wire)
     pair.ask(port=free_port)
-    assert pair.answered() == ("d-1", 1, PLAIN)
+    assert pair.answered() == ("d-1", 1, {**PLAIN, "code": "connection-refused"})
 
 
 def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
@@ -256,7 +269,7 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
 def test_a_peer_without_asks_hands_over_whole(wire: Any, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(wire, takes_asks=False)
     pair.ask()
-    assert pair.answered() == ("d-1", 1, PLAIN)
+    assert pair.answered() == ("d-1", 1, {**PLAIN, "code": "ask-unsupported"})
     assert "computed here, not streamed: ask-unsupported" in caplog.text
 
 
@@ -290,7 +303,7 @@ def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
     pair.there.send()
     pair.here.close()
     pair.here.close()
-    assert pair.answered() == ("d-1", 1, UNANSWERED)
+    assert pair.answered() == ("d-1", 1, {**UNANSWERED, "code": "closed"})
 
 
 @pytest.mark.parametrize("code", sorted(_AGAIN))
@@ -299,11 +312,30 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     pair = Pair(InMemory())
     pair.here._on_answer(("d-1", 1), ("127.0.0.1", 5600), {"wants_final": False}, code, b"")
     pair.turn()
-    assert pair.consumer.answered == [("d-1", 1, UNANSWERED)]
+    assert pair.consumer.answered == [("d-1", 1, {**UNANSWERED, "code": code})]
     pair.ask()
     pair.producer.answers.append(Answer(pair.asker(), {**BUSY}))
     pair.consumer.answered.clear()
     assert pair.answered()[2]["reason"] == "busy"
+
+
+@pytest.mark.parametrize("result", ["read-whole", "computed-here", "given-up"])
+def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_reason(
+    result: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(InMemory())
+    words = {"read-whole": "read once it is finished", "computed-here": "computed here", "given-up": "policy decides"}
+    with caplog.at_level(logging.WARNING):
+        pair.consumer.outcomes.append(StreamOutcome("d-1", "unknown-id", result, "10.0.0.1", 5600, "0f" * 16))
+        pair.turn()
+        (line,) = caplog.messages
+        assert all(part in line for part in ("d-1", "0f0f0f0f ", "10.0.0.1 port 5600", "unknown-id", words[result]))
+        # A reason that was said of the peer as a whole is counted alone.
+        pair.here._on_answer(("d-2", 1), ("10.0.0.1", 5600), {"wants_final": False}, "ask-unsupported", b"")
+        pair.consumer.outcomes.append(StreamOutcome("d-2", "ask-unsupported", result, "10.0.0.1", 5600, "0e" * 16))
+        pair.turn()
+    assert pair.counted == ["unknown-id", "ask-unsupported"]
+    assert len(caplog.messages) == 2
 
 
 def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
@@ -325,50 +357,6 @@ def test_an_answer_of_an_earlier_question_is_not_taken_for_that_of_a_later_one()
         pair.ask()
         pair.producer.answers.append(Answer(pair.asker(number), OFFER))
         assert pair.answered()[2]["kind"] == ("offer" if number == 1 else "no")
-
-
-@dataclass(frozen=True)
-class Standing:
-    """An answer that stands."""
-
-    answer: dict[str, object] | None
-    digest: str = "d1" * 32
-    hand_over_id: str = "0f" * 16
-
-
-def test_an_answer_that_stands_is_given_by_the_listener_and_to_its_own_prompt_alone() -> None:
-    pair = Pair(InMemory())
-    pair.producer.standings.append(Standing(FINAL))
-    pair.turn()
-    pair.ask()
-    pair.ask(number=2, digest="d2" * 32)
-    told = [(answer["kind"], answer.get("reason")) for *_, answer in pair.consumer.answered]
-    assert told == [("final", None), ("no", "digest-mismatch")]
-    assert not pair.producer.asked, "the machines were not needed"
-    pair.producer.standings.append(Standing(None))
-    pair.turn()
-    pair.ask(number=3)
-    assert len(pair.producer.asked) == 1
-
-
-def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
-    pair = Pair(InMemory())
-    pair.producer.standings.append(Standing(OFFER))
-    pair.turn()
-    pair.ask()
-    assert [answer["kind"] for *_, answer in pair.consumer.answered] == ["offer"]
-    assert not pair.producer.asked, "no step was needed"
-    pair.ask(number=2, wants_final=True)
-    assert len(pair.consumer.answered) == 1
-    assert [question["wants_final"] for question in pair.producer.asked.values()] == [True]
-
-
-def test_the_board_of_answers_has_a_bound() -> None:
-    pair = Pair(InMemory())
-    pair.producer.standings.extend(Standing(FINAL, hand_over_id=f"{number:032x}") for number in range(5000))
-    pair.turn()
-    assert len(pair.there._board) == 4096
-    assert f"{4999:032x}" in pair.there._board
 
 
 def _no_client() -> Any:
@@ -401,7 +389,9 @@ class Desk:
 def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
     """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
     codec, listener = Codec(), Desk()
-    channel = StreamChannel(Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic))
+    channel = StreamChannel(
+        Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic), count=print
+    )
     channel.serve(listener)
     draw = random.Random(1)
     for number in range(1, 8_001):

@@ -173,7 +173,34 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     assert (bench.read.times.bytes_moved, bench.engine.reads_in_flight, bench.dropped) == (400, 0, [])
     assert bench.read.times.early_bytes == 200
     assert bench.torn == []
+    assert bench.recorder.done_bytes == [300], "its parts are counted as one read, as a plain one is"
     assert not bench.streams.transfer_ended(Result("somebody/0.0"))
+
+
+def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence_apart() -> None:
+    """Two ranks: the first one's word is verified while the second one still reads, so the second one's bytes are the last."""
+    bench = Bench(((0, 0), (0, 1)))
+    times = bench.read.times
+    for now_s, event in (
+        (101.0, lambda: bench.progress(40)),
+        (102.0, lambda: bench.progress(100)),
+        (103.0, lambda: bench.watch().tell()),
+        (104.0, bench.end_all),  # the parts of the first rank
+        (106.0, bench.end_all),  # its word
+    ):
+        bench.now_s = now_s
+        event()
+    assert (times.whole_s, times.data_s, times.fence_s) == (102.0, 104.0, 2.0)
+    bench.now_s = 107.0
+    bench.progress(100, rank=(0, 1))
+    bench.watch((0, 1)).tell()
+    bench.now_s = 110.0
+    bench.end_all()
+    assert (times.whole_s, times.data_s, times.fence_s) == (102.0, 110.0, 0.0)
+    bench.now_s = 110.5
+    bench.end_all()
+    assert (times.whole_s, times.data_s, times.fence_s) == (102.0, 110.0, 0.5)
+    assert bench.codes() == [""]
 
 
 def test_what_is_here_already_is_not_read() -> None:
@@ -190,7 +217,8 @@ def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     bench.watch().tell()
     bench.end_all()
     bench.end_all(outcome=outcome, code="x")
-    assert bench.torn == [("r1", "stream-broken")]
+    assert bench.torn == [("r1", "stream-void")]
+    assert not bench.recorder.done_bytes
     assert not bench.finished
     assert not bench.messages.released
 
@@ -203,7 +231,7 @@ def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
     bench.progress(0, tag=TAG + 1)
     assert bench.torn == [], "a part is on the wire"
     bench.end_all()
-    assert [request_id for request_id, _ in bench.torn] == ["r1"]
+    assert bench.torn == [("r1", "stream-restarted")]
     assert bench.watch().is_ended
     bench.watch().tell()
     assert bench.posts() == [], "a late table orders nothing"
@@ -270,7 +298,7 @@ def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> N
     bench.end_all()
     bench.end_all()
     bench.progress(0, (0, 1), tag=TAG + 1)
-    assert bench.torn == [("r1", "stream-broken")]
+    assert bench.torn == [("r1", "stream-restarted")]
     assert not bench.messages.released
 
 
@@ -282,7 +310,7 @@ def test_no_progress_in_time_tears_the_stream() -> None:
     assert bench.torn == []
     bench.now_s += 0.2
     bench.streams.look_after()
-    assert [request_id for request_id, _ in bench.torn] == ["r1"]
+    assert bench.torn == [("r1", "stream-stalled")]
 
 
 @pytest.mark.parametrize(

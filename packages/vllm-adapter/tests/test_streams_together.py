@@ -187,7 +187,7 @@ def test_a_void_after_the_last_chunk_is_found_by_the_fence() -> None:
             break
     pair.words.void(1, 7 | 1 << 63, 7)
     pair.run()
-    assert (pair.finished, pair.torn) == ([], ["stream-broken"])
+    assert (pair.finished, pair.torn) == ([], ["stream-void"])
 
 
 def test_a_producer_that_closes_tears_the_stream() -> None:

@@ -23,6 +23,7 @@ __all__ = ["Admissions"]
 
 _PRODUCER: Final = Admission("producer")
 _CONSUMER: Final = Admission("consumer")
+_EARLY_CONSUMER: Final = Admission("consumer", is_early=True)
 
 
 @final
@@ -72,6 +73,7 @@ class Admissions:
             return BYSTANDER
         if self._reserved and request_id.startswith(self._reserved):
             request.rejected_code = "ticket-id-reserved"
+            self.early.decline(fields)
             message = (
                 f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
             )
@@ -80,8 +82,9 @@ class Admissions:
         if kept_tokens <= truncate_tokens:
             truncate_tokens = 0
         kept_tokens -= truncate_tokens
-        if EARLY_KEY in fields and self._begins_early(request_id, request, fields, kept_tokens, identity):
-            return Admission("producer", "", "", truncate_tokens, is_early=True)
+        early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
+        if early is not None:
+            return early
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
         if kind == "readback":
             try:
@@ -92,13 +95,26 @@ class Admissions:
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
 
-    def _begins_early(
-        self, request_id: str, request: Request, fields: Fields, tokens: int, identity: PromptIdentity | None
-    ) -> bool:
-        """Begin to stream a prompt; False if it is to be handed over plain."""
-        if not fields.get("remote_block_ids"):
-            request.producer = self.early.producer(request_id, fields, tokens, identity, request.born_s)
-        return request.producer is not None
+    def _early_producer(
+        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
+    ) -> Admission | None:
+        """Admit a prompt to be streamed or, where its early ticket is refused, to be handed over whole.
+
+        None for a request without an early ticket, or for one that reads besides: its ticket is no early one.
+        """
+        if EARLY_KEY not in fields:
+            return None
+        if fields.get("remote_block_ids"):
+            self.early.decline(fields)
+            return None
+        tokens, now_s = request.prompt_tokens - truncate_tokens, request.born_s
+        try:
+            request.producer = self.early.producer(request_id, fields, tokens, identity, now_s)
+        except TicketError as error:
+            request.rejected_code = error.code
+            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False, now_s=now_s)
+            return Admission("producer", error.code, str(error), truncate_tokens)
+        return Admission("producer", "", "", truncate_tokens, is_early=True)
 
     def _early_or_refused(
         self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, error: TicketError
@@ -113,7 +129,7 @@ class Admissions:
             except TicketError as early_error:
                 error = early_error
             else:
-                return _CONSUMER
+                return _EARLY_CONSUMER
         request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 
@@ -121,12 +137,18 @@ class Admissions:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
         Raises:
-            TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-prompt`, `ticket-prompt-unidentified`, or
-                the code of `identity.refusal`.
+            TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-own-engine`, `ticket-prompt`,
+                `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
         self.early.require_reader()
         tickets, seal = self._tickets, self.seal
         ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise TicketError(
+                "ticket-own-engine",
+                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
+                field="remote_engine_id",
+            )
         if identity is not None and identity.refusal:
             raise TicketError(
                 identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"

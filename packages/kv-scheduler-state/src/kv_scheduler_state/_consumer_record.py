@@ -1,4 +1,4 @@
-"""Records of a request whose prompt is read from a peer: of every one, and of one that is streamed besides."""
+"""Records of requests whose prompts are read from a peer: one for each request, and a second one if it is streamed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class ConsumerRecord:
         "trace",
     )
 
-    # Of a request with an early ticket only; nobody looks for it in another state than those of streams.
+    # Set only for a request with an early ticket, and read only in the states of streams.
     stream: ConsumedStream
 
     def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
         self.state = arrival.target
         self.trace: Trace = (now_s, arrival, None)
         self.ticket = ticket
-        # Only if another request has brought the same ticket, see `HandOvers`.
+        # Set only if another request has brought the same ticket, see `HandOvers`.
         self.hand_over: HandOver | None = None
         self.loadable_tokens = loadable_tokens
         # Local prefix hit of the latest look-up, which is the one that an allocation follows.
@@ -48,7 +48,7 @@ class ConsumerRecord:
         self.peer: PeerLeases | None = None
 
     def advance(self, row: Transition, now_s: float) -> None:
-        """Do what `_machine.advance` says; in a method of its own CPython knows where the record's slots are."""
+        """Do the same as `_machine.advance`; in a method of the class, CPython knows where the record's slots are."""
         if row.target != self.state:
             self.state = row.target
             self.trace = now_s, row, self.trace
@@ -66,6 +66,7 @@ class ConsumedStream:
         "entered_s",
         "hold_s",
         "is_too_large",
+        "last_word",
         "number",
         "offered_tokens",
         "prompt_tokens",
@@ -93,22 +94,24 @@ class ConsumedStream:
         self.early = early
         self.digest = digest
         self.prompt_tokens = prompt_tokens
-        # Tokens under the digest, which the peer offers, and of which all are read or none.
+        # Tokens under the digest, which the peer offers; all of them are read, or none.
         self.offered_tokens = offered_tokens
-        # Number of the question that is out; 0 if none is.
+        # Number of the outstanding question; 0 if there is none.
         self.number = 0
+        # Reason or code of the latest answer that was no ticket; empty before the first one.
+        self.last_word = ""
         self.breaks = 0
-        # Begin of this state, and time from which its deadline counts: questions that are asked again do not move it, but the
-        # peer's word that the prompt is on its way does.
+        # Start of this state, and the time from which its deadline counts. The latter does not move when a question is asked
+        # again, but it does when the peer says that the prompt is on its way.
         self.entered_s = self.since_s = now_s
-        # More blocks than all streams may hold together: it would wait for room in vain.
+        # Whether it needs more blocks than all streams together may hold, so that it would wait for room in vain.
         self.is_too_large = False
-        # Until then the engine is not told again that it may begin; None if it is.
+        # Time until which the offer is withheld from the engine; None if it is not withheld.
         self.hold_s: float | None = None
         self.retry_s: float | None = None
-        # The read as it was ordered first: every later one fills the same blocks.
+        # The read as first ordered; every later read fills the same blocks.
         self.read: ReadOrder | None = None
         self.start = 0
-        # Workers whose fence held, for good; and those that broke off the current stream.
+        # Workers whose fence held, which is final; and workers that broke off the current stream.
         self.done: set[object] = set()
         self.torn: set[object] = set()

@@ -1,4 +1,4 @@
-"""Admission of requests with an early ticket, and of what peers answer for them."""
+"""Admission of requests with an early ticket, and of the peers' answers for them."""
 
 from __future__ import annotations
 
@@ -53,22 +53,49 @@ class EarlyAdmissions:
 
     def producer(
         self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> ProducerRecord | None:
-        """Begin to stream a prompt; None if it is to be handed over plain, whatever the reason."""
-        streams = self._producers.streams
+    ) -> ProducerRecord:
+        """Begin to stream a prompt. If that is refused, the prompt is handed over whole, and questions for its id are declined.
+
+        Raises:
+            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
+        """
         try:
             early = read_early(fields, self._tickets.hosts, self.seal)
+            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
         except TicketError:
-            # The peer may take the same address for a good one, and would ask for this id until its patience ends.
-            named = named_id(fields) if self.seal is None else ""
-            if named:
-                streams.decline(named)
-            return None
-        digest = None if identity is None or identity.refusal else identity.digest(tokens)
-        if not digest or not streams.may_begin(early.hand_over_id):
-            streams.decline(early.hand_over_id)
-            return None
+            self.decline(fields)
+            raise
         return self._producers.arrive_early(request_id, early, digest, prompt_tokens=tokens, now_s=now_s)
+
+    def decline(self, fields: Fields) -> None:
+        """Refuse questions for the id of an early ticket that this engine does not follow.
+
+        The peer may accept what this engine refuses, and would then ask for the id until it gives up.
+        """
+        named = named_id(fields, self.seal)
+        if named:
+            self._producers.streams.decline(named)
+
+    def _streamable_digest(self, hand_over_id: str, tokens: int, identity: PromptIdentity | None) -> str:
+        """Return the digest under which a prompt may be streamed from here.
+
+        Raises:
+            TicketError: as `producer`.
+        """
+        if not self._config.stream_slots:
+            raise TicketError(
+                "ticket-early-off",
+                "this engine streams no prompt while it computes it: streaming is off here",
+                field=EARLY_KEY,
+            )
+        if not self._producers.streams.may_begin(hand_over_id):
+            raise TicketError(
+                "ticket-early-shared",
+                f"another request of this engine is streamed as hand-over {quote(hand_over_id)}, which serves one reader",
+                field=EARLY_KEY,
+            )
+        return _digest(tokens, identity)
 
     def consumer(
         self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
@@ -84,7 +111,8 @@ class EarlyAdmissions:
         if not self._config.reads_streams:
             raise TicketError(
                 "ticket-early-off",
-                "this engine reads no prompt while its peer computes it: stream_reserve_fraction is 0",
+                "this engine reads no prompt while its peer computes it: streaming is off here, or stream_reserve_fraction "
+                "leaves streams no block",
                 field=EARLY_KEY,
             )
         if self._consumers.streams.reads(early.hand_over_id):
@@ -93,14 +121,8 @@ class EarlyAdmissions:
                 f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
                 field=EARLY_KEY,
             )
-        if identity is not None and identity.refusal:
-            raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot ask for it")
         tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
-        digest = None if identity is None or not tokens else identity.digest(tokens)
-        if not digest:
-            raise TicketError(
-                "ticket-prompt-unidentified", f"the first {tokens} tokens of this request are not identified"
-            )
+        digest = _digest(tokens, identity)
         return self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
@@ -125,3 +147,17 @@ class EarlyAdmissions:
                 field="fence",
             )
         return ticket
+
+
+def _digest(tokens: int, identity: PromptIdentity | None) -> str:
+    """Return the digest of a request's first tokens.
+
+    Raises:
+        TicketError: `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+    """
+    if identity is not None and identity.refusal:
+        raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot stream it")
+    digest = None if identity is None or not tokens else identity.digest(tokens)
+    if not digest:
+        raise TicketError("ticket-prompt-unidentified", f"the first {tokens} tokens of this request are not identified")
+    return digest

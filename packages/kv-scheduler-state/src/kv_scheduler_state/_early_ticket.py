@@ -1,9 +1,9 @@
 """The early ticket: `kv_stream`, which a router puts into both requests of a hand-over that it starts at once.
 
-It says under which id the two engines know the hand-over, and where the prefill engine's side channel is. It grants nothing: the
-decode engine asks there, with the digest of its own prompt, and what it may read is in the answer. But an engine that asks tells
-its prompt's digest to that address. So the address must be *covered*: by the router's MAC under a fleet secret, or without
-secrets by a list of peers. With neither the early ticket is refused, and the hand-over is plain.
+It names the id under which the two engines know the hand-over, and the address of the prefill engine's side channel. It grants
+nothing: the decode engine asks there, with the digest of its own prompt, and the answer says what it may read. But by asking, an
+engine reveals its prompt's digest to that address. So the address must be *covered*: by the router's MAC under a fleet secret,
+or without secrets by a list of peers. With neither, the early ticket is refused and the hand-over is plain.
 
 Bytes under the MAC (HMAC-SHA-256; integers have 8 bytes, signed, little-endian; a text is its length in bytes, then UTF-8):
 
@@ -44,13 +44,13 @@ class _Seal(Protocol):
     """This engine's secrets: a `TicketSeal`."""
 
     def covers(self, message: bytes, mac: object) -> bool:
-        """Return whether one of them made this MAC of a message."""
+        """Return whether one of the secrets made this MAC of a message."""
         ...
 
 
 @final
 class EarlyTicket(NamedTuple):
-    """A hand-over that both engines work at.
+    """A hand-over on which both engines work at the same time.
 
     Attributes:
         hand_over_id: 128 random bits as 32 lower-case hexadecimal digits; both requests carry it.
@@ -84,11 +84,11 @@ def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: _Seal | No
     Args:
         fields: The params, with the key `kv_stream`.
         hosts: Where this engine may connect to.
-        seal: This engine's secrets, None without.
+        seal: This engine's secrets, None if it has none.
 
     Raises:
         TicketError: `ticket-type`, `ticket-missing`, `ticket-text`, `ticket-range`, `ticket-host`, `ticket-seal`, or
-            `ticket-early-uncovered` where neither a secret nor a list of peers says which addresses are good.
+            `ticket-early-uncovered` where neither a secret nor a list of peers says which addresses are allowed.
     """
     value: object = fields.get(EARLY_KEY)
     if type(value) is not dict:
@@ -114,11 +114,23 @@ def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: _Seal | No
     return early
 
 
-def named_id(fields: Mapping[object, Any]) -> str:
-    """Return the hand-over id in an early ticket that may be refused otherwise, empty if there is none."""
+def named_id(fields: Mapping[object, Any], seal: _Seal | None) -> str:
+    """Return the hand-over id of an early ticket, even of one that is refused; empty if there is none.
+
+    Where this engine has secrets, an id counts only under a good MAC: anybody could name the id of another hand-over.
+    """
     value: object = fields.get(EARLY_KEY)
-    identity = cast("dict[object, object]", value).get("id") if type(value) is dict else None
-    return identity if type(identity) is str and _ID.match(identity) else ""
+    if type(value) is not dict:
+        return ""
+    found = cast("dict[object, object]", value)
+    if seal is None:
+        identity = found.get("id")
+        return identity if type(identity) is str and _ID.match(identity) else ""
+    try:
+        early, mac = _parsed(found)
+    except TicketError:
+        return ""
+    return early.hand_over_id if seal.covers(canonical_early(early), mac) else ""
 
 
 def _parsed(value: dict[object, object]) -> tuple[EarlyTicket, object]:

@@ -1,9 +1,13 @@
-"""Leases that are out: the blocks that they keep from the engine, and whether one more may be granted.
+"""Outstanding leases: the blocks that they keep from the engine, and whether one more may be granted.
 
-A lease is out from its grant until every worker has reported its end, revoked or not: that long the engine keeps the blocks.
+A lease is outstanding from its grant until every worker has reported its end, revoked or not: the engine keeps the blocks for
+that long.
 
-Example: `max_leases` 2 and `max_leased_blocks` 100. With leases of 40 and 50 blocks out nothing more is granted. Once that of 40
-has ended, a prompt of 50 blocks is handed over, and one of 51 is not.
+Example: `max_leases` 2 and `max_leased_blocks` 100. With leases of 40 and 50 blocks outstanding, no further lease is granted.
+Once the lease of 40 blocks has ended, a prompt of 50 blocks is handed over, and a prompt of 51 is not.
+
+A prompt that is offered while it is computed is promised its lease before the offer: its reader reserves blocks and reads, and
+would fail if the lease were refused at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _RELIEF_S: Final = 5.0
 
 @final
 class Outstanding:
-    """The leases that are out, oldest grant first.
+    """The outstanding leases, oldest grant first.
 
     Args:
         config: The engine, with its quotas.
@@ -34,7 +38,7 @@ class Outstanding:
         has_quota: Whether `has_room` can ever refuse.
     """
 
-    __slots__ = ("_blocks", "_leased", "_max_blocks", "_max_leases", "_null", "_revoked", "has_quota")
+    __slots__ = ("_blocks", "_leased", "_max_blocks", "_max_leases", "_null", "_promised", "_revoked", "has_quota")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_leases = math.inf if config.max_leases is None else config.max_leases
@@ -42,20 +46,38 @@ class Outstanding:
         self.has_quota = config.max_leases is not None or config.max_leased_blocks is not None
         # A group that keeps the whole prompt has no null blocks to look for.
         self._null = None if all(group.kind == "full" for group in config.groups) else config.null_block
-        # Leases that the scheduler has not taken back, and those that it has, with the time.
+        # Leases that the scheduler has not revoked, and those that it has, with the time.
         self._leased: dict[str, ProducerRecord] = {}
         self._revoked: dict[str, float] = {}
         self._blocks = [0] * len(config.groups)
+        # Blocks of prompts whose lease is promised, by request; empty without quotas.
+        self._promised: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._leased) + len(self._revoked)
 
     def has_room(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether the quotas admit one more lease, of these blocks."""
-        if len(self) >= self._max_leases:
-            return False
         nulls = 0 if self._null is None else sum(ids.count(self._null) for ids in block_ids)
-        return sum(self._blocks) + sum(map(len, block_ids)) - nulls <= self._max_blocks
+        return self._admits(sum(map(len, block_ids)) - nulls)
+
+    def promise(self, request_id: str, block_count: int) -> bool:
+        """Promise a lease of at most so many blocks; return False if the quotas do not admit it."""
+        if not self.has_quota or request_id in self._promised:
+            return True
+        if not self._admits(block_count):
+            return False
+        self._promised[request_id] = block_count
+        return True
+
+    def forget_promise(self, request_id: str) -> None:
+        """Take a promise back."""
+        self._promised.pop(request_id, None)
+
+    def _admits(self, block_count: int) -> bool:
+        if len(self) + len(self._promised) >= self._max_leases:
+            return False
+        return sum(self._blocks) + sum(self._promised.values()) + block_count <= self._max_blocks
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -65,6 +87,8 @@ class Outstanding:
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
         self._leased[request_id] = record
+        if self._promised:
+            self._promised.pop(request_id, None)
         null, blocks = self._null, self._blocks
         if null is None and len(blocks) == 1:  # nearly every model
             (ids,) = block_ids
@@ -78,13 +102,15 @@ class Outstanding:
             blocks[group] += count
 
     def revoke(self, request_id: str, now_s: float) -> None:
-        """Note a lease that was taken back: the workers have yet to end it."""
+        """Note a revoked lease, which the workers have yet to end."""
         self._leased.pop(request_id, None)
         self._revoked[request_id] = now_s
 
     def end(self, request_id: str, record: ProducerRecord) -> None:
         """Note the end of a lease on every worker."""
         self._leased.pop(request_id, None)
+        if self._promised:
+            self._promised.pop(request_id, None)
         if self._revoked:
             self._revoked.pop(request_id, None)
         blocks, counts = self._blocks, record.leased_blocks
@@ -95,9 +121,9 @@ class Outstanding:
             blocks[group] -= count
 
     def is_relief_due(self, now_s: float) -> bool:
-        """Whether a lease was taken back so recently that its blocks are about to be freed."""
+        """Whether a lease was revoked so recently that its blocks are about to be freed."""
         return bool(self._revoked) and now_s - next(iter(self._revoked.values())) < _RELIEF_S
 
     def oldest(self) -> tuple[str, ProducerRecord] | None:
-        """Return the lease to take back first; None if none is out, or if blocks of another one are still awaited."""
+        """Return the lease to revoke first; None if none is outstanding, or if blocks of another lease are still awaited."""
         return None if self._revoked else next(iter(self._leased.items()), None)

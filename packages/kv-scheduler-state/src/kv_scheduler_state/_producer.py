@@ -51,6 +51,7 @@ class Producers:
         "_trace_length",
         "config",
         "fences",
+        "gives_offers",
         "is_draining",
         "leases",
         "on_hand_over",
@@ -81,8 +82,9 @@ class Producers:
         self._draws = 0
         self._nonces: list[str] = []
         self.leases = Outstanding(config)
-        # Nothing is handed over any more.
+        # Set by `drain`: from then on nothing is handed over.
         self.is_draining = False
+        self.gives_offers = True
         self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
@@ -116,7 +118,7 @@ class Producers:
         return record
 
     def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
-        """Return the row of an allocation, which may tell of a preemption at the same time, see `allocate`.
+        """Return the row of an allocation, which may also report a preemption, see `allocate`.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -129,8 +131,8 @@ class Producers:
     def allocate(self, request_id: str, record: ProducerRecord, preemptions: int, now_s: float) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
 
-        A cache reset preempts outside of a step. The engine then tells of the preemption with the step that has already
-        allocated the request again: its count of `preemptions` is higher than the one that is known.
+        A cache reset preempts outside of a step. The engine then reports the preemption with the step that has already
+        allocated the request again: its count of `preemptions` is higher than the recorded one.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -151,10 +153,23 @@ class Producers:
         elif "restart" in row.effects:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
             self.outbox.restart(request_id, record.fence)
-        elif row.effects and not self.streams.give_slot(request_id, record):
+        elif row.effects and not self._give_slot(request_id, record):
             record.advance(self.table.find(request_id, record.state, "no-slot"), now_s)
             record.fence = self.fences.take()
             self.outbox.expect(request_id, record.fence)
+
+    def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+        """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
+        if record.fence is not None:
+            return self.streams.give_slot(request_id, record)
+        if self.is_draining or not self.gives_offers:
+            return False
+        if not self.leases.promise(request_id, self.streams.block_count(request_id)):
+            return False
+        if self.streams.give_slot(request_id, record):
+            return True
+        self.leases.forget_promise(request_id)
+        return False
 
     def scheduled(
         self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
@@ -178,12 +193,12 @@ class Producers:
         tokens: int,
         held_tokens: int,
     ) -> None:
-        """Order what a scheduled chunk of a streamed prompt needs, and offer it with the first one."""
+        """Order the stream words of a scheduled chunk, and offer the prompt with its first chunk."""
         if self.streams.scheduled(request_id, row, block_ids, tokens, held_tokens):
             self.streams.offer(request_id, self._offer(request_id, record))
 
     def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
-        """Return the ticket of an offer: all of a plain one but the blocks."""
+        """Return the ticket of an offer: a plain ticket without block ids."""
         params, lease_s = self._handoff
         streams, groups = self.streams, len(self._spans)
         nonce = streams.nonce_of(request_id)
@@ -229,7 +244,7 @@ class Producers:
         return params
 
     def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
-        """Forget what was saved of blocks that are gone."""
+        """Apply a preemption: void the stream, and drop the saves of blocks that are gone."""
         record.advance(row, now_s)
         if "void" in row.effects:
             self.streams.end(request_id, row, ends=False)
@@ -240,7 +255,7 @@ class Producers:
         record.is_void = False
 
     def void(self, request_id: str, record: ProducerRecord, now_s: float) -> None:
-        """Take back the lease, or keep what is computed so far from being handed over."""
+        """Revoke the lease, or exclude everything computed so far from being handed over."""
         revoke = self.on_revoke.get(record.state)
         if revoke is not None:
             self.revoke(request_id, record, revoke, now_s)
@@ -259,7 +274,7 @@ class Producers:
         *,
         withhold: bool,
     ) -> tuple[Transition, str]:
-        """Return the row for a prompt that ended well, and why it is not handed over: a code, empty if it is.
+        """Return the row for a prompt that ended well, and a refusal code, which is empty if the prompt is handed over.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -277,11 +292,13 @@ class Producers:
         return self.table.find(request_id, record.state, "drop"), code
 
     def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
-        """Return why this engine cannot hand over blocks at the moment: a code, empty if it can."""
-        if self.is_draining:
-            return "draining"
-        if self.leases.has_quota and not self.leases.has_room(block_ids):
-            return "lease-quota"
+        """Return the code of the reason why this engine cannot hand over blocks now, empty if it can."""
+        # "complete": offered while it was computed, and its lease is promised. A refusal now could fail its reader.
+        if record.state != "complete":
+            if self.is_draining:
+                return "draining"
+            if self.leases.has_quota and not self.leases.has_room(block_ids):
+                return "lease-quota"
         if record.fence is None and self.fences.slots:
             return "no-fence-slot"
         if self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
@@ -289,7 +306,7 @@ class Producers:
         return ""
 
     def _tokens_of(self, record: ProducerRecord, computed_tokens: int) -> int:
-        """Return the tokens that a ticket promises: of a prefill never more than its prompt, whatever came after it."""
+        """Return the number of tokens that a ticket promises; for a prefill, never more than its prompt."""
         prompt_tokens = record.prompt_tokens
         return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
@@ -302,7 +319,7 @@ class Producers:
         computed_tokens: int,
         identity: PromptIdentity | None,
     ) -> dict[str, object] | None:
-        """Return the params of the ticket, None for a row that grants none; `finish` makes it true."""
+        """Return the params of the ticket, or None for a row that grants none; `finish` then grants the lease."""
         if "grant" not in row.effects:
             if "finalise" in row.effects:
                 return self._final(request_id, record, block_ids, computed_tokens, identity)
@@ -357,7 +374,7 @@ class Producers:
             self.outbox.add(self.outbox.revokes, request_id)
 
     def relieve(self, now_s: float) -> bool:
-        """Revoke the oldest lease unless blocks are about to be freed already; True while they are."""
+        """Revoke the oldest lease unless blocks are already about to be freed; return True while they are."""
         if self.leases.is_relief_due(now_s):
             return True
         oldest = self.leases.oldest()
@@ -382,8 +399,8 @@ class Producers:
     def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
         if not self.outbox.withdraw(request_id):
             self.outbox.add(self.outbox.releases, request_id)
-        # At once, before the workers' answer: no ticket was written, so nobody trusts the old word, and orders of the
-        # slot's next owner are applied after this one's.
+        # Return the slot without waiting for the workers: no ticket was written, so no reader trusts the old word, and the
+        # workers apply the orders of the slot's next owner after this one's.
         if record.fence is not None:
             self.fences.give_back(record.fence[0])
             record.fence = None

@@ -1,4 +1,4 @@
-"""The calls of a scheduler state that streamed hand-overs add: questions and answers, and the ends that workers report."""
+"""Methods that streamed hand-overs add to the scheduler state: questions, answers, and stream ends reported by workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_scheduler_state._consumer_record import ConsumedStream
-    from kv_scheduler_state._stream_values import StreamAnswer, StreamQuestion, StreamStanding
+    from kv_scheduler_state._stream_values import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
 
 __all__ = ["SchedulerStreams"]
 
@@ -25,40 +25,44 @@ class SchedulerStreams(SchedulerBase):
     # ---- this engine computes
 
     def stream_question(self, asker: str, question: Mapping[str, object]) -> None:
-        """Take a peer's question; its answer is among those of `take_stream_answers`, at once or when there is one.
+        """Accept a peer's question; `take_stream_answers` returns its answer, at once or as soon as there is one.
 
         Args:
-            asker: Name of this very question, unique for ever.
-            question: `hand_over_id`, `number`, `digest`, `tokens` and `wants_final`, checked in form.
+            asker: Name of this question, never used for another one.
+            question: `hand_over_id`, `number`, `digest`, `tokens` and `wants_final`, with their format already checked.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a number that is none.
+            InvalidEvent: `invalid-event`, for a number that is not an integer.
         """
         self._producers.streams.ask(asker, question, self._clock.observed_s)
 
     def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
-        """Forget a question that nobody waits for any more."""
+        """Forget a question whose asker no longer waits for an answer."""
         self._producers.streams.cancel(asker, hand_over_id)
 
     def stream_whole(self, request_id: str) -> None:
         """Hand a request over whole, although a peer wants to read it early: questions wait for its final ticket.
 
-        To be called between its arrival and its first allocation.
+        Call this between the request's arrival and its first allocation.
 
         Raises:
             UnknownRequest: `unknown-request`, also for a request that is not streamed.
         """
         self._producers.streams.keep_whole(request_id)
 
+    def give_offers(self, is_on: bool) -> None:
+        """Offer prompts from now on or, while this engine could write no ticket for them, hand them over whole."""
+        self._producers.gives_offers = is_on
+
     def take_stream_answers(self) -> Sequence[StreamAnswer]:
         """Return new answers, each once."""
         return self._producers.streams.take_answers(self._clock.observed_s)
 
     def take_stream_standings(self) -> Sequence[StreamStanding]:
-        """Return the answers that stand from now on for every further question for an id, and those that stand no more.
+        """Return new standing answers, which hold for every further question about an id, and withdrawals of earlier ones.
 
-        They are for a side channel that answers by itself while a step runs, or while this engine takes none. An offer or a final
-        ticket that is out of date does no harm: its fence decides.
+        A side channel uses them to answer by itself while a step runs, or while this engine runs no steps. An outdated offer or
+        final ticket does no harm: its fence decides.
         """
         return self._producers.streams.take_standings()
 
@@ -70,7 +74,7 @@ class SchedulerStreams(SchedulerBase):
     # ---- this engine reads
 
     def bind_free_blocks(self, free_blocks: Callable[[], int] | None) -> None:
-        """Ask this for the free blocks of the engine's pool before a stream takes some."""
+        """Set the function that returns the free blocks of the engine's pool; it is called before a stream takes any."""
         self._consumers.streams.free_blocks = free_blocks
 
     @property
@@ -79,9 +83,9 @@ class SchedulerStreams(SchedulerBase):
         return self._consumers.streams.reserve.held
 
     def take_stream_questions(self) -> Sequence[StreamQuestion]:
-        """Return new questions, each once, after giving up what had no answer or no room in time.
+        """Return new questions, each once, after giving up the streams that got no answer or no room in time.
 
-        Times are those of the latest event, so call it once a step, after `take_step_plan`.
+        Deadlines are compared with the time of the latest event, so call this once per step, after `take_step_plan`.
         """
         now_s = self._clock.observed_s
         self._consumers.streams.step_ended(now_s)
@@ -94,18 +98,26 @@ class SchedulerStreams(SchedulerBase):
         """Whether an offer waited for blocks in the latest step; call `relieve` if no step can give it any."""
         return self._consumers.streams.lacks_blocks
 
+    def take_stream_outcomes(self) -> Sequence[StreamOutcome]:
+        """Return the decisions against streaming prompts for which peers were asked, each once.
+
+        Deadlines count from `take_stream_questions`, so call that first.
+        """
+        return self._consumers.streams.take_outcomes()
+
     def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
-        """Return (request, number) of questions that nobody waits for any more, each once."""
+        """Return (request, number) of questions that need no answer any more, each once."""
         return self._consumers.streams.take_cancels()
 
     def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
-        """Take the answer to a question; False for one to another than the latest, which means nothing any more.
+        """Process the answer to a question; return False, and ignore it, unless it answers the latest question.
 
-        An answer that cannot be trusted is taken for a refusal. A "no" for the reason "unanswered" stands for no answer at all:
-        the peer is asked again, as after its own "busy", which tells besides that it knows the prompt and goes on with it.
+        An answer that cannot be trusted counts as a refusal. A "no" with the reason "unanswered" means that no answer came: the
+        peer is asked again, as after its own "busy". A "busy" also says that the peer knows the prompt and continues with it. A
+        "no" may carry a `code` that names the cause more precisely; `take_stream_outcomes` returns it if it was the last word.
 
         Raises:
-            InvalidEvent: `invalid-event`, for a kind of answer that there is not.
+            InvalidEvent: `invalid-event`, for an unknown kind of answer.
         """
         at_s = self._clock.observe(now_s)
         stream = self._consumers.streams.get(request_id)
@@ -113,7 +125,7 @@ class SchedulerStreams(SchedulerBase):
             return False
         kind = answer.get("kind")
         if kind == "no":
-            self._refused(stream, str(answer.get("reason")), at_s)
+            self._refused(stream, str(answer.get("reason")), at_s, code=str(answer.get("code") or ""))
             return True
         if kind not in {"offer", "final"}:
             raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")
@@ -125,14 +137,14 @@ class SchedulerStreams(SchedulerBase):
             ticket = self._admissions.early.opened(stream, answer)
         except TicketError as error:
             self._find(request_id, "answer").rejected_code = error.code
-            self._refused(stream, "digest-mismatch", at_s)
+            self._refused(stream, "digest-mismatch", at_s, code=error.code)
             return True
         if self._consumers.hand_overs.was_read(ticket):
-            # By a request that has ended since: the peer may not have heard yet that its blocks are not needed any more.
+            # A request that has ended since has read it; the peer may not know yet that its blocks are no longer needed.
             self._refused(stream, "withdrawn", at_s)
             return True
         if kind == "offer" and not self._consumers.streams.fits(ticket):
-            # Nothing is reserved yet: its final ticket makes it a plain hand-over, which needs no share.
+            # No blocks are reserved yet; the final ticket makes this a plain hand-over, which needs no share of the reserve.
             self._consumers.step_early(stream, "misfit", ticket, at_s)
             return True
         stream.number = 0
@@ -140,13 +152,13 @@ class SchedulerStreams(SchedulerBase):
         return True
 
     def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None:
-        """Record that a worker's part of a stream has ended, and nothing of it is on the wire any more.
+        """Record that a worker's part of a stream has ended, with nothing of it on the wire any more.
 
-        Once the parts of all workers have ended, and one of them is not done, the peer is asked again.
+        Once the parts of all workers have ended and at least one of them is not done, the peer is asked again.
 
         Args:
             request_id: The request.
-            rank: The worker's rank; any value that tells it from the others.
+            rank: The worker's rank; any value that distinguishes it from the others.
             is_done: Whether its fence held.
 
         Raises:
@@ -158,10 +170,11 @@ class SchedulerStreams(SchedulerBase):
 
     # ---- helpers
 
-    def _refused(self, stream: ConsumedStream, reason: str, now_s: float) -> None:
+    def _refused(self, stream: ConsumedStream, reason: str, now_s: float, *, code: str = "") -> None:
+        stream.last_word = code or reason
         if reason == "busy":
             stream.since_s = now_s
-        # An id that is not known *yet* is asked for again; one that is not known any more has ended.
+        # Ask again for an id that is not known *yet*; an id that is no longer known has ended.
         if reason in {"busy", "unanswered"} or (reason == "unknown-id" and stream.record.state == "asking"):
             stream.retry_s = now_s + self._config.stream_retry_s
             return

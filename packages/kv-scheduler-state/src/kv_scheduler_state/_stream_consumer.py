@@ -1,16 +1,16 @@
-"""Additions of streams to consumer records: questions, reservations and second chances."""
+"""Stream handling for consumer records: questions, reservations and retries."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_scheduler_state._consumer_record import UNRESERVED
 from kv_scheduler_state._errors import TicketError, UnknownRequest, quote
 from kv_scheduler_state._stream_reserve import StreamReserve
-from kv_scheduler_state._stream_values import StreamOrder, StreamQuestion, stream_tag
+from kv_scheduler_state._stream_values import StreamOrder, StreamOutcome, StreamQuestion, stream_tag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kv_scheduler_state._config import GroupConfig, SchedulerConfig
     from kv_scheduler_state._consumer_record import ConsumedStream, ConsumerRecord
@@ -23,9 +23,15 @@ __all__ = ["StreamConsumers"]
 
 _WAITS: Final = UNRESERVED | {"awaiting"}
 _MOST_WAITS: Final = 10
-"""How many times as long as for its answer a request waits for a peer that says again and again that the prompt is on its way."""
+"""A request waits this many times the longest wait for an answer if the peer keeps saying that the prompt is on its way."""
+_RESULTS: Final[Mapping[str, Literal["read-whole", "computed-here", "given-up"]]] = {
+    "ask": "read-whole",
+    "leave": "computed-here",
+    "stop-stream": "given-up",
+}
+"""Effect of a row that ends the wait for a stream -> what becomes of the request."""
 _HOLD_S: Final = 0.25
-"""How long an offer is held back whose blocks the engine did not give after all; each try may keep those behind for a step."""
+"""Time for which an offer is withheld after the engine did not allocate its blocks; each try may delay the queue by a step."""
 
 
 @final
@@ -42,6 +48,7 @@ class StreamConsumers:
         "_cancels",
         "_config",
         "_number",
+        "_outcomes",
         "_questions",
         "_short",
         "_streams",
@@ -58,12 +65,13 @@ class StreamConsumers:
         self.table = table
         self.outbox = outbox
         self.reserve = StreamReserve(config.cache_blocks, config.stream_reserve_fraction)
-        # Blocks of the engine's pool that are free now; without word of the engine all that the share allows are.
+        # Returns the free blocks of the engine's pool; if None, all blocks that the share allows count as free.
         self.free_blocks: Callable[[], int] | None = None
         self._streams: dict[str, ConsumedStream] = {}
         self._number = 0
         self._questions: list[StreamQuestion] = []
         self._cancels: list[tuple[str, int]] = []
+        self._outcomes: list[StreamOutcome] = []
         # Offers that found too few free blocks in this step, and those that the engine was told to begin.
         self._short: list[ConsumedStream] = []
         self._told: list[ConsumedStream] = []
@@ -71,7 +79,7 @@ class StreamConsumers:
         self.lacks_blocks = False
 
     def begin(self, stream: ConsumedStream) -> None:
-        """Begin with a question."""
+        """Register a stream and ask its first question."""
         self._streams[stream.request_id] = stream
         self._ask(stream)
 
@@ -87,7 +95,7 @@ class StreamConsumers:
         return stream
 
     def reads(self, hand_over_id: str) -> bool:
-        """Whether a live stream has this id, as those of n > 1 have."""
+        """Whether a live stream already has this id, as with the children of a request with n > 1."""
         return any(stream.early.hand_over_id == hand_over_id for stream in self._streams.values())
 
     def get(self, request_id: str) -> ConsumedStream | None:
@@ -116,10 +124,11 @@ class StreamConsumers:
         return tokens
 
     def follow(self, request_id: str, row: Transition, effect: str) -> None:
-        """Do what an effect of streams demands."""
+        """Perform an effect of a stream's row."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
+        self._note_outcome(stream, row, effect)
         if effect == "ask":
             if row.event in {"expire", "misfit"}:  # only the final ticket is of use from now on
                 stream.breaks = max(stream.breaks, self._config.stream_max_breaks)
@@ -141,7 +150,7 @@ class StreamConsumers:
             del self._streams[request_id]
 
     def order(self, request_id: str, read: ReadOrder, start: int) -> None:
-        """Order the first stream of a request, into blocks that it keeps for all later ones."""
+        """Order the first stream of a request, into blocks that it keeps for all later streams."""
         stream = self.find(request_id, "load")
         stream.read, stream.start = read, start
         self.order_again(stream, stream.record.ticket)
@@ -191,9 +200,9 @@ class StreamConsumers:
             raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
 
     def fits(self, ticket: HandoffTicket) -> bool:
-        """Whether both engines' blocks stand for as many tokens, so that a prompt can be read in parts.
+        """Whether both engines' blocks cover the same number of tokens, so that a prompt can be read in parts.
 
-        Example: blocks of 16 tokens here and of 8 there: only as a whole, from its final ticket.
+        Example: with blocks of 16 tokens here and of 8 at the peer, a prompt is read only as a whole, from its final ticket.
         """
         return not ticket.span_tokens or all(
             group.kind == "state" or group.span_tokens == span
@@ -201,10 +210,10 @@ class StreamConsumers:
         )
 
     def step_ended(self, now_s: float) -> None:
-        """Hold back for a while what the engine was told to begin in this step and did not allocate.
+        """Withhold for a while the offers that the engine was told to begin in this step but did not allocate.
 
-        Free blocks are not all that an engine looks at: it keeps some for prompts that run, for drafts and for a watermark.
-        Nobody behind a request without blocks has a turn, so an offer that is named in every step would be in the way.
+        An engine does not look at free blocks alone: it keeps some for running prompts, for drafts and for a watermark. No
+        request behind one that lacks blocks gets its turn, so an offer repeated in every step would block the queue.
         """
         refused = [stream for stream in self._told if stream.record.state == "offered"]
         for stream in refused:
@@ -215,7 +224,7 @@ class StreamConsumers:
         self._told.clear()
 
     def due(self, now_s: float) -> list[tuple[ConsumedStream, str]]:
-        """Return the streams that wait for nothing more, with the event that is due: `retry` or `expire`."""
+        """Return the streams whose wait is over, with the event that is due: `retry` or `expire`."""
         due: list[tuple[ConsumedStream, str]] = []
         for stream in self._streams.values():
             if stream.record.state not in _WAITS:
@@ -232,7 +241,7 @@ class StreamConsumers:
         return due
 
     def note_end(self, request_id: str, rank: object, *, is_done: bool) -> bool:
-        """Note that a worker is quiet; True if all are and not all are done."""
+        """Note that a worker is quiet; return True once all workers are quiet and at least one is not done."""
         stream = self._streams.get(request_id)
         if stream is None:
             return False
@@ -245,14 +254,32 @@ class StreamConsumers:
         return stream.breaks >= self._config.stream_max_breaks
 
     def take_questions(self) -> list[StreamQuestion]:
-        """Return new questions, each once, but for those that nobody waits for any more."""
+        """Return new questions, each once, except those that need no answer any more."""
         questions, self._questions = self._questions, []
         return [each for each in questions if self._is_open(each.request_id, each.number)]
 
     def take_cancels(self) -> list[tuple[str, int]]:
-        """Return (request, number) of questions that nobody waits for any more, each once."""
+        """Return (request, number) of questions that need no answer any more, each once."""
         cancels, self._cancels = self._cancels, []
         return cancels
+
+    def take_outcomes(self) -> list[StreamOutcome]:
+        """Return the decisions against streaming a prompt, each once."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _note_outcome(self, stream: ConsumedStream, row: Transition, effect: str) -> None:
+        result = _RESULTS.get(effect)
+        if result is None or row.event not in {"refuse", "expire", "misfit"}:
+            return
+        if row.state == "offered":
+            code = "over-share" if stream.is_too_large else "no-room"
+        elif row.event == "misfit":
+            code = "other-blocks"
+        else:
+            code = stream.last_word or "no-answer"
+        hand_over_id, host, port = stream.early
+        self._outcomes.append(StreamOutcome(stream.request_id, code, result, host, port, hand_over_id))
 
     def _is_open(self, request_id: str, number: int) -> bool:
         stream = self._streams.get(request_id)
@@ -278,10 +305,10 @@ class StreamConsumers:
         )
 
     def _blocks(self, stream: ConsumedStream, computed_tokens: int) -> int:
-        """Return the blocks that the engine is about to take for a request, at most.
+        """Return an upper bound on the blocks that the engine is about to allocate for a request.
 
-        Example: a prompt of 100 tokens, all of which are read but for 32 of a prefix hit, in groups with blocks of 16. One that
-        keeps every block takes 7 - 2 = 5; one with a window of 32 takes those from token 68 on, so 7 - 4 = 3.
+        Example: a prompt of 100 tokens, read except for a prefix hit of 32, in groups with blocks of 16. A group that keeps
+        every block takes 7 - 2 = 5; a group with a window of 32 takes those from token 68 on, so 7 - 4 = 3.
         """
         return sum(
             1 + group.scratch_blocks

@@ -1,4 +1,4 @@
-"""Additions of streams to producer records: offers, tables, and words that move in time."""
+"""Stream handling for producer records: offers, tables, and words that change in time."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class ProducedStream:
         self.digest = digest
         self.record = record
         self.places = places
-        # Nobody may read it before it is finished.
+        # Whether it may be read only once it is finished.
         self.is_whole = False
-        # The same for all its starts: a reader of an earlier one has nothing to answer with it.
+        # Nonce of all its starts: a reader of an earlier start has nothing to report under it.
         self.nonce = ""
         # Ticket of the offer, or the final one.
         self.ticket: dict[str, object] | None = None
@@ -65,11 +65,11 @@ class ProducedStream:
 
 @final
 class StreamProducers:
-    """Gives slots, orders and answers for the records that `Producers` moves from state to state.
+    """Provides slots, orders and answers for the records that `Producers` moves from state to state.
 
-    Its slots are a range of their own, in front of those of plain leases: a slot comes with a table for the ids of a whole
-    prompt (64 KiB of 8192 entries), and the progress words of a peer are read at once, which 64 words are short enough for and
-    the 4096 of plain leases are not.
+    Stream slots are a range of their own, in front of those of plain leases, for two reasons. Each slot comes with a table for
+    the ids of a whole prompt (8192 entries, 64 KiB). And all progress words of a peer are read at once: 64 words are short
+    enough for that, the 4096 of plain leases are not.
     """
 
     __slots__ = ("_answers", "_by_id", "_config", "_ended_ids", "_finals", "_standings", "_streams", "fences", "outbox")
@@ -80,17 +80,17 @@ class StreamProducers:
         self.fences = FencePool(config.stream_slots, config.fence_seed)
         self._streams: dict[str, ProducedStream] = {}
         self._by_id: dict[str, ProducedStream] = {}
-        # The newest last. A question may come after the end of what it asks for.
+        # Newest last. A question may arrive after the hand-over that it asks for has ended.
         self._ended_ids: dict[str, NoReason] = {}
         self._answers: list[tuple[str, int, dict[str, object]]] = []
-        # News of answers that stand, by id: nobody need take them.
+        # Changed standing answers, by id; a caller need not take them.
         self._standings: dict[str, StreamStanding] = {}
         self._finals: list[str] = []
 
     # ---- the engine's events
 
     def may_begin(self, hand_over_id: str) -> bool:
-        """Whether a request may be streamed under this id: no other live one is, as those of n > 1 would be."""
+        """Whether a request may be streamed under this id: not if another live one is, as with n > 1."""
         return self._config.stream_slots > 0 and hand_over_id not in self._by_id
 
     def begin(self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord) -> None:
@@ -102,16 +102,20 @@ class StreamProducers:
             self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
 
     def decline(self, hand_over_id: str) -> None:
-        """Answer questions for an id from now on that its request is not streamed."""
+        """Refuse all further questions for an id with the reason "not-streamed"."""
         if hand_over_id not in self._by_id:
             self._remember(hand_over_id, "not-streamed")
 
     def keep_whole(self, request_id: str) -> None:
-        """Give a request no slot, so that it is read once it is finished."""
+        """Give a request no slot, so that it is read only once it is finished."""
         self._require(request_id, "whole").is_whole = True
 
+    def block_count(self, request_id: str) -> int:
+        """Return the most blocks that the ticket of a request names, over all groups."""
+        return self._require(request_id, "allocate").places.total
+
     def give_slot(self, request_id: str, record: ProducerRecord) -> bool:
-        """Give a request that starts, or starts again, a slot with a fresh generation; False if there is none for it."""
+        """Give a starting or restarting request a slot with a fresh generation; return False if there is none for it."""
         stream = self._require(request_id, "allocate")
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
@@ -127,7 +131,7 @@ class StreamProducers:
     def scheduled(
         self, request_id: str, row: Transition, block_ids: Sequence[Sequence[int]], tokens: int, held_tokens: int
     ) -> bool:
-        """Order what a scheduled chunk needs; True if an offer can be made with it."""
+        """Order the words of a scheduled chunk; return True if an offer can be made with it."""
         if "publish" not in row.effects:
             return False
         stream = self._require(request_id, "chunk")
@@ -145,7 +149,7 @@ class StreamProducers:
         return "open" in row.effects
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Answer the questions that an offer is of use for with this ticket, from now on."""
+        """Answer with this ticket, from now on, the questions that an offer satisfies."""
         stream = self._require(request_id, "offer")
         stream.ticket = ticket
         offer = _granting("offer", stream, ticket)
@@ -171,13 +175,13 @@ class StreamProducers:
         self._finals.append(request_id)
 
     def revoked(self, request_id: str) -> None:
-        """Let the final ticket of a stream stand no more."""
+        """Withdraw the final ticket of a stream from the standing answers."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._stand(stream.hand_over_id, "withdrawn")
 
     def take_standings(self) -> list[StreamStanding]:
-        """Return what stands for whom since the last call."""
+        """Return the standing answers that have changed since the last call."""
         finals, self._finals = self._finals, []
         for request_id in finals:
             stream = self._streams.get(request_id)
@@ -188,7 +192,7 @@ class StreamProducers:
         return list(standings.values())
 
     def end(self, request_id: str, row: Transition, *, ends: bool) -> None:
-        """Do what the row of a preemption, a reset or an end demands."""
+        """Perform the effects of the row of a preemption, a reset or an end."""
         stream = self._require(request_id, row.event)
         if "void" in row.effects:
             slot, generation = _fence(stream)
@@ -203,7 +207,7 @@ class StreamProducers:
             self._forget(stream)
 
     def sent(self, request_id: str, record: ProducerRecord) -> int | None:
-        """Forget a stream that every worker has ended, and take back its slot; return a slot that was that of a plain lease."""
+        """Forget a stream that every worker has ended and take back its slot, or return the slot if it is a plain lease's."""
         self._forget(self._require(request_id, "sent"))
         fence, record.fence = record.fence, None
         if fence is None or fence[0] >= self._config.stream_slots:
@@ -237,9 +241,10 @@ class StreamProducers:
             stream.parked.pop(asker, None)
 
     def take_answers(self, now_s: float) -> list[StreamAnswer]:
-        """Return new answers, each once; among them "busy" to those who have waited for a prompt that has begun.
+        """Return new answers, each once; among them "busy" to askers that have waited for a prompt that has begun.
 
-        Only so do they learn that it is on its way, and go on waiting. Of a prompt in the queue there is nothing to tell.
+        Only that tells them that the prompt is on its way, so that they keep waiting. Of a prompt in the queue there is nothing
+        to tell.
         """
         for stream in self._streams.values():
             if not stream.parked:
@@ -261,7 +266,7 @@ class StreamProducers:
 
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
-        # A revocation that crossed with the lease's own end must not meet the slot's next owner.
+        # A revocation that crossed with the lease's own end must not affect the slot's next owner.
         self.outbox.streams.voids.pop(stream.request_id, None)
         self.outbox.has_orders = self.outbox.holds_orders()
         self._remember(stream.hand_over_id, "withdrawn")
@@ -279,7 +284,7 @@ class StreamProducers:
         self._standings[hand_over_id] = StreamStanding(hand_over_id, "", {"kind": "no", "reason": reason})
 
     def _answer_parked(self, stream: ProducedStream) -> None:
-        """Answer the questions that this state has an answer for."""
+        """Answer the parked questions that the present state has an answer to."""
         state = stream.record.state
         if state == "streamed" and stream.ticket is not None:
             self._answer_all(stream, _granting("final", stream, stream.ticket))
@@ -293,7 +298,7 @@ class StreamProducers:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
 
     def _put_off(self, stream: ProducedStream, now_s: float) -> None:
-        """Let those ask again who have waited for a third of the time that a question may take."""
+        """Answer "busy" to askers that have waited for a third of the time that a question may take, so that they ask again."""
         silence_s = min(_LONGEST_SILENCE_S, self._config.stream_ask_s / 3)
         for asker, (number, _, asked_s) in list(stream.parked.items()):
             if now_s - asked_s >= silence_s:

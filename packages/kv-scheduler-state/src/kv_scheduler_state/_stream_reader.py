@@ -1,8 +1,8 @@
-"""The reader of a streamed hand-over in a worker of the consumer: what to read next, and whether it counts.
+"""Reader of a streamed hand-over in a consumer's worker: it decides what to read next, and whether the data counts.
 
-It sees a peer's progress word as often as somebody polls it, tells which table entries are whole, counts the parts that are
-on the wire, and asks for the fence word once the last part of all chunks has landed. It reports once, when nothing is on the
-wire any more.
+The caller polls a peer's progress word and passes it in. The reader says which table entries are whole, counts the parts on
+the wire, and asks for the fence word once the last part of all chunks has landed. It reports once, when nothing is on the wire
+any more.
 
 Worked example. Blocks of 16 tokens, a prompt of 100, chunks of 40. Progress 40: entries 0 and 1 (32 tokens) are whole and
 ordered. Progress 80: entries 2 to 4. Progress 100: entries 5 and 6, the last of which holds 4 tokens, with the states and
@@ -21,7 +21,7 @@ from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 __all__ = ["Stream", "StreamReaders", "StreamReport"]
 
 _SLOWEST_TOKENS_PER_S: Final = 100
-"""Pace below which a prompt is given up, however steadily it goes on: a stream holds a place of the reserve."""
+"""Pace below which a prompt is given up, even if it progresses steadily: a stream holds part of the reserve."""
 
 
 class StreamFacts(Protocol):
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
     entry_tokens: int
     """Tokens of a table entry: the common block size of both engines."""
     first_entry: int = 0
-    """Entries before it are here already."""
+    """First entry to read; the consumer already has the entries before it."""
 
 
 class StreamReport(NamedTuple):
@@ -56,11 +56,14 @@ class StreamReport(NamedTuple):
 
     stream_id: str
     is_done: bool
+    cause: str = ""
+    """Event that broke it: `changed` (later tag or void words), `stall` (no further entry), `slow`, `part-lost`, `lost` (the
+    fence differs) or `cancel`; empty if it is done."""
 
 
 @final
 class _Reading:
-    __slots__ = ("began_s", "in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
+    __slots__ = ("began_s", "cause", "in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
 
     def __init__(self, stream: StreamFacts, state: str, now_s: float) -> None:
         self.stream = stream
@@ -68,18 +71,21 @@ class _Reading:
         self.tokens = 0
         self.next_entry = stream.first_entry
         self.in_flight = 0
+        self.cause = ""
         self.began_s = self.progress_s = now_s
 
-    def is_stalled(self, now_s: float, stall_s: float) -> bool:
-        """Tell whether no further entry has become whole for so long, or the prompt is computed too slowly as a whole.
+    def delay(self, now_s: float, stall_s: float) -> str:
+        """Return `stall` if no further entry has become whole for `stall_s`, `slow` if the whole prompt takes too long, or "".
 
         Example: at `stall_s` 60, a prompt of 6000 tokens is given up 60 s after its latest entry, and after 180 s in any case
         unless the peer has computed all of it by then.
         """
         if self.state == "breaking":
-            return False
+            return ""
+        if now_s - self.progress_s >= stall_s:
+            return "stall"
         whole_s = 2 * stall_s + self.stream.prompt_tokens / _SLOWEST_TOKENS_PER_S
-        return now_s - self.progress_s >= stall_s or (self.state == "watching" and now_s - self.began_s >= whole_s)
+        return "slow" if self.state == "watching" and now_s - self.began_s >= whole_s else ""
 
 
 @final
@@ -88,7 +94,7 @@ class StreamReaders:
 
     Args:
         stall_s: Seconds without a further whole entry after which a stream is given up.
-        table: Its transitions; tests plant bugs there.
+        table: The transition table; tests plant bugs in it.
     """
 
     __slots__ = ("_readings", "_reports", "_stall_s", "_table", "_wanted")
@@ -101,9 +107,14 @@ class StreamReaders:
         self._reports: list[StreamReport] = []
 
     def state_of(self, stream_id: str) -> str:
-        """Return the state of a request; `gone` for one that is not read."""
+        """Return the state of a request, `gone` if it is not being read."""
         reading = self._readings.get(stream_id)
         return GONE if reading is None else reading.state
+
+    def cause_of(self, stream_id: str) -> str:
+        """Return the event that broke a stream which is not quiet yet, as `StreamReport.cause`; empty for any other."""
+        reading = self._readings.get(stream_id)
+        return "" if reading is None else reading.cause
 
     def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None:
         """Begin to read behind a progress word.
@@ -118,13 +129,13 @@ class StreamReaders:
         self._readings[stream_id] = _Reading(stream, row.target, now_s)
 
     def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
-        """Take a progress word; return the part that is to be read now, if any. Only `watching` readers have use for one."""
+        """Process a progress word; return the part to read now, if any. Only `watching` readers use it."""
         reading = self._readings.get(stream_id)
         if reading is None or reading.state != "watching":
             return None
         stream = reading.stream
         if tag != stream.tag:
-            # An offer may be here before the words are stored over there: zeros and older tags mean that it has not begun.
+            # The offer may arrive before the producer has stored its words: zeros and older tags mean that it has not begun.
             if is_later_tag(tag, stream.tag) and (tag or tokens):
                 self._step(stream_id, reading, "changed")
             return None
@@ -149,7 +160,7 @@ class StreamReaders:
         return part
 
     def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None:
-        """Count a part as quiet: its bytes are here, or it failed and writes no more.
+        """Count a part as quiet: its bytes have arrived, or it failed and writes nothing more.
 
         Raises:
             UnknownRequest: `unknown-request`.
@@ -165,7 +176,7 @@ class StreamReaders:
             self._settle(stream_id, reading)
 
     def fence_found(self, stream_id: str, word: int | None) -> None:
-        """Take the fence word, None if it could not be read. A late one, of a stream that has ended, means nothing."""
+        """Process the fence word, None if it could not be read; ignore a late word of a stream that has ended."""
         reading = self._readings.get(stream_id)
         if reading is not None and reading.state == "fencing":
             self._step(stream_id, reading, "held" if word == reading.stream.generation else "lost")
@@ -177,9 +188,10 @@ class StreamReaders:
             self._step(stream_id, reading, "cancel")
 
     def tick(self, now_s: float) -> None:
-        """Give up the streams that made no progress in time, or too little."""
+        """Give up the streams that made no progress in time, or progressed too slowly."""
         for stream_id, reading in list(self._readings.items()):
-            if reading.is_stalled(now_s, self._stall_s):
+            reading.cause = reading.cause or reading.delay(now_s, self._stall_s)
+            if reading.cause and reading.state != "breaking":
                 self._step(stream_id, reading, "stall")
 
     def take_fences(self) -> list[str]:
@@ -188,7 +200,7 @@ class StreamReaders:
         return [each for each in wanted if self.state_of(each) == "fencing"]
 
     def take_reports(self) -> list[StreamReport]:
-        """Return the ends, each once."""
+        """Return the ends of streams, each once."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -203,11 +215,14 @@ class StreamReaders:
     def _step(self, stream_id: str, reading: _Reading, event: str) -> Transition:
         row = self._table.find(stream_id, reading.state, event)
         reading.state = row.target
+        if row.target == "breaking":
+            reading.cause = reading.cause or event
         if "read-fence" in row.effects:
             self._wanted.append(stream_id)
         for effect in ("report-done", "report-broken"):
             if effect in row.effects:
-                self._reports.append(StreamReport(stream_id, effect == "report-done"))
+                is_done = effect == "report-done"
+                self._reports.append(StreamReport(stream_id, is_done, "" if is_done else reading.cause or event))
         if row.target == GONE:
             del self._readings[stream_id]
         elif row.target == "breaking":

@@ -1,4 +1,4 @@
-"""Values of a streamed hand-over: what crosses between engines, and what the schedulers order of their workers."""
+"""Values of a streamed hand-over: messages between engines, and orders of schedulers to their workers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = [
     "StreamChunk",
     "StreamOpen",
     "StreamOrder",
+    "StreamOutcome",
     "StreamPart",
     "StreamPlan",
     "StreamQuestion",
@@ -36,21 +37,36 @@ def stream_tag(generation: int) -> int:
     """Return the tag of a generation: its low 32 bits.
 
     A tag paces reads and names the table's owner; it repeats after 2**32 generations, so it never decides. Example: the
-    generations 7 and 2**32 + 7 share the tag 7, and a reader that took one for the other fails at the fence.
+    generations 7 and 2**32 + 7 share the tag 7, and a reader that mistakes one for the other fails at the fence.
     """
     return generation % (1 << _TAG_BITS)
 
 
 def is_later_tag(tag: int, other: int) -> bool:
-    """Return whether `tag` was given out after `other`, as far as half of all tags tell.
+    """Return whether `tag` was issued after `other`, provided that fewer than half of all tags lie between them.
 
-    Examples: 8 is later than 7; 1 is later than 2**32 - 1, since tags go round; 7 is not later than 7.
+    Examples: 8 is later than 7; 1 is later than 2**32 - 1, since tags wrap around; 7 is not later than 7.
     """
     return 0 < (tag - other) % (1 << _TAG_BITS) < 1 << (_TAG_BITS - 1)
 
 
+class StreamOutcome(NamedTuple):
+    """Decision against streaming a prompt for which a peer was asked."""
+
+    request_id: str
+    code: str
+    """`no-room`: no blocks were free in time. `over-share`: it needs more blocks than all streams together may hold.
+    `other-blocks`: the peer's blocks have another size. `no-answer`: the peer was silent. Otherwise a `NoReason`, or the code of
+    the ticket or the question that failed."""
+    result: Literal["read-whole", "computed-here", "given-up"]
+    """`read-whole`: the final ticket is asked for. `given-up`: after a stream that broke; the failure policy decides."""
+    host: str
+    port: int
+    hand_over_id: str
+
+
 class StreamQuestion(NamedTuple):
-    """Question of a consumer for a hand-over id. `number` comes back with the answer, so late answers are told apart."""
+    """Question of a consumer about a hand-over id. The answer repeats `number`, so late answers can be told apart."""
 
     request_id: str
     """The consumer's own request; means nothing to the peer."""
@@ -63,11 +79,11 @@ class StreamQuestion(NamedTuple):
     tokens: int
     """Tokens under the digest."""
     wants_final: bool
-    """Whether only the final ticket is of use: streams of it broke too often."""
+    """Whether only the final ticket is of use, because its streams broke too often."""
 
 
 class StreamAnswer(NamedTuple):
-    """Answer for the asker of a question: `{"kind": "offer" | "final" | "no", ...}`, all of builtins."""
+    """Answer to the asker of a question: `{"kind": "offer" | "final" | "no", ...}`, made of builtins only."""
 
     asker: str
     number: int
@@ -75,10 +91,10 @@ class StreamAnswer(NamedTuple):
 
 
 class StreamStanding(NamedTuple):
-    """Answer that every further question for an id gets, whatever the engine does meanwhile; None for none any more.
+    """Standing answer to every further question for an id, whatever the engine does meanwhile; None withdraws it.
 
-    Only questions with this digest get it, all others are of another prompt; an empty one is equal to any. An offer is no answer
-    to a question that wants the final ticket.
+    It holds only for questions with this digest, since all others are about another prompt; an empty digest matches any. An
+    offer does not answer a question that wants the final ticket.
     """
 
     hand_over_id: str
@@ -103,7 +119,7 @@ class StreamOpen(NamedTuple):
 
 
 class StreamVoid(NamedTuple):
-    """Order: move the fence word; before the forward pass, since that may write freed blocks. `ends`: report it as sent."""
+    """Order: void the fence word before the forward pass, which may write freed blocks. `ends`: report it as sent."""
 
     request_id: str
     slot: int
@@ -121,7 +137,7 @@ class StreamChunk(NamedTuple):
     runs: tuple[StreamRun, ...]
     tokens: int
     held_tokens: int = 0
-    """Tokens whose pages are there once all steps before this one have ended on the device; 0 for none that are known."""
+    """Tokens whose pages are complete once the device has finished all steps before this one; 0 if none are known."""
 
 
 class StreamOrder(NamedTuple):
@@ -136,11 +152,11 @@ class StreamOrder(NamedTuple):
 
 
 class StreamPlan(NamedTuple):
-    """Orders of one step. Within a plan the orders of one request hold in this order; between requests no order is promised.
+    """Orders of one step; those of one request apply in the order of these fields, those of several requests in any order.
 
-    A producer's worker applies `voids`, `opens` and `chunks` before the forward pass, a consumer's `ends`, `watches` and `stops`
-    with its reads. `ends`: forget these streams. `stops`: read no more, and report the request as received and failed once
-    that is quiet, without a second report as received of one that this worker has read to the end.
+    A producer's worker applies `voids`, `opens` and `chunks` before the forward pass; a consumer's worker applies `ends`,
+    `watches` and `stops` with its reads. `ends`: forget these streams. `stops`: stop reading, and report the request as received
+    and failed once its reads are quiet; a stream that this worker has read to the end is not reported as received again.
     """
 
     voids: tuple[StreamVoid, ...] = ()

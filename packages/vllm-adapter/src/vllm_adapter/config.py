@@ -122,7 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=0,
             le=1 << 20,
             description="Finished prompts that may wait for their readers at once; beyond them prefill answers without a "
-            "ticket. 0 for no limit.",
+            "ticket. A streamed prompt counts from its offer on. 0 for no limit.",
         ),
     ] = 0
     max_leased_blocks: Annotated[
@@ -138,7 +138,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool,
         Meta(
             description="Hand prompts over while they are computed, behind a router that starts both engines at once "
-            "(kv_stream); all others as ever. A decode engine streams from peers that a fleet secret or remote_hosts covers."
+            "(kv_stream); all others as ever. Set it on both engines: behind such a router a decode engine computes each prompt "
+            "that one side does not stream. Both take early tickets only from peers that a fleet secret or remote_hosts covers."
         ),
     ] = False
     stream_slots: Annotated[
@@ -146,7 +147,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=1,
             le=1024,
-            description="Prompts that may be streamed from this engine at once; others are handed over whole.",
+            description="Prompts that may be streamed from this engine at once, until their lease ends; others are handed over "
+            "whole. Each slot takes 64 KiB of host memory per rank.",
         ),
     ] = 64
     stream_reserve_fraction: Annotated[
@@ -155,7 +157,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=0,
             le=1,
             description="Share of this engine's cache blocks that streams may hold before their data is whole, so that two "
-            "engines which prefill for each other never wait for each other; 0 streams nothing from peers.",
+            "engines which prefill for each other never wait for each other; a prompt that needs more is read whole. 0 refuses "
+            "early tickets.",
         ),
     ] = 0.5
     ask_wait_s: Annotated[
@@ -163,8 +166,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0.1,
             le=30,
-            description="Seconds that a question for a hand-over may wait for its answer, and its request for free blocks or for "
-            "word that the prompt is on its way, before the prompt is computed here; ten times as long in all.",
+            description="Prefill engine: seconds that it keeps a peer's question open. Decode engine: seconds that a request "
+            "waits for an answer, for free blocks or for word that the prompt is on its way, before the prompt is computed here; "
+            "ten times as long in all.",
         ),
     ] = 30.0
     max_inflight_bytes: Annotated[
@@ -299,8 +303,6 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
     """
     settings, notes = load_keys(extra)
     check_whole(settings)
-    if settings.streaming and not settings.has_secrets and not settings.remote_hosts:
-        notes = (*notes, "streaming: without fleet secrets or remote_hosts this engine streams no prompt from peers")
     return settings, notes
 
 

@@ -1,4 +1,4 @@
-"""Keys of states without a list of their parts: all that an object holds, but what never changes or only records the past."""
+"""Keys of states without a list of their parts: all that an object holds, except constants and records of the past."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ _LEFT_OUT: Final = frozenset(
         "_nonces",
         "_handoff",
         "_readback",
+        "_outcomes",
+        "last_word",
+        "cause",
         "opposite",
     }
 )
-"""The past, constants, names that are yet to be given, and the other engine of a pair, which has a key of its own."""
+"""The past, constants, names that are yet to be given, reasons that only people read, and the other engine of a pair, which has a
+key of its own."""
 _PREFIXES: Final = ("__", "on_", "_on_")
 """Of names in Python, and of rows by state."""
 _SLOTS: Final[dict[type[object], tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""A streaming decode engine as small as it can be: scheduler, workers, a wire, and an eye on what was read."""
+"""A minimal streaming decode engine: scheduler, workers, a wire, and an observer of the data that was read."""
 
 # The models look inside on purpose.
 # pyright: reportPrivateUsage=false
@@ -72,7 +72,7 @@ class StreamDecode:
         self.resets = resets
 
     def free_blocks(self) -> int:
-        """Return the blocks that no request has."""
+        """Return the number of blocks that no request has."""
         return self.room - self.blocks * sum(status in {"parked", "draining"} for status in self.status.values())
 
     # ---- what can happen
@@ -119,7 +119,7 @@ class StreamDecode:
     # ---- events
 
     def apply(self, step: Step, now_s: float) -> None:
-        """Do one of `steps`, and what follows at once."""
+        """Do one of `steps`, and everything that follows from it at once."""
         name, argument = step[0], step[1] if len(step) > 1 else ""
         if name == "c-send":
             for question in self.questions:
@@ -222,7 +222,7 @@ class StreamDecode:
         self.status[request_id] = "computed" if is_failed else "read"
 
     def tick(self, now_s: float, *, is_punctual: bool = False) -> None:
-        """Let deadlines pass; none may be missed while everybody does his part at once."""
+        """Let deadlines pass; none may be missed while every part does its work at once."""
         self.state.take_step_plan(now_s=now_s) if not self.state.has_work() else self._send(now_s)
         self.pump()
         cancels = self.state._consumers.streams._cancels  # noqa: SLF001
@@ -234,8 +234,9 @@ class StreamDecode:
                 demand(not is_punctual or is_due, "a stream in good order makes progress")
 
     def pump(self) -> None:
-        """Take questions, and tell the peer of those that nobody waits for."""
+        """Take questions, and cancel at the peer those that need no answer any more."""
         self.questions += self.state.take_stream_questions()
+        self.state.take_stream_outcomes()
         for request_id, number in self.state.take_stream_cancels():
             self.questions = [each for each in self.questions if each.number != number]
             hand_over_id = f"{int(request_id[1:]):032x}"
@@ -245,7 +246,7 @@ class StreamDecode:
     # ---- the end
 
     def heal_step(self) -> Step | None:
-        """Return what this side has left to do."""
+        """Return the next step that this side has left to do."""
         bad = {"c-lose", "c-abort", "c-reset"}
         good = [step for step in self.steps() if step[0] not in bad]
         return next((step for step in good if step[0] != "c-admit" or self._can_admit(step[1])), None)
@@ -255,7 +256,7 @@ class StreamDecode:
         return self.free_blocks() >= self.blocks or not is_offered
 
     def leftovers(self) -> list[str]:
-        """Return what should not be left once all is over."""
+        """Return everything that should not be left at the end."""
         left = [f"{request_id} is {status} here" for request_id, status in self.status.items() if status != "over"]
         held, live = self.state.stream_blocks_held, self.state.live_count
         if held or live or self.state._consumers.streams._streams:  # noqa: SLF001

@@ -17,13 +17,14 @@ __all__ = ["EngineRow", "Fleet", "Waiting", "look"]
 _MOST_WAITING = 5
 _SUMS = (
     "reads",
+    "streams",
     "reads_waiting_for_a_peer",
     "quarantined_transfers",
     "quarantined_bytes",
     "stalled_transfers",
     "stalled_bytes",
 )
-_COMPUTED = frozenset({"local", "prefilled"})
+_COMPUTED = frozenset({"local", "prefilled", "complete"})
 """States of requests that the engine is computing: these wait for nothing but their own tokens."""
 _WORST = ("dead", "stuck", "asleep", "drains", "running")
 """States of processes; an engine is in the first of them that one of its processes is in."""
@@ -41,6 +42,7 @@ class EngineRow:
         leases: Finished prompts whose blocks wait for a reader.
         leased_bytes: Memory that these keep.
         reads: Reads that are ordered and not over, summed over its ranks, like all that follows.
+        streams: Streamed prompts that are followed.
         reads_waiting_for_a_peer: The part of them that waits for a handshake.
         quarantined_transfers: Transfers given up whose pages may still be written into.
         quarantined_bytes: Bytes of these.
@@ -59,6 +61,7 @@ class EngineRow:
     leases: int
     leased_bytes: int
     reads: int
+    streams: int
     reads_waiting_for_a_peer: int
     quarantined_transfers: int
     quarantined_bytes: int

@@ -50,7 +50,7 @@ def fleet_view(fleet: Fleet, *, at: str | None = None, keys: str = "") -> Render
     moment = time.strftime("%H:%M:%S") if at is None else at
     speeds = [row.bytes_per_s for row in fleet.rows if row.bytes_per_s is not None]
     total = f", {sum(speeds) / 1e9:.3f} GB/s" if speeds else ""
-    reads = sum(row.reads for row in fleet.rows)
+    reads = sum(row.reads + row.streams for row in fleet.rows)
     leases = sum(row.leases for row in fleet.rows)
     head = f"{moment}  {len(fleet.rows)} engines, {leases} leases, {reads} reads{total}   {keys}".rstrip()
     parts: list[RenderableType] = [Text(head, style="bold"), _table(_ENGINES, map(_row, fleet.rows))]
@@ -79,7 +79,7 @@ def _row(row: EngineRow) -> list[str]:
         str(row.ranks),
         row.state,
         f"{row.leases} ({size_text(row.leased_bytes)})" if row.leased_bytes else str(row.leases),
-        f"{row.reads} ({row.reads_waiting_for_a_peer} wait)" if row.reads_waiting_for_a_peer else str(row.reads),
+        _reads(row),
         _held(row.quarantined_transfers, row.quarantined_bytes),
         _held(row.stalled_transfers, row.stalled_bytes),
         str(row.peers),
@@ -87,6 +87,12 @@ def _row(row: EngineRow) -> list[str]:
         "" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.3f}",
         f"{row.transfers_done} in {size_text(row.bytes_moved)}" if row.transfers_done else "",
     ]
+
+
+def _reads(row: EngineRow) -> str:
+    """Return the reads in progress. Example: `3 + 2 streamed (1 wait)`."""
+    text = f"{row.reads} + {row.streams} streamed" if row.streams else str(row.reads)
+    return f"{text} ({row.reads_waiting_for_a_peer} wait)" if row.reads_waiting_for_a_peer else text
 
 
 def _held(count: int, held_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: forwards each hook to the side that lives in this process."""
+"""The connector class that vLLM loads; it forwards each hook to the scheduler or worker side of this process."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from vllm_adapter.host.vllm import (
     wants_host_buffer,
 )
 from vllm_adapter.steps import StepReport
+from vllm_adapter.streaming_warnings import streaming_warnings
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +56,9 @@ _logger = init_logger("vllm.vllm_adapter")
 
 
 class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands finished prompts over between engines (pull), through NIXL.
+    """Hands finished prompts over between engines (pull) through NIXL.
 
-    The engine loads one instance in the scheduler's process and one in each worker's.
+    The engine creates one instance in the scheduler's process and one in each worker's process.
     """
 
     _cache_hit_source = P2P_HITS
@@ -68,9 +69,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for note in notes:
             _logger.info(note)
         is_worker = role == KVConnectorRole.WORKER
-        check_start(situation_of(vllm_config, settings), warns=not is_worker)
+        situation = situation_of(vllm_config, settings, kv_cache_config)
+        check_start(situation, warns=not is_worker)
+        for warning in () if is_worker else streaming_warnings(settings, situation.kv_role):
+            _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
+        self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
         self._has_mirror = wants_host_buffer(vllm_config)
         if self._has_mirror:
@@ -91,8 +96,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A hand-over restores every group of the request, so a lagging local state does not matter."""
-        return True
+        """Return whether a hand-over restores every group whose local hit lags behind that of full attention.
+
+        It restores states, which are read whole, but no window and no second full group: see `completes_uneven_hits`. With False
+        the scheduler counts the prefix that all groups have in common.
+        """
+        return self._completes_uneven_hits
 
     @property
     def _scheduler_side(self) -> SchedulerSide:
@@ -110,18 +119,18 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for head-major pages, which split by head without copying; latent caches have no heads."""
+        """Ask for head-major pages, which can be split by head without copying; latent caches have no heads."""
         model = vllm_config.model_config
         return None if model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, config: object) -> bool:  # noqa: ARG003  (the same for all of them)
-        """Tell the host that the cache's memory can be given back and registered anew."""
+        """Tell the host that the cache's memory can be deregistered and registered again."""
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return statistics over `data`, or empty ones."""
+        """Return statistics that wrap `data`, or empty statistics."""
         return TransferStats(data=data) if data is not None else TransferStats()
 
     @classmethod
@@ -148,7 +157,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     # ---------------------------------------------------------------------------------------------- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Look there for free blocks before a prompt is read while its peer computes it."""
+        """Count free blocks in this pool before a prompt is read while its peer still computes it."""
         self._scheduler_side.bind_free_blocks(gpu_block_pool.get_num_free_blocks)
 
     def on_new_request(self, request: Request) -> None:
@@ -156,7 +165,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens that a peer holds beyond the local prefix hit, None to be asked again; free of side effects."""
+        """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
         return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
@@ -164,7 +173,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side.group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note a request's blocks; of requests that take part in no hand-over they are not even listed."""
+        """Record a request's blocks; the blocks of requests without a hand-over are not even listed."""
         side = self._scheduler_side
         if num_external_tokens or side.follows(request.request_id):
             side.allocated(
@@ -184,22 +193,22 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata(side.build_step(preempted, scheduled, is_empty=is_empty))
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether blocks are about to come free; the scheduler waits for them instead of preempting a request."""
+        """Return whether blocks will soon be freed; the scheduler then waits for them instead of preempting a request."""
         return self._scheduler_side.has_pending_block_frees()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Decide whether a finished request's blocks stay for a peer (one cache group)."""
+        """Decide whether a finished request's blocks are kept for a peer (one cache group)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Decide whether a finished request's blocks stay for a peer."""
+        """Decide whether a finished request's blocks are kept for a peer."""
         ending = ending_of(request, has_content_ids=self._has_content_ids)
         return self._scheduler_side.finished(ending, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in the workers' reports."""
+        """Process the workers' reports."""
         report = connector_output.kv_connector_worker_meta
         self._scheduler_side.update_output(
             sent=connector_output.finished_sending or (),
@@ -211,7 +220,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool:
-        """Void all KV from before now: other weights, or memory that is about to be discarded."""
+        """Invalidate all KV computed so far: the weights have changed, or the memory is about to be discarded."""
         return self._scheduler_side.reset_cache()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -223,7 +232,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Serve the ranks' metadata, by (pipeline stage, tensor-parallel rank).
 
-        Beside other connectors it may be another one's; then our workers are asked for ours.
+        Beside other connectors the metadata may come from another connector; our workers are then asked for theirs.
         """
         envelopes = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
         self._scheduler_side.serve(envelopes, metadata)
@@ -231,7 +240,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     # ---------------------------------------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the cache tensors and get ready for peers."""
+        """Register the cache tensors and prepare to serve and read peers."""
         select_device = device_selector(kv_caches.values())
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
@@ -242,25 +251,25 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
 
     def unregister_kv_caches(self) -> None:
-        """End all transfers and give the cache's memory back, before the host unmaps it (sleep mode); idempotent."""
+        """End all transfers and deregister the cache's memory before the host unmaps it (sleep mode); idempotent."""
         self._worker_side.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache anew after the host has mapped it again; does nothing if it was never given back."""
+        """Register the cache again after the host has mapped it again; do nothing if it was never deregistered."""
         self._worker_side.restore()
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """Take the platform's operation for copies between device and host."""
+        """Store the platform's operation that copies blocks between device and host."""
         if self._mirror is not None:
             self._mirror.use(copy_operation)
 
     def get_handshake_metadata(self) -> RankEnvelope | None:
-        """Return what the side channel serves for this rank."""
+        """Return the envelope that the side channel serves for this rank."""
         envelope = self._worker_side.envelope
         return RankEnvelope(envelope) if envelope is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Store the words of streams that must move before the step writes into any block."""
+        """Write the fence and progress words of streams that must change before the step writes into any block."""
         if isinstance(kv_connector_metadata, StepMetadata):
             self._worker_side.before_forward(kv_connector_metadata.orders)
 
@@ -271,7 +280,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.apply(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request's forward only runs once all its layers are there."""
+        """Do nothing: a request's forward pass runs only once all its layers have been read."""
 
     def save_kv_layer(
         self,
@@ -280,10 +289,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Do nothing: readers take the pages as they are."""
+        """Do nothing: peers read the pages in place."""
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that this step computed to the mirror (host-buffer mode); tell readers of streams how far it got."""
+        """Copy the blocks that this step computed to the mirror (host-buffer mode); publish the progress of streams."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
             self._worker_side.save(metadata.orders)
@@ -294,7 +303,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return what the scheduler half alone must know: a registration, why reads failed, and ends of streams."""
+        """Return the reports for the scheduler half alone: a registration, reasons of failed reads, and ends of streams."""
         report, self._report = self._report, StepReport()
         if report.registration is None and not report.reasons and not report.stream_ends:
             return None
@@ -316,8 +325,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 NixlConnector = KVTransferConnector
 """The same connector under the name that vLLM's own checks look for in a configuration.
 
-It is the same class, and known by its own name to vLLM's factory: beside other connectors vLLM finds the class for statistics
-that crossed processes by the class's name, and the name `NixlConnector` would find vLLM's.
+The class itself keeps its own name, and vLLM's factory knows it by that name: beside other connectors, vLLM looks up the class
+of statistics that crossed processes by class name, and under `NixlConnector` it would find vLLM's own.
 """
 register_connector("KVTransferConnector", __name__)
 tag_lines()

@@ -1,4 +1,4 @@
-"""Early tickets, as a router that lives in an engine's process writes them."""
+"""Early tickets, as a router inside an engine's process writes them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ class EarlyTicketWriter:
 
     Attributes:
         is_streaming: Whether that engine streams.
-        reads_streams: Whether it also reads from its peers: something covers their addresses, and streams may hold blocks.
+        offers_streams: Whether it also takes early tickets for prompts that it computes: something covers their addresses.
+        reads_streams: Whether it also reads from its peers: a key covers their addresses, and streams may hold blocks.
     """
 
     def __init__(self, extra: Mapping[str, object]) -> None:
         settings, _ = load_settings(extra)
         self.is_streaming = settings.streaming
         is_covered = settings.has_secrets or bool(settings.remote_hosts)
-        self.reads_streams = settings.streaming and is_covered and settings.stream_reserve_fraction > 0
+        self.offers_streams = settings.streaming and is_covered
+        self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
         self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
 
     def for_prefill(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:
         """Return the params of the prefill engine's request; `host` and `port` are its side channel."""
         secret: bytes | None = None
         if self._secrets is not None:
-            self._secrets.changed(time.monotonic())  # they may rotate while requests run
+            self._secrets.changed(time.monotonic())  # secrets may rotate while requests run
             secret = self._secrets.current[0]
         return prefill_request_params((hand_over_id, host, port), secret=secret)
 

@@ -1,14 +1,15 @@
 """The connector's back end for Ray Serve LLM, under the name `KVTransferConnector`.
 
 An app file calls `register_backend()` once. From then on Ray gives each replica its host, port and engine id as under
-`NixlConnector`; and where the configuration says `streaming`, it chooses the prefill replica first, and sends each request to
-both replicas at once.
+`NixlConnector`. Where the configuration says `streaming`, Ray chooses the prefill replica first and sends each request to both
+replicas at once.
 
-Ray asks for the two requests of a hand-over in two calls that share nothing but the client's request and the metadata of the
-prefill replica, so the hand-over's id is a hash of the request's. A request id that is used twice at once is handed over plain.
+Ray requests the two halves of a hand-over in two calls that share only the client's request and the prefill replica's metadata,
+so the hand-over's id is a hash of the request's id. A request id that is used twice at once gets a plain hand-over.
 
-Of two replicas that work at once Ray drops the prefill replica's answer, and with it the ticket. So both must stream. A prefill
-replica that does not publishes no address, and its requests run one after the other, as without `streaming`.
+When two replicas work at once, Ray drops the prefill replica's answer, and with it the ticket. So both must stream. A prefill
+replica that does not, or that would refuse early tickets, publishes no address, and its requests run one after the other, as
+without `streaming`.
 
 Source: `ray/llm/_internal/serve` of Ray 2.60, `engines/vllm/kv_transfer` and `serving_patterns/prefill_decode/pd_server.py`.
 """
@@ -50,11 +51,11 @@ class KVTransferBackend(NixlConnectorBackend):
 
     _writer: EarlyTicketWriter | None = None
     _has_address = True
-    """Whether the prefill replica of the latest request has said where it listens."""
+    """Whether the prefill replica of the latest request has published its address."""
     _has_told = False
 
     def setup(self) -> None:
-        """Give this replica its host, port and engine id, as under `NixlConnector`; a port that is set already is checked first.
+        """Give this replica its host, port and engine id, as under `NixlConnector`; check an already configured port first.
 
         Raises:
             UnsupportedHost: `side-channel-port`: the environment's is no number.
@@ -70,31 +71,31 @@ class KVTransferBackend(NixlConnectorBackend):
 
     @property
     def concurrent_handoff(self) -> bool:
-        """Whether both replicas get the latest request at once; Ray looks right after it has shaped the prefill request."""
+        """Whether both replicas get the latest request at once; Ray checks this right after preparing the prefill request."""
         return self._tickets.reads_streams and self._has_address
 
     def replica_metadata(self) -> dict[str, object]:
-        """Tell the orchestrator where this replica's side channel listens; nothing if this replica does not stream.
+        """Tell the orchestrator where this replica's side channel listens; nothing if this replica would refuse early tickets.
 
         Raises:
             UnsupportedHost: `side-channel-port`: the environment's is no number.
         """
-        if not self._tickets.is_streaming:
+        if not self._tickets.offers_streams:
             return {}
         return {_SIDE_CHANNEL: [os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], self._port()]}
 
     def _port(self) -> int:
         """Return the port on which the replica's engine listens.
 
-        Ray gives each data-parallel replica the rank that becomes vLLM's `data_parallel_index`. The rank is in Ray's variable
-        already (first port + rank), and the engine adds it once more, as it does to a port that was set by hand.
+        Ray gives each data-parallel replica the rank that becomes vLLM's `data_parallel_index`. Ray's variable already includes
+        the rank (first port + rank), and the engine adds it once more, as it does to a port that was set by hand.
         """
         kwargs: Mapping[str, object] = cast("Any", self).llm_config.engine_kwargs
         rank = kwargs.get("data_parallel_rank")
         return listening_port(lambda: int(os.environ[PORT_VARIABLE]), rank if isinstance(rank, int) and rank > 0 else 0)
 
     def prepare_prefill_request(self, *, request: Request, peer: Mapping[str, object] | None) -> Request:
-        """Return the prefill replica's request: one token, and the early ticket if the replica has said where it listens."""
+        """Return the prefill replica's request: one token, and the early ticket if the replica has published its address."""
         address = _address_of(peer)
         self._has_address = address is not None
         if address is None or not self._tickets.reads_streams:
@@ -117,13 +118,14 @@ class KVTransferBackend(NixlConnectorBackend):
         return asked
 
     def _tell_of_sequence(self) -> None:
-        """Say once why a replica that streams is served by one that does not, or does not read."""
+        """Log once why this streaming replica reads whole prompts: its peer does not stream, or it cannot read streams itself."""
         if self._has_told or not self._tickets.is_streaming:
             return
         self._has_told = True
         if self._tickets.reads_streams:
             _logger.warning(
-                "prompts are handed over whole, not streamed: the prefill replica does not have `streaming`"
+                "prompts are handed over whole, not streamed: the prefill replica does not have `streaming`, or has neither "
+                "fleet secrets nor remote_hosts"
             )
         else:
             _logger.warning(
@@ -140,12 +142,12 @@ class KVTransferBackend(NixlConnectorBackend):
 
 
 def _id_of(request: Request) -> str:
-    """Return the hand-over id of a request, the same in both calls. Ray gives every request an id."""
+    """Return the hand-over id of a request, which is the same in both calls. Ray gives every request an id."""
     return hashlib.sha256(f"kv-stream {request.request_id}".encode()).hexdigest()[:32]
 
 
 def _address_of(peer: Mapping[str, object] | None) -> tuple[str, int] | None:
-    """Return host and port of a prefill replica; None for one that says nothing, as under another connector."""
+    """Return host and port of a prefill replica; None if it publishes none, as under another connector."""
     found: Any = peer.get(_SIDE_CHANNEL) if isinstance(peer, Mapping) else None
     match found:
         case [str() as host, int() as port]:

@@ -1,6 +1,6 @@
-"""The check of a whole `--kv-transfer-config`, without an engine and without vLLM: every problem at once, with what is right.
+"""Check of a whole `--kv-transfer-config` without an engine and without vLLM: reports all problems with their corrections.
 
-vLLM checks this object half a minute into its start, and cannot know which module or which of our keys was meant.
+vLLM checks this object only half a minute into its start, and cannot know which module or which of our keys was meant.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.config import check_whole, describe_keys, load_keys
 from vllm_adapter.errors import ConfigurationError
+from vllm_adapter.streaming_warnings import streaming_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,7 +43,7 @@ class Problem:
 
     Attributes:
         code: Stable, kebab-case.
-        key: Where, e.g. `kv_role` or `kv_connector_extra_config.num_threads`.
+        key: Location, e.g. `kv_role` or `kv_connector_extra_config.num_threads`.
         message: The mistake and its correction.
     """
 
@@ -54,20 +55,20 @@ class Problem:
 @final
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All that is to be said of a configuration; it is good if there are no problems."""
+    """All findings about a configuration; it is good if there are no problems."""
 
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
 
 
 def check_transfer_config(config: object) -> Verdict:
-    """Check what is given to `--kv-transfer-config`, as the object that its JSON stands for."""
+    """Check the value of `--kv-transfer-config`, given as the parsed JSON."""
     return _Check().run(config, "")
 
 
 @final
 class _Check:
-    """Goes once over a configuration, or over a child of a MultiConnector."""
+    """Checks one configuration, or one child of a MultiConnector."""
 
     def __init__(self) -> None:
         self._problems: list[Problem] = []
@@ -96,7 +97,7 @@ class _Check:
     # ---------------------------------------------------------------------------------------------- vLLM's keys
 
     def _check_keys(self, config: dict[str, object]) -> dict[str, object]:
-        """Check names and types; return what is usable. `null` stands for a key that is not given, as for vLLM."""
+        """Check names and types; return the usable values. `null` stands for a missing key, as in vLLM."""
         usable: dict[str, object] = {}
         for key, value in config.items():
             kind = HOST_KEYS.get(key)
@@ -141,7 +142,7 @@ class _Check:
             self._add("wrong-module-path", "kv_connector_module_path", message)
 
     def _check_extra(self, config: Mapping[str, object]) -> None:
-        """Check our own keys one by one, so that each wrong one is told, then what they mean together."""
+        """Check our own keys one by one, so that each wrong one is reported, then their combination."""
         good: dict[str, object] = {}
         extra = cast("dict[str, object]", config.get("kv_connector_extra_config", {}))
         for key, value in extra.items():
@@ -153,11 +154,12 @@ class _Check:
                 self._notes += notes
                 good[key] = value
         settings = load_keys(good)[0]
-        if len(good) == len(extra):  # else a key that is wrong by itself would be told as missing, too
+        if len(good) == len(extra):  # otherwise a key that is wrong by itself would also be reported as missing
             try:
                 check_whole(settings)
             except ConfigurationError as error:
                 self._add(error.code, "kv_connector_extra_config", str(error))
+            self._notes += streaming_warnings(settings, cast("str | None", config.get("kv_role")))
         if config.get("kv_buffer_device") == "cpu" and not settings.fence_slots:
             self._notes.append("an engine whose device is not a CPU refuses kv_buffer_device 'cpu' without fence_slots")
         role = config.get("kv_role")
@@ -166,7 +168,7 @@ class _Check:
             self._add("readback-needs-kv-both", "kv_role", message)
 
     def _check_children(self, config: Mapping[str, object]) -> None:
-        """Check those children of vLLM's MultiConnector that are ours; the others are not known here."""
+        """Check our children of vLLM's MultiConnector; other connectors are not known here."""
         extra = cast("dict[str, object]", config.get("kv_connector_extra_config", {}))
         children = extra.get("connectors")
         if not isinstance(children, list) or not children:
@@ -206,7 +208,7 @@ def _table(value: object) -> Mapping[str, object]:
 
 
 def _is_others(child: Mapping[str, object]) -> bool:
-    """Return whether a child is plainly another package's connector, e.g. OffloadingConnector: not ours, and not misspelt."""
+    """Return whether a child is clearly another package's connector, e.g. OffloadingConnector, and not ours misspelt."""
     name = child.get("kv_connector")
     is_near = isinstance(name, str) and bool(_near(name, (_OWN_NAME, _HOSTS_NAME), 0.8))
     return isinstance(name, str) and not is_near and child.get("kv_connector_module_path") not in _MODULES

@@ -8,7 +8,7 @@ __all__ = ["BY_CODE", "COUNTERS", "HISTOGRAMS", "INFO", "LEVELS", "LIVE", "PATHS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _LATENESS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0)
-"""A lease of 30 s ends at a lag of 15 s."""
+"""Bucket bounds of a heartbeat's lag; a lease of 30 s ends at a lag of 15 s."""
 _BYTES = tuple(float(2**n) for n in range(11, 34, 2))
 HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_duration": ("vllm:nixl_xfer_time_seconds", "Seconds on the wire per read.", _SECONDS),
@@ -110,10 +110,6 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "vllm:kv_transfer_num_callback_errors",
         "Unexpected exceptions of a worker, on any thread, and lease orders that it refused; each failed its own order only.",
     ),
-    "num_torn_streams": (
-        "vllm:kv_transfer_num_torn_streams",
-        "Streams that broke off, on one rank; their prompts were asked for again.",
-    ),
     "num_refused_notifications": ("vllm:kv_transfer_num_refused_notifications", "Notifications that made no sense."),
     "num_lease_renewals": ("vllm:kv_transfer_num_lease_renewals", "Leases renewed by heartbeats."),
     "num_unsent_heartbeats": (
@@ -122,11 +118,19 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
 }
 SUMS: dict[str, tuple[str, ...]] = {"num_failed_transfers": FAILURE_KEYS}
-"""Counters that add up several keys, as vLLM's own connector counts them."""
+"""Counters that sum several keys, as vLLM's own connector counts them."""
 
 BY_CODE: dict[str, tuple[str, str]] = {
+    "torn_stream_codes": (
+        "vllm:kv_transfer_num_torn_streams",
+        "Streams that broke off, on one rank, by reason; their prompts were asked for again.",
+    ),
     "read_failure_codes": ("vllm:kv_transfer_num_failed_reads", "Requests whose KV was not taken over, by reason."),
     "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
+    "unstreamed_codes": (
+        "vllm:kv_transfer_num_unstreamed_prompts",
+        "Prompts with an early ticket that were not read while the peer computed them, by reason.",
+    ),
     "withheld_ticket_codes": (
         "vllm:kv_transfer_num_withheld_tickets",
         "Prompts that ended well and were not handed over, by reason.",

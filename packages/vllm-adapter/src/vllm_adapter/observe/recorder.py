@@ -1,7 +1,7 @@
-"""Recorder of a process: observations for the metrics, and the operator's log lines.
+"""Recorder of a process: observations for the metrics, and log lines for the operator.
 
-Observations are lists of numbers by key, as vLLM carries them from process to process; a counter is a list of ones. Every
-room that has something to count, to observe or to log gets this recorder and nothing else.
+Observations are lists of numbers by key, as vLLM carries them between processes; a counter is a list of ones. Every module that
+counts, observes or logs receives this recorder and nothing else.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.hand_overs import HandOverLog
 from vllm_adapter.observe.plain_text import short_text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
-    from vllm_adapter.ports import TransferResult
+    from vllm_adapter.ports import MemoryKind
 
 __all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "Recorder", "empty_observations"]
 
 SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
-"""Series of every read that was done (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
+"""Series of every completed read (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
 
 FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes", "num_unasked_engines")
-"""Events that vLLM's own connector counts as failed transfers. The last: reads whose engine had failed a moment ago, so that no
-handshake was made; vLLM's connector makes one each time, and counts it."""
+"""Events that vLLM's own connector counts as failed transfers. The last: reads without a handshake because their engine had
+failed a moment ago; vLLM's connector makes one each time, and counts it."""
 _OTHER_KEYS = (
     "num_kv_expired_reqs",
     "num_notifications_after_expiry",
@@ -51,11 +51,16 @@ _OTHER_KEYS = (
     "num_lease_renewals",
     "num_unsent_heartbeats",
     "num_callback_errors",
-    "num_torn_streams",
     "stream_bytes",
     "stream_early_bytes",
 )
-CODE_KEYS = ("read_failure_codes", "ticket_refusal_codes", "withheld_ticket_codes")
+CODE_KEYS = (
+    "read_failure_codes",
+    "ticket_refusal_codes",
+    "torn_stream_codes",
+    "unstreamed_codes",
+    "withheld_ticket_codes",
+)
 """Reasons by code, one per request."""
 CHANGE_KEYS = (
     "quarantined_bytes",
@@ -76,17 +81,36 @@ def empty_observations() -> dict[str, list[Any]]:
     return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS, PATH_KEY)}
 
 
+class ReadFigures(Protocol):
+    """Figures of a read that is done, as `TransferResult` has them."""
+
+    @property
+    def bytes_moved(self) -> int: ...
+    @property
+    def descriptor_count(self) -> int: ...
+    @property
+    def post_s(self) -> float: ...
+    @property
+    def wire_s(self) -> float: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def fence_s(self) -> float: ...
+    @property
+    def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]: ...
+
+
 @final
 class Recorder:
-    """Collects observations on any thread, for the engine thread to take once per step; writes log lines.
+    """Collects observations on any thread, which the engine thread takes once per step; writes log lines.
 
     Args:
-        ucx_tls: UCX's choice of transports as configured; a label of bytes that the UCX backend moved.
-        is_lead: Whether this is the rank that warns on behalf of all ranks of its engine. The others write the same lines
-            as information, so that an event that all ranks see is one warning and not eight.
+        ucx_tls: UCX's configured choice of transports; a label of the bytes that the UCX backend moved.
+        is_lead: Whether this is the rank that warns on behalf of all ranks of its engine. The others log the same lines at level
+            info, so that an event seen by all ranks is one warning and not eight.
 
     Attributes:
-        hand_overs: Moments of the latest hand-overs in this process.
+        hand_overs: Timestamps of the latest hand-overs in this process.
     """
 
     def __init__(self, *, ucx_tls: str = "", is_lead: bool = True) -> None:
@@ -102,8 +126,8 @@ class Recorder:
 
     # ---------------------------------------------------------------------------------------------- observations
 
-    def transfer(self, result: TransferResult) -> None:
-        """Record a read that was done."""
+    def read_done(self, result: ReadFigures) -> None:
+        """Record a read from one producer rank that is done: a transfer, or all parts of a streamed prompt."""
         with self._lock:
             data = self._data
             data["transfer_duration"].append(result.wire_s)
@@ -129,7 +153,7 @@ class Recorder:
             self._data[key].append(value)
 
     def level(self, key: str, value: float) -> None:
-        """Record the present value of a level, if it has changed.
+        """Record the current value of a level, if it has changed.
 
         Example: the levels 0, 4096, 4096, 1024 of `quarantined_bytes` become the changes +4096 and -3072.
         """
@@ -140,7 +164,7 @@ class Recorder:
                 self._data[key].append(change)
 
     def take(self) -> dict[str, list[Any]] | None:
-        """Return what was collected since the last call, None for nothing."""
+        """Return the observations since the last call; None if there are none."""
         with self._lock:
             if not any(self._data.values()):
                 return None
@@ -154,7 +178,7 @@ class Recorder:
         self._log.info(cause, "%s", message)
 
     def warn(self, cause: str, message: str) -> None:
-        """Log an event that an operator should look at, under the same limit; once per engine, see `is_lead`."""
+        """Log an event that an operator should check, under the same limit; once per engine, see `is_lead`."""
         self._log.warning(cause, "%s", message)
 
     def error(self, cause: str, message: str, trace: str | None = None) -> None:
@@ -170,14 +194,14 @@ class Recorder:
             self.trouble(action, error)
 
     def trouble(self, action: str, error: Exception, detail: str = "") -> None:
-        """Count an unexpected exception; log it with its traceback unless one like it was logged before.
+        """Count an unexpected exception; log it with its traceback unless a similar one was logged before.
 
-        Once 100 kinds have been logged, lines of further kinds have no traceback and are limited, see `CauseLog`.
+        Once 100 kinds have been logged, lines of further kinds have no traceback and are rate-limited, see `CauseLog`.
 
         Args:
-            action: Name of the work, of a few constant texts: every text is remembered.
+            action: Name of the work, from a few constant texts, because every text is remembered.
             error: The exception.
-            detail: The request or peer that it was about; it stands in the line, and is not remembered.
+            detail: The request or peer concerned; it is logged but not remembered.
         """
         self.count("num_callback_errors")
         kind = (action, type(error).__name__)

@@ -1,10 +1,10 @@
 """Protocols by which the adapter uses the four libraries.
 
-The adapter is the consumer, so the Protocols live here; no library knows that they exist. `wiring.py` is the only module
-that names concrete classes, and it holds one static conformance line per Protocol.
+The adapter is the consumer, so the Protocols live here; the libraries do not know them. `wiring.py` is the only module that
+names concrete classes, and it holds one static conformance line per Protocol.
 
-At these boundaries there are builtins, bytes, sequences, mappings, `Literal` strings and numpy arrays of a stated dtype
-and shape: no enum, no torch, no other package's exception. All members are read-only. Every exception that crosses one
+Values at these boundaries are builtins, bytes, sequences, mappings, `Literal` strings and numpy arrays of a stated dtype and
+shape: no enum, no torch, no other package's exception. All members are read-only. Every exception that crosses a boundary
 carries `code`, `fault`, `is_retry_safe` and `context`.
 """
 
@@ -60,6 +60,7 @@ from vllm_adapter.ports.streams import (
     AskListener,
     StreamAnswer,
     StreamCodec,
+    StreamOutcome,
     StreamQuestion,
     StreamStanding,
     StreamState,
@@ -136,6 +137,7 @@ __all__ = [
     "StreamListener",
     "StreamOrder",
     "StreamPart",
+    "StreamOutcome",
     "StreamQuestion",
     "StreamStanding",
     "StreamReaders",

@@ -1,23 +1,32 @@
-"""Protocols of streamed hand-overs in the scheduler's process: the request machines' questions, and the side channel's asks."""
+"""Protocols of streamed hand-overs in the scheduler's process: questions of the request machines, and the side channel's asks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["AskClient", "AskListener", "StreamAnswer", "StreamCodec", "StreamQuestion", "StreamStanding", "StreamState"]
+__all__ = [
+    "AskClient",
+    "AskListener",
+    "StreamAnswer",
+    "StreamCodec",
+    "StreamOutcome",
+    "StreamQuestion",
+    "StreamStanding",
+    "StreamState",
+]
 
 
 class StreamQuestion(Protocol):
-    """Question of this engine for a hand-over, which goes to the engine that computes the prompt."""
+    """Question of this engine about a hand-over, for the engine that computes the prompt."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def number(self) -> int:
-        """Comes back with the answer, so that late answers are told apart."""
+        """Number that is returned with the answer, so that late answers can be recognised."""
         ...
 
     @property
@@ -33,7 +42,7 @@ class StreamQuestion(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens under the digest."""
+        """Number of tokens that the digest covers."""
         ...
 
     @property
@@ -45,40 +54,64 @@ class StreamAnswer(Protocol):
 
     @property
     def asker(self) -> str:
-        """Name of the question, as `stream_question` had it."""
+        """Name of the question, as passed to `stream_question`."""
         ...
 
     @property
     def answer(self) -> Mapping[str, object]:
-        """``kind`` (``offer``, ``final`` or ``no``) and what belongs to it."""
+        """``kind`` (``offer``, ``final`` or ``no``) and the fields of that kind."""
         ...
 
 
 class StreamStanding(Protocol):
-    """Answer that every further question for an id gets, also while a step runs or while this engine takes none."""
+    """Answer to every further question about an id, valid also while a step runs or while this engine takes no steps."""
 
     @property
     def hand_over_id(self) -> str: ...
     @property
     def digest(self) -> str:
-        """Digest of the prompt that it is for; empty for any."""
+        """Digest of the prompt that the answer is for; empty for any prompt."""
         ...
 
     @property
     def answer(self) -> Mapping[str, object] | None:
-        """None: nothing stands for this id any more."""
+        """The answer; None withdraws an earlier one for this id."""
         ...
+
+
+class StreamOutcome(Protocol):
+    """Decision against streaming a prompt for which a peer was asked."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def code(self) -> str:
+        """Reason of the decision."""
+        ...
+
+    @property
+    def result(self) -> Literal["read-whole", "computed-here", "given-up"]: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def hand_over_id(self) -> str: ...
 
 
 class StreamState(Protocol):
     """Part of the request machines that asks and answers. Scheduler's thread only."""
 
     def stream_question(self, asker: str, question: Mapping[str, object]) -> None:
-        """Take a peer's question: ``hand_over_id``, ``number``, ``digest``, ``tokens``, ``wants_final``."""
+        """Process a peer's question: ``hand_over_id``, ``number``, ``digest``, ``tokens``, ``wants_final``."""
         ...
 
     def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
-        """Forget a peer's question that nobody waits for any more."""
+        """Forget a peer's question that has been withdrawn."""
+        ...
+
+    def give_offers(self, is_on: bool) -> None:
+        """Offer prompts from now on, or none while this engine could write no ticket for them."""
         ...
 
     def take_stream_answers(self) -> Sequence[StreamAnswer]:
@@ -86,31 +119,35 @@ class StreamState(Protocol):
         ...
 
     def take_stream_standings(self) -> Sequence[StreamStanding]:
-        """Return changes of the answers that stand, each once."""
+        """Return changes of the published answers, each once."""
         ...
 
     def take_stream_questions(self) -> Sequence[StreamQuestion]:
         """Return new questions of this engine, each once."""
         ...
 
+    def take_stream_outcomes(self) -> Sequence[StreamOutcome]:
+        """Return the decisions against streaming prompts for which peers were asked, each once."""
+        ...
+
     def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
-        """Return (request, number) of this engine's questions that nobody waits for any more, each once."""
+        """Return (request, number) of this engine's questions that are no longer needed, each once."""
         ...
 
     def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
-        """Take the answer to a question of this engine; False for one that means nothing any more."""
+        """Process the answer to a question of this engine; return False if the answer is obsolete."""
         ...
 
 
 class AskClient(Protocol):
-    """Asks peers' listeners, from a thread of its own."""
+    """Sends asks to peers' listeners, from its own thread."""
 
     def ask(
         self, *, host: str, port: int, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float
     ) -> Callable[[], None]:
-        """Ask and return at once a function that takes the ask back; `on_reply` gets (code, payload) once, on another thread.
+        """Send an ask and return at once a function that cancels it; `on_reply` gets (code, payload) once, on another thread.
 
-        Only a peer that takes asks is asked; any other ends the ask with ``ask-unsupported``.
+        Only a peer that accepts asks is asked; for any other the ask ends with ``ask-unsupported``.
         """
         ...
 
@@ -118,19 +155,19 @@ class AskClient(Protocol):
 
 
 class AskListener(Protocol):
-    """Hands peers' asks to this engine, and sends its answers."""
+    """Passes peers' asks to this engine, and sends its answers."""
 
     def take_asks(self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float) -> None:
-        """Call `on_ask` with (ask id, payload) for each ask, `on_gone` for one that ended without an answer; before `start`."""
+        """Call `on_ask` with (ask id, payload) per ask, `on_gone` for an ask that ended unanswered; set before `start`."""
         ...
 
     def answer(self, ask_id: int, payload: bytes) -> None:
-        """Send an answer, from any thread; to an ask that has ended it means nothing."""
+        """Send an answer, from any thread; no effect if the ask has ended."""
         ...
 
 
 class StreamCodec(Protocol):
-    """Writes and reads the payloads of asks and answers; sealed by the first secret, opened by any."""
+    """Encodes and decodes the payloads of asks and answers; sealed with the first secret, opened with any."""
 
     def question_payload(self, question: Mapping[str, object], secrets: Sequence[bytes]) -> bytes: ...
     def answer_payload(
@@ -143,5 +180,5 @@ class StreamCodec(Protocol):
     def read_answer(
         self, payload: bytes, question: Mapping[str, object], secrets: Sequence[bytes]
     ) -> Mapping[str, object]:
-        """Return the answer to this very question; raises a coded error."""
+        """Return the answer, verified to belong to this question; raises a coded error."""
         ...

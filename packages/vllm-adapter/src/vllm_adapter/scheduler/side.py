@@ -73,6 +73,7 @@ class SchedulerSide:
     ) -> None:
         self._facts = facts
         self._state = parts.make_state()
+        self._stats = Recorder()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._guards = HookGuards(CauseLog(now_s))
         streams = self._make_streams(parts, CauseLog(now_s)) if parts.streams else None
@@ -85,7 +86,6 @@ class SchedulerSide:
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports(CauseLog(now_s))
-        self._stats = Recorder()
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
@@ -98,7 +98,7 @@ class SchedulerSide:
         self._not_admitted: set[str] = set()
 
     def _make_streams(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:
-        seals = self._seals
+        seals, stats = self._seals, self._stats
         return StreamChannel(
             self._state,
             parts.stream_codec,
@@ -106,6 +106,7 @@ class SchedulerSide:
             secrets=lambda: seals.current,
             wait_s=parts.ask_wait_s,
             log=log,
+            count=lambda code: stats.observe("unstreamed_codes", code),
         )
 
     @property
@@ -137,10 +138,12 @@ class SchedulerSide:
             self._not_admitted.discard(request_id)
             self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
-                self._tickets.refused(request_id, admission.rejected_code, admission.rejected_message)
+                is_producer = admission.role == "producer"
+                code, message = admission.rejected_code, admission.rejected_message
+                self._tickets.refused(request_id, code, message, is_producer=is_producer)
             if admission.role != "none":
                 self._followed.add(request_id)
-                self._trail.arrived(arrival, admission.role, now_s)
+                self._trail.arrived(arrival, admission.role, now_s, is_early=admission.is_early)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
                 self._streaming.taken(arrival)
@@ -148,9 +151,9 @@ class SchedulerSide:
             is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
             if tail and not is_shortened:
                 self._tickets.not_shortened(request_id)
-            if admission.is_early:
-                self._streaming.arrived(arrival, tail=tail, is_shortened=is_shortened)
             if admission.role == "producer":
+                if admission.is_early:
+                    self._streaming.arrived(arrival, tail=tail, is_shortened=is_shortened)
                 tokens = arrival.prompt_tokens - tail * is_shortened
                 self._chunks.watch(request_id, tokens, is_early=admission.is_early)
 
@@ -198,6 +201,7 @@ class SchedulerSide:
         self._shortage.allocated(request_id)
         self._trail.allocated(request_id, external_tokens=external_tokens)
         with self._guards("allocation", request_id):
+            self._state.give_offers(self._served.is_sure)
             self._state.allocate(
                 request_id,
                 block_ids=self._transferable(block_ids),
@@ -238,8 +242,7 @@ class SchedulerSide:
                 request_id,
                 reason=ending.reason,
                 block_ids=self._transferable(block_ids),
-                # Tokens of a step that still runs may be rejected drafts.
-                computed_tokens=max(0, ending.computed_tokens - ending.in_flight_tokens),
+                computed_tokens=ending.kept_tokens,
                 withhold=self._must_withhold(ending),
                 identity=ending.identity,
                 now_s=self._now_s(),
@@ -253,9 +256,9 @@ class SchedulerSide:
         """Return whether the ticket must be kept back.
 
         That is so while the current registration is unknown, after a chunk of the prompt was refused, and if a running state has
-        seen tokens of a step that still runs: a state cannot be set back.
+        seen tokens that are not kept: a state cannot be set back.
         """
-        has_run_on = self._facts.has_state and ending.in_flight_tokens > 0
+        has_run_on = self._facts.has_state and ending.kept_tokens < ending.computed_tokens
         return not self._served.is_sure or self._chunks.was_refused(ending.request_id) or has_run_on
 
     # ---------------------------------------------------------------------------------------------- steps
@@ -285,7 +288,7 @@ class SchedulerSide:
         if plan.reads:
             self._trail.ordered(plan.reads, now_s)
         if plan.streams.watches:
-            self._trail.ordered([order.read for order in plan.streams.watches], now_s)
+            self._trail.ordered([order.read for order in plan.streams.watches], now_s, is_streamed=True)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0

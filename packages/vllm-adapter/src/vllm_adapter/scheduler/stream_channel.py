@@ -1,17 +1,17 @@
 """Questions and answers of streamed hand-overs, between the request machines and the side channel.
 
-The machines belong to the scheduler's thread; the listener and the client have threads of their own. Their news waits in an
-inbox, decoded and judged already; `receive` hands it to the machines, and `send` takes out once a step what they have to say.
-Nothing here waits: `send` writes to queues of the side channel, and `receive` reads from its own.
+The machines belong to the scheduler's thread; the listener and the client have threads of their own. Those threads decode and
+check each message and put it into an inbox. `receive` passes the inbox to the machines; `send` takes their outgoing messages
+once a step. Neither blocks: `send` writes to queues of the side channel, and `receive` reads from its own queue.
 
-An engine at rest receives nothing, however long: a question whose asker has gone leaves the inbox at once, so that it never holds
-more than the questions that the listener allows to be open, and as many that have gone since.
+An engine at rest does not call `receive`, however long it rests. So a question leaves the inbox as soon as its asker has gone,
+and the inbox never holds more than the questions that the listener keeps open, plus as many that were withdrawn since.
 
-A question must not wait for a step: an engine that computes looks at its queue when the step has ended, which for a prompt of one
-step is too late to read any of it early, and an engine without requests takes no step. So answers that every further question for
-an id gets stand on a board, from which the listener's thread answers by itself: the offer of a prompt from its first step on, its
-final ticket while it is leased, and `withdrawn` once it has ended. An answer that is out of date for a moment does no harm,
-because the fence of its ticket decides.
+A question must not wait for a step: a busy engine looks at its queue only when the step has ended, which for a prompt of one
+step is too late to read any of it early, and an engine without requests takes no step. So answers that are the same for every
+further question about an id are kept on a board, from which the listener's thread answers by itself: the offer of a prompt
+from its first step on, its final ticket while it is leased, and `withdrawn` once it has ended. A briefly outdated answer does
+no harm, because the fence of its ticket decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.observe.cause_log import CauseLog
-    from vllm_adapter.ports import AskClient, AskListener, StreamCodec, StreamQuestion, StreamStanding, StreamState
+    from vllm_adapter.ports import (
+        AskClient,
+        AskListener,
+        StreamCodec,
+        StreamOutcome,
+        StreamQuestion,
+        StreamStanding,
+        StreamState,
+    )
 
 __all__ = ["StreamChannel"]
 
@@ -48,42 +56,54 @@ _AGAIN: Final = frozenset(
         "transport-failed",
     }
 )
-"""Codes after which the same question may be answered; after any other the prompt is computed here."""
+"""Codes after which the same question may still be answered; after any other code the prompt is computed here."""
 
 _UNSUPPORTED: Final = "ask-unsupported"
-"""The peer is another release, or streams nothing."""
+"""The peer runs another release, or does not stream."""
 
 _UNREAD: Final = "hand-over-seal"
-"""A peer that cannot read a question answers with nothing: the two have other secrets, or else its log says why."""
+"""A peer that cannot read a question sends an empty answer: the secrets differ, or the peer's log gives the reason."""
 
-_LAST_WORDS: Final = frozenset({"digest-mismatch", "withdrawn"})
-"""Reasons to hand nothing over that are said of a request; of an engine that streams nothing it is said once."""
+_RESULTS: Final = {
+    "read-whole": "is read once it is finished",
+    "computed-here": "is computed here",
+    "given-up": "is given up, and kv_load_failure_policy decides",
+}
+"""Results for a prompt that is not streamed, in words."""
 
 _MARGIN_S: Final = 2.0
-"""The peer's listener gives a question up first, and says so."""
+"""Extra wait for an answer, so that the peer's listener gives the question up first and reports that."""
 _MOST_PEERS: Final = 256
 _MOST_STANDING: Final = 4096
 
 
 class _Answered(NamedTuple):
-    """The end of a question of this engine's."""
+    """The outcome of a question that this engine asked."""
 
     request_id: str
     number: int
     answer: Mapping[str, object]
 
 
+class _Published(NamedTuple):
+    """A published answer, and the digest of the prompt that it is for; empty for any prompt."""
+
+    digest: str
+    answer: Mapping[str, object]
+
+
 @final
 class StreamChannel:
-    """Moves questions and answers. `receive`, `send` and `close` on the scheduler's thread only.
+    """Passes questions and answers on. Call `receive`, `send` and `close` on the scheduler's thread only.
 
     Args:
         state: The request machines.
-        codec: Writes and reads the messages.
-        make_client: Makes the client, at the first question.
-        secrets: Returns the fleet's secrets, none where nothing is sealed; any thread.
+        codec: Encodes and decodes the messages.
+        make_client: Creates the client, at the first question.
+        secrets: Returns the fleet's secrets, empty if nothing is sealed; any thread.
         wait_s: Seconds that a question may wait at the peer.
-        log: Limits lines about peers.
+        log: Rate-limits log lines about peers.
+        count: Counts a prompt that is not streamed, by the code of the reason.
     """
 
     def __init__(
@@ -95,6 +115,7 @@ class StreamChannel:
         secrets: Callable[[], Sequence[bytes]],
         wait_s: float,
         log: CauseLog,
+        count: Callable[[str], None],
     ) -> None:
         self._state = state
         self._codec = codec
@@ -102,41 +123,42 @@ class StreamChannel:
         self._secrets = secrets
         self._wait_s = wait_s
         self._log = log
+        self._count = count
         self._client: AskClient | None = None
         self._listener: AskListener | None = None
         self._lock = threading.Lock()
-        # The inbox: questions of peers, those that are taken back after the machines had them, and answers to this engine's.
+        # The inbox: questions of peers, questions withdrawn after the machines received them, and answers to our own questions.
         self._questions: dict[int, Mapping[str, object]] = {}
         self._gone_askers: list[int] = []
         self._answers: list[_Answered] = []
-        # Questions of peers by asker, which the machines still have.
+        # Peers' questions that the machines have not answered yet, by asker.
         self._asked: dict[str, Mapping[str, object]] = {}
-        # How to take back this engine's questions, by request and number.
+        # Functions that withdraw this engine's questions, by request and number.
         self._cancels: dict[tuple[str, int], Callable[[], None]] = {}
-        # Answers that stand, by hand-over id. The scheduler's thread writes, the listener's reads.
+        # Published answers, by hand-over id. The scheduler's thread writes, the listener's thread reads.
         self._board: dict[str, StreamStanding] = {}
-        # The latest reason for which prompts of a peer were computed here.
+        # The latest reason why prompts of a peer were computed here.
         self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def serve(self, listener: AskListener) -> None:
-        """Take the questions of peers from a listener that has not started yet."""
+        """Take peers' questions from a listener that has not started yet."""
         self._listener = listener
         listener.take_asks(self._on_question, self._on_taken_back, wait_s=self._wait_s)
 
     @property
     def has_received(self) -> bool:
-        """Whether `receive` has anything to hand on."""
+        """Whether `receive` has anything to pass on."""
         return bool(self._questions or self._gone_askers or self._answers)
 
     @property
     def is_asking(self) -> bool:
-        """Whether a question of this engine's waits for its answer."""
+        """Whether a question of this engine is still unanswered."""
         return bool(self._cancels)
 
     def receive(self, now_s: float) -> None:
-        """Hand to the machines what has come.
+        """Pass the received messages to the machines.
 
-        Each message fails alone: what the machines refuse is logged, and its sender gets a refusal.
+        Each message fails alone: a message that the machines refuse is logged, and its sender gets a refusal.
         """
         self._take_questions()
         with self._lock:
@@ -145,21 +167,23 @@ class StreamChannel:
             self._take_answer(answer, now_s)
 
     def send(self) -> None:
-        """Hand to the side channel what the machines ask, answer and take back; once a step."""
+        """Send the machines' questions, answers and cancellations to the side channel; once a step."""
         self.publish()
-        self._take_questions()  # those that came too early for what has been published
+        self._take_questions()  # questions that arrived before the answers that are published now
         for each in self._state.take_stream_answers():
             self._answer(each.asker, each.answer)
-        questions = self._state.take_stream_questions()  # takes back what has waited too long
+        questions = self._state.take_stream_questions()  # also cancels questions that have waited too long
         for request_id, number in self._state.take_stream_cancels():
             cancel = self._cancels.pop((request_id, number), None)
             if cancel is not None:
                 cancel()
+        for outcome in self._state.take_stream_outcomes():
+            self._note_outcome(outcome)
         for question in questions:
             self._ask(question)
 
     def publish(self) -> None:
-        """Let the listener's thread give the answers that stand from now on."""
+        """Publish the current answers, so that the listener's thread can give them by itself."""
         board = self._board
         for standing in self._state.take_stream_standings():
             board.pop(standing.hand_over_id, None)
@@ -169,7 +193,7 @@ class StreamChannel:
                     del board[next(iter(board))]
 
     def close(self) -> None:
-        """Ask nothing more; idempotent. The listener is closed by its owner."""
+        """Stop asking questions; idempotent. The listener's owner closes the listener."""
         client, self._client = self._client, None
         self._listener = None
         if client is not None:
@@ -250,15 +274,25 @@ class StreamChannel:
     def _take_answer(self, event: _Answered, now_s: float) -> None:
         self._cancels.pop((event.request_id, event.number), None)
         try:
-            is_taken = self._state.stream_answered(event.request_id, event.number, event.answer, now_s=now_s)
+            self._state.stream_answered(event.request_id, event.number, event.answer, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
             self._log.error("stream-answered", "request %s: an answer was refused", event.request_id, trace=error)
+
+    def _note_outcome(self, outcome: StreamOutcome) -> None:
+        """Count a prompt that is not streamed, and log it unless the reason was logged for its peer as a whole."""
+        self._count(outcome.code)
+        if self._plain_peers.get((outcome.host, outcome.port)) == outcome.code:
             return
-        reason = event.answer.get("reason")
-        if is_taken and reason in _LAST_WORDS:
-            self._log.warning(
-                f"stream-{reason}", "request %s: its peer does not hand its prompt over (%s)", event.request_id, reason
-            )
+        self._log.warning(
+            f"stream-{outcome.code}",
+            "request %s: its prompt is not streamed (hand-over %.8s of %s port %d: %s); it %s",
+            outcome.request_id,
+            outcome.hand_over_id,
+            outcome.host,
+            outcome.port,
+            outcome.code,
+            _RESULTS[outcome.result],
+        )
 
     # ------------------------------------------------------------------- threads of the listener and of the client
 
@@ -270,15 +304,28 @@ class StreamChannel:
             if self._listener is not None:
                 self._listener.answer(
                     ask_id, b""
-                )  # no answer can be bound to it; the asker takes this for a wrong seal
+                )  # no answer can be bound to the question; the asker treats an empty one as a wrong seal
             return
-        standing = self._board.get(str(question["hand_over_id"]))
-        if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):
+        standing = self._standing_for(question)
+        if standing is None:
             with self._lock:
                 self._questions[ask_id] = question
-            return
+            # Look again: an engine that published its last answer meanwhile may rest now, and takes no question from the inbox.
+            standing = self._standing_for(question)
+            if standing is None:
+                return
+            with self._lock:
+                if self._questions.pop(ask_id, None) is None:
+                    return  # the machines have it, or its asker has gone
         is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
         self._send_answer(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
+
+    def _standing_for(self, question: Mapping[str, object]) -> _Published | None:
+        """Return the published answer that settles a question; None if there is none."""
+        standing = self._board.get(str(question["hand_over_id"]))
+        if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):
+            return None
+        return _Published(standing.digest, standing.answer)
 
     def _on_taken_back(self, ask_id: int) -> None:
         with self._lock:
@@ -296,9 +343,14 @@ class StreamChannel:
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
         if answer["kind"] == "offer" and question["wants_final"]:
-            answer = {"kind": "no", "reason": "withdrawn"}  # it would be offered, and broken, again and again
-        if code and code not in _AGAIN:
-            answer = {"kind": "no", "reason": "not-streamed"}
+            answer = {
+                "kind": "no",
+                "reason": "withdrawn",
+            }  # otherwise the stream would be offered and broken repeatedly
+        if code in _AGAIN:
+            answer = {**answer, "code": code}
+        elif code:
+            answer = {"kind": "no", "reason": "not-streamed", "code": code}
             self._note_plain_peer(peer, code)
         self._keep_answer(_Answered(*key, answer))
 
@@ -307,7 +359,7 @@ class StreamChannel:
             self._answers.append(answer)
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        """Say why a prompt is not read from a peer; again once the reason is another one, or was gone meanwhile."""
+        """Log why a peer's prompts cannot be read; log again after the reason has changed or has been absent."""
         if self._plain_peers.get(peer) == code:
             return
         self._plain_peers[peer] = code
@@ -322,5 +374,5 @@ class StreamChannel:
 
 
 def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:
-    """Whether it answers the question: whoever wants the final ticket waits for it, whatever is offered meanwhile."""
+    """Return whether an answer settles a question: an offer does not settle a question for the final ticket."""
     return answer["kind"] != "offer" or not question["wants_final"]

@@ -1,4 +1,4 @@
-"""Counts and log lines of tickets that this engine refuses or does not give."""
+"""Counters and log lines for tickets that this engine refuses or withholds."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ if TYPE_CHECKING:
 __all__ = ["TicketLog"]
 
 _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
-"""Reasons to give no ticket that concern all requests for a time: no line for each."""
+"""Reasons to withhold a ticket that apply to all requests for a time: they are counted, not logged for each request."""
 
 
 @final
 class TicketLog:
-    """Counts every such ticket by its code, and logs a line for it as far as lines of this code are not held back."""
+    """Counts each such ticket by its code, and logs a line for it unless lines of this code are rate-limited."""
 
     def __init__(self, recorder: Recorder, log: CauseLog) -> None:
         self._recorder = recorder
         self._log = log
 
-    def refused(self, request_id: str, code: str, message: str) -> None:
-        """Note a request that came with a ticket that is not believed."""
+    def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
+        """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
         self._recorder.observe("ticket_refusal_codes", code)
+        if is_producer:
+            self._log.warning(
+                f"producer-{code}",
+                "request %s: its ticket is refused, so its prompt is computed here and handed over whole (%s: %s)",
+                request_id,
+                code,
+                message,
+            )
+            return
         self._log.warning(
             code,
             "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
@@ -35,9 +44,9 @@ class TicketLog:
         )
 
     def params_of(self, arrival: Arrival) -> object:
-        """Return the params that a request's hand-over follows; none of a session, whose prompt is never known to be whole.
+        """Return the params that a request's hand-over follows; None for a session, whose prompt is never known to be complete.
 
-        Source: vLLM tells connectors of a session's first part alone. Later parts prolong the prompt and write into its blocks.
+        Source: vLLM tells connectors of a session's first part alone. Later parts extend the prompt and write into its blocks.
         """
         if arrival.is_session and arrival.params:
             text = "the request is a session whose prompt comes in parts, and only whole prompts are handed over"
@@ -46,13 +55,13 @@ class TicketLog:
         return arrival.params
 
     def withheld(self, request_id: str, code: str) -> None:
-        """Note a finished request whose response has no ticket."""
+        """Count and log a finished request whose response has no ticket."""
         self._recorder.observe("withheld_ticket_codes", code)
         if code not in _COUNTED_ONLY:
             self._log.warning(code, "request %s: its prompt is not handed over (%s)", request_id, code)
 
     def not_shortened(self, request_id: str) -> None:
-        """Note a prompt whose last tokens the consumer was to compute, and which could not be shortened."""
+        """Count and log a prompt that could not be shortened although the consumer was to compute its last tokens."""
         self._log.warning(
             "tail-not-shortened",
             "request %s: its last prompt tokens are the decode engine's to compute, and could not be left out here",

@@ -1,8 +1,8 @@
-"""Streams of a rank on the engine thread: words of the prompts that it computes, and reports of those that it reads.
+"""Streams of a rank on the engine thread: the words of prompts that it computes, and reports on prompts that it reads.
 
-The words move before the forward pass (`before_forward`), because the forward pass may write into blocks that were freed in
-this step. A chunk is shown once the device has finished it (`chunks_given`). Ends of streams come from the transfer thread and
-are reported with the next step: to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
+The words change before the forward pass (`before_forward`), because the forward pass may write into blocks that were freed in
+this step. A chunk is shown once the device has finished it (`chunks_given`). The transfer thread passes the ends of streams
+on; the next step reports them to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ __all__ = ["RankStreams", "ReadsOfStep", "StreamReports"]
 
 
 class ReadsOfStep(NamedTuple):
-    """Orders of a step for this rank's transfer thread, beside those of leases."""
+    """Orders of a step for this rank's transfer thread, other than those about leases."""
 
     reads: tuple[ReadOrder, ...]
     """Plain reads and notifications."""
     watches: tuple[StreamOrder, ...] = ()
     """Streams to read."""
     stops: tuple[str, ...] = ()
-    """Requests whose stream is to be given up."""
+    """Requests whose stream is to be stopped."""
 
 
 class StreamReports(NamedTuple):
     """Ends of streams since the last step."""
 
     received: frozenset[str]
-    """For the engine: requests that this rank is done with, well or badly."""
+    """For the engine: requests that are finished on this rank, successfully or not."""
     failed_ids: frozenset[str]
-    """The part of them that ended badly."""
+    """The subset of them that failed."""
     failed: tuple[ReadEnd, ...]
-    """Reasons of these, where one is known."""
+    """Ends of the failed ones, where a reason is known."""
     good: tuple[ReadEnd, ...]
-    """The good ones among them."""
+    """Ends of the successful ones."""
     ends: tuple[tuple[str, bool], ...]
     """For the scheduler half: request, and whether its fence held."""
 
     def added_to(self, report: StepReport) -> StepReport:
-        """Return a report with these ends in it."""
+        """Return a report extended by these ends."""
         return replace(
             report,
             received=report.received | self.received,
@@ -63,17 +63,17 @@ class StreamReports(NamedTuple):
 
 
 def _given_up(end: ReadEnd) -> ReadEnd:
-    """Return the end of a stream that was given up; all of it may have arrived before anybody knew."""
+    """Return the end of a stream that was stopped; all its data may have arrived before the stop took effect."""
     return replace(end, code=STREAM_STOPPED, message="the stream was given up") if end.is_ok else end
 
 
 @final
 class RankStreams:
-    """Streams of one rank. Engine thread only, but for `ended`.
+    """Streams of one rank. Engine thread only, except `ended`.
 
     Args:
-        ends: Knows the fate of each stream that is read here.
-        recorder: Takes what fails, and counts.
+        ends: Tracks the outcome of each stream that is read here.
+        recorder: Records failures and counts.
     """
 
     def __init__(self, ends: StreamEnds, recorder: Recorder) -> None:
@@ -81,14 +81,14 @@ class RankStreams:
         self._recorder = recorder
         self._worker: StreamWorker | None = None
         self._finished: deque[FinishedRead] = deque()
-        # The latest end of a stream that was not reported to the engine yet, for its reason.
+        # The latest end, with its reason, of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
         self._sent: list[str] = []
-        # Openings of the prompts whose words stand, by request.
+        # Openings of the prompts whose words are valid, by request.
         self._open: dict[str, StreamOpen] = {}
 
     def use(self, worker: StreamWorker | None) -> None:
-        """Store words with this from now on; None while nothing is registered."""
+        """Write words through `worker` from now on; None while nothing is registered."""
         self._worker = worker
         self._open.clear()
 
@@ -97,19 +97,19 @@ class RankStreams:
     def before_forward(
         self, plan: StepPlan, then: Callable[[Callable[[], None]], None], mirror: HostMirror | None = None
     ) -> None:
-        """Move words, open slots and publish block ids, before anything of the step runs on the device.
+        """Change words, open slots and publish block ids, before any work of the step runs on the device.
 
-        Pages that the steps before have filled (a prefix hit) are shown once the device has done these, not with this step's end.
+        Pages filled by earlier steps (a prefix hit) are shown once the device has finished those, without waiting for this step.
 
         Args:
             plan: The step's orders.
-            then: Runs an action once the device has finished what it has been given.
-            mirror: Where readers take the pages from, if not from the device: they are shown behind this step's copies.
+            then: Runs an action once the device has finished its earlier work.
+            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
         orders = plan.streams
         if not (orders.voids or orders.opens or orders.chunks):
             return
-        if self._worker is None:  # the words are gone, so they are void
+        if self._worker is None:  # the words no longer exist, so they are void
             self._sent += [void.request_id for void in orders.voids if void.ends]
             return
         for void in orders.voids:
@@ -129,8 +129,8 @@ class RankStreams:
 
         Args:
             plan: The step's orders.
-            then: Runs an action once the device has finished what it has been given.
-            mirror: Where readers take the pages from, if not from the device: its copies come first.
+            then: Runs an action once the device has finished its earlier work.
+            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
         worker = self._worker
         if worker is None:
@@ -143,12 +143,12 @@ class RankStreams:
                 mirror.then(chunk.request_id, show)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget prompts that are whole and copied: their words move with their lease from now on."""
+        """Forget prompts that are complete and copied: from now on their words change with their lease."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def void(self, request_id: str) -> bool:
-        """Move the words of a prompt whose pages are no good; False for one that has no stream."""
+        """Void the words of a prompt whose pages are unusable; return False for a prompt without a stream."""
         opening = self._open.get(request_id)
         if opening is None or self._worker is None:
             return False
@@ -156,14 +156,14 @@ class RankStreams:
         return True
 
     def take_sent(self) -> list[str]:
-        """Return requests that ended while they were computed, whose words have moved for good; each once."""
+        """Return requests that ended while they were computed and whose words are permanently void; each once."""
         sent, self._sent = self._sent, []
         return sent
 
     # ---------------------------------------------------------------------------------------------- this rank reads
 
     def apply(self, plan: StepPlan) -> ReadsOfStep:
-        """Take in a step's orders; return what the transfer thread is to do.
+        """Process a step's orders; return the orders for the transfer thread.
 
         A rank that has read a stream to its end does nothing more for that request, see `StreamEnds.takes_read`.
         """
@@ -176,11 +176,11 @@ class RankStreams:
         return ReadsOfStep(reads, watches, stops)
 
     def failures(self, request_ids: Sequence[str]) -> list[str]:
-        """Return those of a step's failures that this rank is to report."""
+        """Return those of a step's failures that this rank must report."""
         return [request_id for request_id in request_ids if self._ends.takes_read(request_id)]
 
     def ended(self, finished: FinishedRead) -> None:
-        """Take the end of a stream whose memory is quiet; any thread."""
+        """Accept the end of a stream whose memory is quiet; any thread."""
         self._finished.append(finished)
 
     def fail(self, watches: Iterable[StreamOrder], now_s: float, code: str, message: str) -> None:
@@ -189,12 +189,12 @@ class RankStreams:
             self.ended(finished)
 
     def fail_finished(self, failed: Callable[[FinishedRead], FinishedRead]) -> None:
-        """Turn good ends that are not reported yet into bad ones: their pages are about to be lost."""
+        """Turn good ends that have not been reported into failed ones: their pages are about to be lost."""
         for _ in range(len(self._finished)):
             self._finished.append(failed(self._finished.popleft()))
 
     def take(self, complete: Callable[[FinishedRead], ReadEnd]) -> StreamReports | None:
-        """Return the ends since the last call, None for none; `complete` puts the pages of a good one where they belong."""
+        """Return the ends since the last call, None for none; `complete` is applied to each, to finish the pages of good ones."""
         latest: dict[str, ReadEnd] = {}
         while self._finished:
             end = complete(self._finished.popleft())
@@ -221,7 +221,7 @@ class RankStreams:
         )
 
     def _tell_torn(self, end: ReadEnd) -> None:
-        self._recorder.count("num_torn_streams")
+        self._recorder.observe("torn_stream_codes", end.code)
         self._recorder.info(
             "stream-torn",
             f"request {end.order.request_id}: its stream from engine {end.order.peer.engine_id} broke off ({end.message}); "

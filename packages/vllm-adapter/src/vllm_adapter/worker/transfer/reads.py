@@ -1,13 +1,14 @@
-"""The consumer's part of a worker: from read orders to transfers, and to one end per request. Transfer thread only.
+"""Consumer side of a worker: turns read orders into transfers, and into one end per request. Transfer thread only.
 
-A request's read is one transfer per producer rank. It ends once: when the last of them has ended and no peer can write
-into its pages any more. After the first failure nothing more is posted for it. Peers are the business of `peers.py`.
+A request's read is one transfer per producer rank. It ends once: when the last transfer has ended and no peer can write into
+its pages any more. After the first failure nothing more is posted for it. `peers.py` manages the peers.
 
-A read that failed because its peer was lost is made once more: the peer is met anew, and the ranks whose part has not
-arrived are read again within the same deadline, while the lease holds. A rank whose part has arrived has been told so; it is
-neither read nor told again. Example: ranks 0.0 and 0.1, 0.0 is done, 0.1 is lost: the second attempt reads 0.1 alone.
+A read that failed because its peer was lost is made once more: the peer's engine is set up again, and the ranks whose part has
+not arrived are read again within the same deadline, while the lease holds. A rank whose part has arrived was notified already,
+so it is neither read nor notified again. Example: of ranks 0.0 and 0.1, 0.0 is done and 0.1 is lost: the second attempt reads
+0.1 alone.
 
-An order can only fail itself. Every entry point catches whatever an order or a peer provokes; the read that it belongs to
+An order can only fail itself. Every entry point catches any exception that an order or a peer provokes, and the affected read
 ends with a code.
 """
 
@@ -51,7 +52,7 @@ __all__ = ["ReadCoordinator", "StreamReading"]
 
 
 class StreamReading(NamedTuple):
-    """How streams are read: the machine, given its deadline in seconds without progress, the groups, and where ends go."""
+    """Parameters of stream reading: the state machine, the stall limit in seconds, the groups, and the callback for ends."""
 
     make_readers: Callable[[float], StreamReaders]
     shape: StreamShape
@@ -66,8 +67,8 @@ class ReadCoordinator:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
         limits: Durations and counts.
-        ended: Called with the one end of every read; cheap and thread-safe.
-        streaming: How streams are read; None where nothing is streamed.
+        ended: Called once with the end of every read; cheap and thread-safe.
+        streaming: Parameters of stream reading; None where nothing is streamed.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ReadCoordinator:
             self._admission = StreamAdmission(parts, self._peers, self._streams, streaming.ended)
 
     def look_after(self) -> None:
-        """End waits that are too long, let go of dead and unused engines, report reads without progress."""
+        """End waits that are too long, drop dead and unused engines, and report reads without progress."""
         with self._parts.recorder.guarded("looking after peers"):
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
@@ -112,12 +113,12 @@ class ReadCoordinator:
                 self._streams.look_after()
 
     def snapshot(self) -> dict[str, int]:
-        """Return how many engines and transfers there are, for diagnosis."""
+        """Return the numbers of engines and transfers, for diagnosis."""
         streamed = self._streams.transfer_count if self._streams is not None else 0
         return {"engines": len(self._peers), "transfers": len(self._transfers) + streamed}
 
     def describe(self, most: int) -> dict[str, object]:
-        """Return counts, and at most `most` reads and peers each, as an operator is shown them."""
+        """Return an operator's view: counts, and at most `most` reads and peers each."""
         now_s, engines = self._parts.now_s(), self._peers.engines()
         reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
         streams = self._streams.describe(most) if self._streams is not None else {}
@@ -126,7 +127,7 @@ class ReadCoordinator:
     # ---------------------------------------------------------------------------------------------- orders
 
     def read(self, order: ReadOrder) -> None:
-        """Start a request's read, or let it wait for its engine."""
+        """Start a request's read, or queue it until its engine is ready."""
         read = Read(order, ReadTimes(self._parts.now_s()))
         try:
             self._peers.submit(read)
@@ -139,29 +140,29 @@ class ReadCoordinator:
             self._admission.follow(order)
 
     def stop(self, request_id: str) -> None:
-        """Give up the stream of a request; its end is reported once its pages are quiet."""
+        """Stop the stream of a request; its end is reported once its pages are quiet."""
         if self._admission is not None:
             self._admission.stop(request_id)
 
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
-        """Give up a read that nobody wants any more; it still ends, once, when its pages are quiet.
+        """Give up a read that is no longer needed; it still ends once, when its pages are quiet.
 
         Args:
             request_id: The request.
-            is_passed_on: Whether another request reads the same hand-over: the producer is not told of this end.
+            is_passed_on: Whether another request reads the same hand-over: the producer is not notified of this end.
         """
         for transfer_id, read in list(self._transfers.items()):
             if read.order.request_id == request_id:
                 read.is_passed_on, read.may_retry = is_passed_on, False
                 self._parts.agent.cancel(transfer_id)
         for read in self._peers.waiting(request_id):
-            # The read goes on waiting, now only to tell its producer that the blocks are not needed.
+            # The read keeps waiting, but only to tell its producer that the blocks are not needed.
             read.is_passed_on = is_passed_on
             read.fail("cancelled", "the request was aborted before its read began")
             self._end(read)
 
     def end_all(self, code: str, message: str) -> None:
-        """Fail every read, also one whose data has arrived but is not verified; each ends once its pages are quiet."""
+        """Fail every read, including those whose data has arrived unverified; each ends once its pages are quiet."""
         if self._admission is not None:
             self._admission.end_all(code, message)
         for read in self._peers.take_waiting():
@@ -172,7 +173,7 @@ class ReadCoordinator:
                 self._parts.agent.cancel(transfer_id)
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
-        """Renew leases at a peer engine; an engine that is not known yet is met first."""
+        """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
         engine, renewed = self._messages.renew(order)
         renewed_until_s = self._parts.now_s() + self._limits.renewed_s
         for read in self._transfers.values():
@@ -203,7 +204,7 @@ class ReadCoordinator:
             read.fail(*reason)
             self._end(read)
             return
-        # All ranks' indices come first: nothing is posted for a request that a later rank would refuse.
+        # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
         blocks = (order.local_blocks, order.peer_blocks)
         indices = {rank: plan.indices(rank, *blocks, tokens=order.tokens) for rank in ranks}
@@ -241,7 +242,7 @@ class ReadCoordinator:
     # ---------------------------------------------------------------------------------------------- results
 
     def transfer_ended(self, result: TransferResult) -> None:
-        """Take in the end of one rank's transfer, of a part of a stream, or of a probe."""
+        """Process the end of one rank's transfer, of a part of a stream, or of a probe."""
         if self._streams is not None and self._streams.transfer_ended(result):
             return
         read = self._transfers.get(result.transfer_id)
@@ -266,7 +267,7 @@ class ReadCoordinator:
             read.note_arrived(result, now_s)
             if engine is not None:
                 engine.last_answer_s = now_s
-            recorder.transfer(result)
+            recorder.read_done(result)
             return
         self._note_failure(read, result.code, result.message, may_retry=may_be_mended(result))
         if result.outcome == "fence-rejected":
@@ -275,7 +276,7 @@ class ReadCoordinator:
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
 
     def memory_quiet(self, transfer_id: str) -> None:
-        """Take in that nothing can write into the pages of an ended transfer any more."""
+        """Note that nothing can write into the pages of an ended transfer any more."""
         if self._streams is not None and self._streams.memory_quiet(transfer_id):
             return
         read = self._transfers.get(transfer_id)
@@ -309,7 +310,7 @@ class ReadCoordinator:
         order = read.order
         late_s = self._parts.now_s() - read.trusted_until_s
         if not read.code and not (engine.is_fenced and order.fence is not None) and late_s > 0:
-            # Without a fence the only proof that the pages were still this prompt's is that the lease had not ended.
+            # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)
         if engine.plan is not None and (engine.phase == "ready" or not read.code):
@@ -326,7 +327,7 @@ class ReadCoordinator:
         self._end(read)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
-        """Fail a read because of an exception; transfers that are on the wire end first."""
+        """Fail a read because of an exception; its transfers on the wire end first."""
         if action:
             self._parts.recorder.trouble(action, error)
         self._note_failure(read, code_of(error), str(error))

@@ -1,9 +1,9 @@
 """Streamed reads: from a peer's progress words to parts, to one verified end. Transfer thread only.
 
-Each producer rank of a stream is followed by itself: progress, its parts, and, once all of them have landed, its fence word. A
-part is read once the table has told all of its blocks. A stream is done when every rank's fence held; when one rank breaks, the
-others are given up, and the stream is reported as torn once nothing of it is on the wire any more: its blocks may then be read
-again. Nobody is told "read complete" before all ranks are done, since a torn stream is read once more.
+Each producer rank of a stream is followed separately: its progress, its parts, and, once all of them have arrived, its fence
+word. A part is read once the table has listed all of its blocks. A stream is done when every rank's fence held. When one rank
+breaks, the others are stopped, and the stream is reported as torn once none of its transfers is on the wire any more: its blocks
+may then be read into again. "Read complete" is sent only after all ranks are done, since a torn stream is read once more.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vllm_adapter.ports import StreamFacts
 from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
 from vllm_adapter.worker.transfer.stalls import note_quarantine
+from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vllm_adapter.ports import (
         Indices,
-        PeerPlan,
         StreamOrder,
         StreamPart,
         StreamReaders,
-        StreamWatch,
+        StreamReport,
         TransferResult,
     )
     from vllm_adapter.steps import Rank
@@ -36,72 +36,25 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.peers import PeerDirectory
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
-    from vllm_adapter.worker.transfer.stream_parts import PartBlocks, StreamShape
+    from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 __all__ = ["StreamCoordinator"]
 
 _NO_INDICES: Final = np.empty(0, dtype=np.int32)
+_BROKEN: Final[Mapping[str, tuple[str, str]]] = {
+    "changed": ("stream-restarted", "the prefill engine preempted the prompt, started it again or gave it up"),
+    "stall": ("stream-stalled", "the prefill engine finished no further block within read_timeout_s"),
+    "slow": ("stream-slow", "the prefill engine computes the prompt too slowly for blocks to be reserved for it"),
+    "lost": ("stream-void", "the fence word has changed since, or could not be read"),
+}
+"""Event that broke a stream -> code and reason. Lost parts have the code of their transfer."""
+_BROKE_OFF: Final = ("stream-broken", "it broke off")
 
 
-@final
-class _Part:
-    """A part whose blocks the table is asked for."""
-
-    __slots__ = ("blocks", "ids", "missing", "tokens")
-
-    def __init__(self, blocks: list[PartBlocks], tokens: int) -> None:
-        self.blocks = blocks
-        self.tokens = tokens
-        self.missing = {each.place for each in blocks if each.length}
-        self.ids: dict[int, int] = {}
-
-
-@final
-class _Stream:
-    """A stream of a request: its order, its engine, and the ranks that have not reported."""
-
-    __slots__ = ("engine", "is_stopped", "is_torn", "open_ranks", "order", "plan", "read", "reason")
-
-    def __init__(self, read: Read, order: StreamOrder, engine: PeerEngine, plan: PeerPlan) -> None:
-        self.plan = plan
-        self.read = read
-        self.order = order
-        self.engine = engine
-        self.open_ranks: dict[str, _Following] = {}
-        self.is_torn = False
-        self.is_stopped = False
-        self.reason: tuple[str, str] = ("", "")
-
-    def note_whole(self) -> None:
-        """Keep what had arrived when the first rank was seen to be whole."""
-        times = self.read.times
-        if times.early_bytes is None:
-            times.early_bytes = times.bytes_moved
-
-
-@final
-class _Following:
-    """A rank of a stream; listener of its watch."""
-
-    __slots__ = ("_coordinator", "finished_tokens", "name", "parts", "rank", "stream", "watch")
-
-    def __init__(self, coordinator: StreamCoordinator, stream: _Stream, rank: Rank) -> None:
-        self._coordinator = coordinator
-        self.stream = stream
-        self.rank = rank
-        self.name = f"{stream.read.order.request_id}/{rank[0]}.{rank[1]}"
-        self.watch: StreamWatch | None = None
-        self.parts: list[_Part] = []
-        self.finished_tokens = 0
-
-    def progress(self, tag: int, tokens: int) -> None:
-        self._coordinator.on_progress(self, tag, tokens)
-
-    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
-        self._coordinator.on_table(self, first, ids)
-
-    def broken(self, code: str, message: str) -> None:
-        self._coordinator.on_broken(self, code, message)
+def _why(cause: str, rank: Rank) -> tuple[str, str]:
+    """Return the code and reason of a broken stream."""
+    code, reason = _BROKEN.get(cause, _BROKE_OFF)
+    return code, f"rank {rank}: {reason}"
 
 
 def _wants_data(read: Read) -> bool:
@@ -114,12 +67,12 @@ class StreamCoordinator:
 
     Args:
         parts: The registration's threads, codec, recorder and clock.
-        readers: The machine that says what is read next.
+        readers: The state machine that decides what to read next.
         shape: Groups of both engines.
-        peers: Hears of each stream that is over, and of engines that are in trouble.
-        messages: Tells producers that all has been read.
-        transfer_timeout_s: Seconds that a single transfer may take.
-        ended: Called with the one end of every stream, once it is quiet; the blocks of one that failed may be read again.
+        peers: Directory of peer engines, which is notified of each stream's end and of failing engines.
+        messages: Notifies producers that a stream has been read completely.
+        transfer_timeout_s: Longest duration of a single transfer, in seconds.
+        ended: Called once with the end of every stream, when it is quiet; the blocks of a failed stream may be read into again.
     """
 
     def __init__(
@@ -140,19 +93,19 @@ class StreamCoordinator:
         self._messages = messages
         self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
-        self._ranks: dict[str, _Following] = {}
-        self._streams: dict[str, _Stream] = {}
-        self._transfers: dict[str, tuple[_Following, bool]] = {}
-        """(rank, whether it is the fence word's) of each transfer that is not over."""
+        self._ranks: dict[str, FollowedRank] = {}
+        self._streams: dict[str, Stream] = {}
+        self._transfers: dict[str, tuple[FollowedRank, bool]] = {}
+        """(rank, whether it reads the fence word) of each transfer that has not ended."""
         self._count = 0
 
     # ---------------------------------------------------------------------------------------------- orders
 
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
-        """Follow a stream of an engine that is ready. A second one of a request is not followed: the first one's end stands.
+        """Follow a stream of an engine that is ready; ignore a second stream of a request, since the end of the first one stands.
 
         Raises:
-            AdapterError: `no-plan`: nothing of this engine can be read. The stream has not begun then.
+            AdapterError: `no-plan`: nothing of this engine can be read. The stream has then not begun.
         """
         plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
         if request_id in self._streams:
@@ -163,7 +116,7 @@ class StreamCoordinator:
         if plan is None:
             raise AdapterError(f"engine {engine.engine_id} has pages for no rank of this one", code="no-plan")
         engine.reads_in_flight += 1
-        stream = self._streams[request_id] = _Stream(read, order, engine, plan)
+        stream = self._streams[request_id] = Stream(read, order, engine, plan)
         if fence is None or not engine.can_stream or order.start % self._shape.entry_tokens:
             stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
             self._report(stream)
@@ -181,13 +134,13 @@ class StreamCoordinator:
             self._watch(following, fence[0])
         self._settle()
 
-    def _follow_ranks(self, stream: _Stream, facts: StreamFacts) -> None:
+    def _follow_ranks(self, stream: Stream, facts: StreamFacts) -> None:
         for rank in stream.plan.producer_ranks:
-            following = _Following(self, stream, rank)
+            following = FollowedRank(self, stream, rank)
             self._readers.watch(following.name, facts, self._parts.now_s())
             stream.open_ranks[following.name] = self._ranks[following.name] = following
 
-    def _watch(self, following: _Following, slot: int) -> None:
+    def _watch(self, following: FollowedRank, slot: int) -> None:
         try:
             key, tokens = following.stream.engine.key(following.rank), following.stream.read.order.tokens
             following.watch = self._parts.agent.watch_stream(key, slot, following, tokens=tokens)
@@ -195,7 +148,7 @@ class StreamCoordinator:
             self._give_up(following.stream, code_of(error), str(error))
 
     def stop(self, request_id: str) -> None:
-        """Read no more; the end is reported, as failed, once all is quiet."""
+        """Stop reading; the end is reported, as failed, once all transfers are quiet."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -205,14 +158,14 @@ class StreamCoordinator:
         self._settle()
 
     def break_all(self, code: str, message: str) -> None:
-        """Break off all streams; each is reported once it is quiet."""
+        """Stop all streams; each is reported once it is quiet."""
         for stream in list(self._streams.values()):
             stream.is_torn = True
             self._give_up(stream, code, message)
             self._cancel_transfers(stream)
         self._settle()
 
-    def _cancel_transfers(self, stream: _Stream) -> None:
+    def _cancel_transfers(self, stream: Stream) -> None:
         for transfer_id, (following, _) in list(self._transfers.items()):
             if following.stream is stream:
                 with self._parts.recorder.guarded("cancellation"):
@@ -220,7 +173,7 @@ class StreamCoordinator:
 
     @property
     def transfer_count(self) -> int:
-        """Transfers of streams that are not over."""
+        """Number of stream transfers that have not ended."""
         return len(self._transfers)
 
     def reads(self) -> dict[str, Read]:
@@ -228,14 +181,14 @@ class StreamCoordinator:
         return {transfer_id: following.stream.read for transfer_id, (following, _) in self._transfers.items()}
 
     def describe(self, most: int) -> dict[str, object]:
-        """Return how many streams there are, and the oldest `most` of them, as an operator is shown them."""
+        """Return an operator's view: the number of streams, and the oldest `most` of them."""
         return {
             "streams": len(self._streams),
             "oldest_streams": [self._entry(stream) for stream in islice(self._streams.values(), most)],
         }
 
-    def _entry(self, stream: _Stream) -> dict[str, object]:
-        """Describe a stream; of several ranks the one that is behind says how far it is."""
+    def _entry(self, stream: Stream) -> dict[str, object]:
+        """Describe a stream; the rank that is furthest behind determines its progress."""
         order, times = stream.read.order, stream.read.times
         behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
         return {
@@ -251,7 +204,7 @@ class StreamCoordinator:
         }
 
     def look_after(self) -> None:
-        """Give up streams without progress, and those that keep an engine from being met anew for others."""
+        """Give up streams without progress, and those that keep a draining engine from being set up again for other reads."""
         self._readers.tick(self._parts.now_s())
         for stream in list(self._streams.values()):
             engine = stream.engine
@@ -261,8 +214,8 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- what watches tell
 
-    def on_progress(self, following: _Following, tag: int, tokens: int) -> None:
-        """Take a rank's progress."""
+    def on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
+        """Process a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
             following.finished_tokens = tokens
@@ -272,12 +225,12 @@ class StreamCoordinator:
                 self._give_up(following.stream, code_of(error), str(error))
         self._settle()
 
-    def _order(self, following: _Following, part: StreamPart) -> None:
+    def _order(self, following: FollowedRank, part: StreamPart) -> None:
         tokens, span = following.stream.read.order.tokens, self._shape.entry_tokens
         stop = min(part.stop * span, tokens)
         if part.is_last:
-            following.stream.note_whole()
-        asked = _Part(self._shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
+            following.stream.note_whole(self._parts.now_s())
+        asked = Part(self._shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
         following.parts.append(asked)
         if following.watch is None:
             return
@@ -288,8 +241,8 @@ class StreamCoordinator:
         if not asked.missing:
             self._post(following, asked)
 
-    def on_table(self, following: _Following, first: int, ids: tuple[int, ...]) -> None:
-        """Take entries of a rank's table; read the part that has all of its own now."""
+    def on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
+        """Process entries of a rank's table; read the part whose entries are now complete."""
         part = next((each for each in following.parts if first in each.missing), None)
         if part is None:
             return
@@ -299,15 +252,15 @@ class StreamCoordinator:
             self._post(following, part)
         self._settle()
 
-    def on_broken(self, following: _Following, code: str, message: str) -> None:
-        """Take the end of a rank's watch."""
+    def on_broken(self, following: FollowedRank, code: str, message: str) -> None:
+        """Process the end of a rank's watch."""
         self._give_up(following.stream, code, message)
         self._drop(following.stream, code, message)
         self._settle()
 
     # ---------------------------------------------------------------------------------------------- transfers
 
-    def _post(self, following: _Following, part: _Part) -> None:
+    def _post(self, following: FollowedRank, part: Part) -> None:
         following.parts.remove(part)
         try:
             read = following.stream.read
@@ -324,7 +277,7 @@ class StreamCoordinator:
             self._give_up(following.stream, code_of(error), str(error))
         self._readers.landed(following.name, is_good=is_good, now_s=self._parts.now_s())
 
-    def _start(self, following: _Following, indices: tuple[Indices, Indices], fence: tuple[int, int] | None) -> None:
+    def _start(self, following: FollowedRank, indices: tuple[Indices, Indices], fence: tuple[int, int] | None) -> None:
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
@@ -334,40 +287,38 @@ class StreamCoordinator:
         self._transfers[transfer_id] = (following, fence is not None)
 
     def transfer_ended(self, result: TransferResult) -> bool:
-        """Take in the end of a part or of a fence word's read; False for a transfer of somebody else."""
+        """Process the end of a part or of a fence word's read; return False for a transfer that is not a stream's."""
         found = self._transfers.get(result.transfer_id)
         if found is None:
             return False
         following, is_fence = found
         is_good = result.outcome == "done"
         if is_good:
-            following.stream.read.times.bytes_moved += result.bytes_moved
-            following.stream.read.times.data_s = self._parts.now_s()
-            following.stream.engine.last_answer_s = self._parts.now_s()
+            now_s = self._parts.now_s()
+            following.stream.note_arrival(result, now_s, is_fence=is_fence)
+            following.stream.engine.last_answer_s = now_s
             if not is_fence:
-                self._parts.recorder.transfer(result)
+                following.arrived.add(result)
         else:
             self._note_failure(following.stream, result, is_fence=is_fence)
         if result.is_memory_quiet:
             self._landed(result.transfer_id, is_good=is_good)
         return True
 
-    def _note_failure(self, stream: _Stream, result: TransferResult, *, is_fence: bool) -> None:
+    def _note_failure(self, stream: Stream, result: TransferResult, *, is_fence: bool) -> None:
         if not is_fence:
             self._give_up(stream, result.code, result.message)
-        if result.outcome == "fence-rejected":
-            self._parts.recorder.count("num_fence_rejections")
-        elif is_peer_at_fault(result):
+        if is_peer_at_fault(result):
             self._drop(stream, result.code, result.message)
         if not result.is_memory_quiet:
             note_quarantine(self._parts, stream.read, result)
 
-    def _drop(self, stream: _Stream, code: str, message: str) -> None:
+    def _drop(self, stream: Stream, code: str, message: str) -> None:
         if stream.engine.phase == "ready":
             self._peers.drop(stream.engine, f"a streamed read failed ({code}: {message})")
 
     def memory_quiet(self, transfer_id: str) -> bool:
-        """Take in that nothing can write into the pages of an ended part any more; False for somebody else's."""
+        """Note that nothing can write into an ended part's pages any more; return False for a transfer that is not a stream's."""
         found = self._transfers.get(transfer_id)
         if found is None:
             return False
@@ -378,7 +329,7 @@ class StreamCoordinator:
     def _landed(self, transfer_id: str, *, is_good: bool) -> None:
         following, is_fence = self._transfers.pop(transfer_id)
         if is_fence and self._ranks.get(following.name) is not following:
-            return  # the word of an attempt that is over: it says nothing of the data of the next one
+            return  # a fence read of an earlier attempt: it says nothing about the data of the next one
         if is_fence:
             fence = following.stream.read.order.fence
             self._readers.fence_found(following.name, fence[1] if is_good and fence is not None else None)
@@ -388,35 +339,35 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def _give_up(self, stream: _Stream, code: str, message: str) -> None:
-        """Break off all ranks of a stream; each reports once it is quiet."""
+    def _give_up(self, stream: Stream, code: str, message: str) -> None:
+        """Stop all ranks of a stream; each reports once it is quiet."""
         if not stream.reason[0]:
             stream.reason = (code, message)
         for following in list(stream.open_ranks.values()):
             if following.watch is not None:
                 following.watch.end()
             self._readers.cancel(following.name)
-            # Nothing of these is on the wire: the table never told their blocks.
+            # These parts were never posted: the table never listed their blocks.
             unposted, following.parts = following.parts, []
             for _ in unposted:
                 self._readers.landed(following.name, is_good=False, now_s=self._parts.now_s())
 
     def _settle(self) -> None:
-        """Carry out what the machine asks for, until it asks for nothing more."""
+        """Carry out the state machine's requests until it has none left."""
         for following in list(self._ranks.values()):
-            # The table tells the blocks of a stream that has broken never, or too late.
+            # The blocks of a broken stream's parts are listed too late or never.
             if following.parts and self._readers.state_of(following.name) == "breaking":
-                self._give_up(following.stream, "stream-broken", f"{following.name} started again, or made no progress")
+                self._give_up(following.stream, *_why(self._readers.cause_of(following.name), following.rank))
         while True:
             fences, reports = self._readers.take_fences(), self._readers.take_reports()
             for name in fences:
                 self._read_fence(self._ranks[name])
             for report in reports:
-                self._rank_ended(self._ranks.pop(report.stream_id), is_done=report.is_done)
+                self._rank_ended(self._ranks.pop(report.stream_id), report)
             if not fences and not reports:
                 return
 
-    def _read_fence(self, following: _Following) -> None:
+    def _read_fence(self, following: FollowedRank) -> None:
         if following.watch is not None:
             following.watch.end()
         try:
@@ -425,24 +376,28 @@ class StreamCoordinator:
             self._parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
             self._readers.fence_found(following.name, None)
 
-    def _rank_ended(self, following: _Following, *, is_done: bool) -> None:
+    def _rank_ended(self, following: FollowedRank, report: StreamReport) -> None:
         stream = following.stream
         del stream.open_ranks[following.name]
         if following.watch is not None:
             following.watch.end()
-        if not is_done:
+        if not report.is_done:
             stream.is_torn = True
-            self._give_up(stream, "stream-broken", f"rank {following.rank} started again, or made no progress")
+            self._give_up(stream, *_why(report.cause, following.rank))
+        else:
+            stream.whole_ranks.append(following.arrived)
         if not stream.open_ranks:
             self._report(stream)
 
-    def _report(self, stream: _Stream) -> None:
-        """Tell the one end of a stream, whose pages are quiet."""
+    def _report(self, stream: Stream) -> None:
+        """Report the end of a stream whose pages are quiet."""
         read, engine = stream.read, stream.engine
         del self._streams[read.order.request_id]
         if stream.is_torn and not stream.reason[0]:
-            stream.reason = ("stream-broken", "it started again, or made no progress")
+            stream.reason = _BROKE_OFF
         is_good = not stream.is_torn and not stream.is_stopped
+        for arrived in stream.whole_ranks if is_good else ():
+            self._parts.recorder.read_done(arrived)
         if is_good or (stream.is_stopped and engine.phase == "ready"):
             self._messages.release(read, engine, engine.ranks)
         code, message = ("", "") if is_good else stream.reason
