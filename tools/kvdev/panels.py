@@ -159,6 +159,15 @@ _LEASES: Final = (
         ),
     ),
     Panel(
+        "Prompts not streamed, streams broken off, by code",
+        "not-streamed: one side lacks streaming. no-room: decode lacks blocks. stream-restarted: prefill preempts.",
+        "cps",
+        (
+            _named(_grown(OWN + "num_unstreamed_prompts_total", "code"), "not streamed"),
+            _named(_grown(OWN + "num_torn_streams_total", "code"), "broken off"),
+        ),
+    ),
+    Panel(
         "Blocks kept for a reader",
         "Near the cache's size: tickets are not read.",
         "short",
@@ -218,7 +227,6 @@ _PEERS: Final = (
             _named(_grown(OWN + "num_dropped_engines_total"), "dropped engines"),
             _named(_grown(OWN + "num_retried_reads_total"), "retried reads"),
             _named(_grown(OWN + "num_stalled_reads_total"), "stalled reads"),
-            _named(_grown(OWN + "num_torn_streams_total"), "torn streams"),
             _named(_grown(OWN + "num_quarantined_reads_total"), "quarantined reads"),
             _named(_grown(OWN + "num_refused_notifications_total"), "refused notifications"),
         ),

@@ -43,13 +43,14 @@ _FIRST = (
     (r"belongs to the owner thread", _CALLER),
     (
         (
-            r"cannot be asked: |hand-over cannot be asked|does not hand its prompt over|question for a hand-over|"
+            r"cannot be asked: |hand-over cannot be asked|question for a hand-over|"
             r"(handed over whole|computed here), not|was asked for more than one token|pages are zeroed before|"
             r"could not be left out"
         ),
         _PLAIN,
     ),
     (r"answer to a peer's question|an answer was refused", _PLAIN),
+    (r"its prompt is not streamed", "look the code up in [Streams](troubleshoot.md#streams)"),
     (
         r"cannot be asked for now",
         "no text is wrong: these prompts are computed by the decode engine; look the code up in [Troubleshoot](troubleshoot.md)",
@@ -86,12 +87,18 @@ _BY_CODE = (
         ),
         "do what the text says, then run `kv-nixl doctor` again: [Tune UCX and NICs](operate/tune.md)",
     ),
-    (r"^(ask-unsupported|malformed-answer|malformed-hand-over|hand-over-mismatch)$", _PLAIN),
+    (r"^(ask-unsupported|malformed-answer|malformed-hand-over|hand-over-mismatch|not-streamed)$", _PLAIN),
+    (r"^stream-", "if it goes on, look the code up in [Streams](troubleshoot.md#streams)"),
+    (
+        r"^ticket-early-(off|uncovered)$",
+        "set `streaming`, and a fleet secret or `remote_hosts`, on this engine: [Streams](troubleshoot.md#streams)",
+    ),
     (r"^(ticket|hand-over)-seal$", "compare the fleet's secrets on both engines: [Security](security.md)"),
     (
         r"^ticket-role$",
         "correct the router: it sends requests to decode to a prefill engine, or set `kv_role` to `kv_both`",
     ),
+    (r"^ticket-own-engine$", "correct the router: it sends both halves of a request to one engine"),
     (r"^ticket-session$", "leave `kv_transfer_params` out of requests with streaming input"),
     (r"^ticket-prompt", "send both engines the same prompt, adapter and images; " + _TICKET),
     (r"^ticket-host$", "widen `remote_hosts` or `peer_ports`, if the ticket is right"),
@@ -138,7 +145,7 @@ _BY_CODE = (
     (r"^(invalid-recording)$", "record the engine anew: `kv-handshake probe --save FILE`"),
     (
         (
-            r"^(unknown-key|wrong-type|out-of-range|readback-needs-kv-both|outer-role|(consumer|mirror)-pipeline|"
+            r"^(unknown-key|wrong-type|out-of-range|readback-(needs-kv-both|drafted-state)|outer-role|(consumer|mirror)-pipeline|"
             r"prefill-context|computed-kv|sleep-mode|unsupported-buffer)"
         ),
         _CONFIG,
