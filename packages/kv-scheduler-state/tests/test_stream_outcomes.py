@@ -67,3 +67,13 @@ def test_a_stream_that_is_read_or_that_its_client_leaves_has_no_outcome():
     state, _ = asking()
     finish(state)
     assert outcomes(state) == []
+
+
+@pytest.mark.parametrize("kind", ["offer", "final"])
+def test_an_engine_reads_no_stream_of_its_own(kind):
+    """A router sent both requests to one engine: the prompt is computed once more, and nothing is read or reserved."""
+    state, asked = asking(engine_id="prefill-0")
+    answer = offered()[1] if kind == "offer" else final_answer()
+    assert state.stream_answered("d1", asked.number, answer, now_s=0.0)
+    assert outcomes(state) == [("ticket-own-engine", "computed-here")]
+    assert state.external_tokens("d1", computed_tokens=0) == 0

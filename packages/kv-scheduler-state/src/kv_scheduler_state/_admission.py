@@ -143,12 +143,7 @@ class Admissions:
         self.early.require_reader()
         tickets, seal = self._tickets, self.seal
         ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise TicketError(
-                "ticket-own-engine",
-                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
-                field="remote_engine_id",
-            )
+        self.early.require_other_engine(ticket)
         if identity is not None and identity.refusal:
             raise TicketError(
                 identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"

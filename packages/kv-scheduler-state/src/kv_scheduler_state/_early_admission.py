@@ -51,6 +51,19 @@ class EarlyAdmissions:
                 "or 'kv_both')",
             )
 
+    def require_other_engine(self, ticket: HandoffTicket) -> None:
+        """Refuse a ticket of this engine, as when a router sends both requests of a hand-over to one engine.
+
+        Raises:
+            TicketError: `ticket-own-engine`.
+        """
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise TicketError(
+                "ticket-own-engine",
+                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
+                field="remote_engine_id",
+            )
+
     def producer(
         self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
     ) -> ProducerRecord:
@@ -129,7 +142,8 @@ class EarlyAdmissions:
         """Return the validated ticket of an offer or a final answer.
 
         Raises:
-            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-prompt`, `ticket-missing` or `ticket-range`.
+            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-own-engine`, `ticket-prompt`, `ticket-missing` or
+                `ticket-range`.
         """
         is_offer = answer["kind"] == "offer"
         reader, seal = self._offers if is_offer else self._tickets, self.seal
@@ -137,6 +151,7 @@ class EarlyAdmissions:
         if reader.kind_of(fields) != "handoff":
             raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
         ticket = reader.ticket_of(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
+        self.require_other_engine(ticket)
         self._consumers.streams.require_ticket(stream, ticket, is_offer=is_offer)
         slot, generation = ticket.fence or (0, 0)
         told = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
