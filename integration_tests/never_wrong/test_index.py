@@ -72,8 +72,8 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (TOPOLOGY, "test_a_peer_list_that_ends_early_is_refused"),
         (STATE, "test_a_list_says_with_which_token_it_begins_on_both_sides"),
         (STATE, "test_a_regenerated_turn_is_only_read_back_if_the_window_reaches_back"),
-        (STATE, "test_a_window_list_is_placed_where_its_writer_put_it_or_refused"),
-        (STATE, "test_null_blocks_of_a_chunked_list_are_counted_in_the_peers_blocks_or_refused"),
+        (STATE, "test_a_window_list_is_placed_where_its_writer_put_it_or_refused_here_or_by_the_worker"),
+        (STATE, "test_null_blocks_of_a_chunked_list_begin_with_the_prompt_or_are_refused"),
     )),
     "states move whole, and from a real block": ("A3", (
         (TOPOLOGY, "test_all_pages_of_a_state_are_moved"),

@@ -45,7 +45,7 @@ def first_told(groups: tuple[GroupConfig, ...], ids: list[list[int]], tokens: in
     dcp=st.sampled_from((1, 1, 2)),
     has_whole=st.sampled_from((True, True, False)),
 )
-def test_a_window_list_is_placed_where_its_writer_put_it_or_refused(
+def test_a_window_list_is_placed_where_its_writer_put_it_or_refused_here_or_by_the_worker(
     peer: int, ours: int, window: int, tokens: int, dcp: int, has_whole: bool
 ) -> None:
     whole, listed = window_table(peer * dcp, window, tokens)
@@ -54,28 +54,26 @@ def test_a_window_list_is_placed_where_its_writer_put_it_or_refused(
     told = first_told(groups[not has_whole :], ids[not has_whole :], tokens, dcp)
     if told == "ticket-first-token":
         return
-    assert told == (len(whole) - len(listed)) * peer * dcp
-    if 0 in listed:
-        assert peer == ours, "the first token behind the null blocks is known by the size of blocks alone"
+    is_refused_later = peer != ours and (told or 0 in listed)  # by the worker, which knows the peer's true block size
+    assert is_refused_later or told == (len(whole) - len(listed)) * peer * dcp
 
 
 @pytest.mark.never_wrong("A3")
 @pytest.mark.parametrize("chunk", [16, 48, 64])
 @pytest.mark.parametrize("peer", SIZES)
-def test_null_blocks_of_a_chunked_list_are_counted_in_the_peers_blocks_or_refused(peer: int, chunk: int) -> None:
+def test_null_blocks_of_a_chunked_list_begin_with_the_prompt_or_are_refused(peer: int, chunk: int) -> None:
     groups = (GroupConfig("full", 16, chunk_tokens=chunk),)
     for tokens in range(1, 400):
         nulls = tokens // chunk * chunk // peer
         count = -(-tokens // peer)
         ids = [[0] * min(nulls, count) + list(range(1000 + nulls, 1000 + count))]
-        told = first_told(groups, ids, tokens)
-        assert told == "ticket-first-token" or peer == 16 or not nulls
+        assert first_told(groups, ids, tokens) in {"ticket-first-token", 0}
 
 
 @pytest.mark.parametrize(("block", "window"), [(16, 32), (16, 128), (16, 1024), (64, 128), (128, 128), (32, 66)])
-def test_long_prompts_of_a_peer_with_our_blocks_are_read(block: int, window: int) -> None:
+def test_prompts_of_a_peer_with_our_blocks_are_read_whatever_their_length(block: int, window: int) -> None:
     groups = (GroupConfig("full", block), GroupConfig("window", block, window_tokens=window))
-    for tokens in (*range(2000, 2100), *range(1, window + 1)):
+    for tokens in range(1, 2100):
         told = first_told(groups, list(window_table(block, window, tokens)), tokens)
         assert isinstance(told, int), f"{tokens} tokens: {told}"
 

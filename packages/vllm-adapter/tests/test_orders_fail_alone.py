@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
 from kv_handshake import Codec
-from kv_scheduler_state import ReadOrder, StepPlan
+from kv_scheduler_state import BlockList, ReadOrder, StepPlan
 from vllm_adapter.worker.rank_streams import ReadsOfStep
 from vllm_adapter.worker.registration import Registration
+from vllm_adapter.worker.transfer.records import PeerEngine
+from vllm_adapter.worker.transfer.tickets import refusal
 
 
 @pytest.fixture
@@ -132,6 +134,22 @@ def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None
 
 
 # ------------------------------------------------------------------------------------------- tickets against engines
+
+
+@pytest.mark.never_wrong("A3")
+@pytest.mark.parametrize("capabilities", [frozenset(), frozenset({"prompt-digest"})])
+@pytest.mark.parametrize("has_our_blocks", [True, False])
+@pytest.mark.parametrize("listed", [BlockList((5, 6), 0, 0), BlockList((5, 6), 32, 0), BlockList((0, 6), 0, 0)])
+def test_a_list_that_was_placed_by_our_block_size_is_refused_where_the_peers_is_another(
+    capabilities: frozenset[str], has_our_blocks: bool, listed: BlockList
+) -> None:
+    """Where a list of vLLM's own connector begins follows from the peer's block size, which only the handshake shows."""
+    engine = PeerEngine(peer(), 0.0, 0.0)
+    engine.capabilities, engine.has_our_blocks = capabilities, has_our_blocks
+    is_placed = listed.first_token > 0 or 0 in listed.ids
+    found = refusal(order(peer_blocks=(blocks(4), listed), prompt="d" * 64, nonce="n"), engine)
+    is_refused = is_placed and not capabilities and not has_our_blocks
+    assert (found is not None and found[0] == "peer-blocks-unplaced") == is_refused, found
 
 
 @pytest.mark.never_wrong("A1")

@@ -199,6 +199,10 @@ def test_groups_must_be_the_same_one_by_one(change: dict[str, Any], can: bool) -
     plan: Any = Plan()
     metadata: Any = {(0, 0): Metadata(streams=STREAMS)}
     assert can_stream({**GROUP, **change}, metadata, plan) == can
+    by = planner({**GROUP, **change})
+    ranks = by.ranks(peer(), metadata)
+    by.plan(ranks)
+    assert by.has_our_blocks(ranks, plan) == can
 
 
 def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole() -> None:

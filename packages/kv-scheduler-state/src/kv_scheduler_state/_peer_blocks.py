@@ -4,8 +4,9 @@ Tickets of this project carry it (`kv_first_tokens`). vLLM's own connector, and 
 fixed rules: a group that keeps the whole prompt is sent whole; a window group is cut to its last `window_blocks` blocks;
 of a state group the running state is sent, by older versions with the scratch blocks behind it. A list as long as a whole
 list beside it was not cut and begins with token 0. The first token of a cut one follows from the whole list and from the size of
-the peer's blocks, which such a ticket does not tell. So that size must be proved to be ours: only with blocks of our size do the
-tokens that the peer has computed make lists of just these lengths. The same holds for a list with null blocks at its front.
+the peer's blocks, which such a ticket does not tell. So blocks of our size must make lists of just these lengths from the tokens
+that the peer has computed; the worker, which learns the true size at the handshake, refuses the ticket if it is another one after
+all. The same holds for a list with null blocks at its front.
 
 Example: blocks of 16 tokens, a window of 32 (`window_blocks` 3). A ticket of 160 tokens with a whole list of 10 blocks and a
 window list of 3: it begins with token (10 - 3) * 16 = 112. A peer with blocks of 32 lists 5 and 2 for the same tokens; its window
@@ -31,8 +32,6 @@ __all__ = ["PeerBlocks"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_BLOCK = (1 << 32) - 1
-_SMALL_BLOCKS = (1, 2, 4, 8)
-"""Block sizes of vLLM below 16; from there on it takes multiples of 16, which its attention kernels ask for."""
 
 
 @final
@@ -109,13 +108,13 @@ class PeerBlocks:
             is_short = tokens is not None and tokens <= group.window_tokens
             if count == whole or (whole is None and is_short):
                 return 0
-        if whole is not None and tokens is not None and _are_our_blocks(group, dcp, tokens, whole, count):
+        if whole is not None and tokens is not None and _may_be_our_blocks(group, dcp, tokens, whole, count):
             return (whole - count) * group.block_tokens * dcp
         raise TicketError(
             "ticket-first-token",
             f"remote_block_ids lists {count} blocks for the window group {number}, and nothing says where in the prompt they "
-            f"begin: the ticket has no kv_first_tokens, and its {tokens} tokens and {whole} blocks of a whole group do not prove "
-            f"that the peer's blocks hold {group.block_tokens} tokens",
+            f"begin: the ticket has no kv_first_tokens, and blocks of {group.block_tokens} tokens do not make these of its "
+            f"{tokens} tokens, with {whole} blocks of a whole group",
             field="remote_block_ids",
             group=number,
         )
@@ -139,10 +138,10 @@ class PeerBlocks:
         return list(numbers)
 
 
-def _are_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:
-    """Return whether a peer's blocks are as large as ours: no other size makes these lists of so many tokens.
+def _may_be_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:
+    """Return whether blocks of our size make these lists of so many tokens.
 
-    Example: 250 tokens, a window of 64. Blocks of 64 make a whole list of 4 and a window list of 2, and so do blocks of 80.
+    Example: 250 tokens, a window of 64, blocks of 64: a whole list of 4 and a window list of 2. Blocks of 80 make the same two.
 
     Args:
         group: The group with a window, or chunks, which vLLM does not cut.
@@ -151,18 +150,9 @@ def _are_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count
         whole: Blocks in its whole list.
         count: Blocks in its list of this group.
     """
-
-    def makes_them(block_tokens: int) -> bool:
-        span = block_tokens * dcp
-        kept = -(-group.window_tokens // span) + 1 if group.window_tokens else whole
-        return whole == -(-tokens // span) and count == min(whole, kept)
-
-    if whole < 2 or not makes_them(group.block_tokens):
-        return False
-    # The largest blocks with `whole` of them, less than twice ours.
-    most = (tokens - 1) // (whole - 1) // dcp
-    others = [size for size in (*_SMALL_BLOCKS, *range(16, most + 1, 16)) if size != group.block_tokens]
-    return not any(makes_them(size) for size in others)
+    span = group.block_tokens * dcp
+    kept = -(-group.window_tokens // span) + 1 if group.window_tokens else whole
+    return whole == -(-tokens // span) and count == min(whole, kept)
 
 
 def _null_block(value: object) -> int | None:

@@ -106,6 +106,11 @@ class PeerPlanner:
         ranks.read_all()
         return self.planner.plan(self.document, ranks.geometries, peer_tp=ranks.peer.tp)
 
+    def has_our_blocks(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
+        """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
+        ours = _spans(self.document["groups"])
+        return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
+
     def can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
         """Return whether a peer's prompts can be read in parts while it computes them.
 
@@ -115,8 +120,7 @@ class PeerPlanner:
         """
         if plan.is_staged or any(ranks.metadata[rank].streams is None for rank in plan.producer_ranks):
             return False
-        ours = _spans(self.document["groups"])
-        return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
+        return self.has_our_blocks(ranks, plan)
 
     def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
         """Return the memory kind of a peer rank's pages."""

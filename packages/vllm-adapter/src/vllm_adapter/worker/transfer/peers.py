@@ -243,7 +243,8 @@ class PeerDirectory:
         plan, metadata = self._planner.plan(ranks), ranks.metadata
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
-        engine.can_stream = self._can_stream(ranks, plan)
+        engine.has_our_blocks = self._compared(self._planner.has_our_blocks, ranks, plan)
+        engine.can_stream = self._compared(self._planner.can_stream, ranks, plan)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
                 PeerSpec(
@@ -266,9 +267,9 @@ class PeerDirectory:
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
 
-    def _can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
+    def _compared(self, question: Callable[[PeerRanks, PeerPlan], bool], ranks: PeerRanks, plan: PeerPlan) -> bool:
         try:
-            return self._planner.can_stream(ranks, plan)
+            return question(ranks, plan)
         except Exception as error:  # noqa: BLE001  (it can be read from as a whole all the same)
             self._parts.recorder.trouble("comparison of cache groups", error)
             return False

@@ -131,6 +131,7 @@ class PeerEngine:
         plan: Plan for reading from it; None until it is ready.
         is_fenced: Whether all ranks that are read from have a fence array.
         can_stream: Whether its prompts can be read in parts while it computes them.
+        has_our_blocks: Whether its cache groups have blocks of as many tokens as ours.
         capabilities: Capabilities that all its ranks announce.
         generation: Generation of its memory registration; None if it announces none.
         reads_in_flight: Reads posted to it that have not ended.
@@ -148,6 +149,7 @@ class PeerEngine:
     plan: PeerPlan | None = None
     is_fenced: bool = False
     can_stream: bool = False
+    has_our_blocks: bool = True
     capabilities: frozenset[str] = frozenset()
     generation: int | None = None
     reads_in_flight: int = 0

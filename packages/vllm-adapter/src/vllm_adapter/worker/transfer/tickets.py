@@ -22,9 +22,23 @@ def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
         return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
     if "prompt-digest" in engine.capabilities and not order.prompt:
         return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
+    if not engine.has_our_blocks and "prompt-digest" not in engine.capabilities and _is_placed_by_size(order):
+        sizes = f"blocks of engine {engine.engine_id} hold other numbers of tokens than ours"
+        return "peer-blocks-unplaced", f"{sizes}, and its ticket does not say where its block lists begin"
     if lacks_nonce(order, engine):
         return "nonce-missing", f"engine {engine.engine_id} gives each ticket a nonce, but this one has none"
     return None
+
+
+def _is_placed_by_size(order: ReadOrder) -> bool:
+    """Return whether a block list does not begin with the prompt's first block: such tickets do not say where it begins instead.
+
+    Tickets of vLLM's own connector, and of version 0.1 of this one, contain only ids. The scheduler, which does not know the
+    peer's block size, placed them as if it were ours.
+    """
+    return any(
+        blocks.first_token or (blocks.null is not None and blocks.null in blocks.ids) for blocks in order.peer_blocks
+    )
 
 
 def lacks_nonce(order: ReadOrder, engine: PeerEngine) -> bool:
