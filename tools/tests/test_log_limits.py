@@ -52,7 +52,8 @@ CAUSES = {
     "end.code",
     "' '.join(sorted(codes))",
     "code_of(error)",
-    "f'stream-{reason}'",
+    "f'producer-{code}'",
+    "f'stream-{outcome.code}'",
 }
 """Causes that are no constants: names that are codes, or constants of the caller."""
 ACTIONS = {"action", "f'completion of a read ({step})'"}

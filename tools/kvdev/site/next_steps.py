@@ -50,6 +50,7 @@ _FIRST = (
         _PLAIN,
     ),
     (r"answer to a peer's question|an answer was refused", _PLAIN),
+    (r"its ticket is refused, so its prompt is computed here", _TICKET),
     (r"its prompt is not streamed", "look the code up in [Streams](troubleshoot.md#streams)"),
     (
         r"cannot be asked for now",
