@@ -152,7 +152,7 @@ def test_a_document_is_answered_within_a_second_and_100_megabytes(name, role):
         answer(call)
         return time.thread_time() - begun
 
-    assert any(seconds() < 1.0 for _ in range(3)), "thrice, since other programs slow a core down"
+    assert any(seconds() < 1.0 for _ in range(6)), "the least disturbed of six: other programs slow a core down"
     tracemalloc.start()
     try:
         answer(call)
