@@ -10,16 +10,16 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.hand_overs import HandOverLog
 from vllm_adapter.observe.plain_text import short_text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
 
-    from vllm_adapter.ports import MemoryKind
+    from vllm_adapter.ports import ReadFigures
 
 __all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "Recorder", "empty_observations"]
 
@@ -79,25 +79,6 @@ _MOST_TRACEBACKS = 100
 def empty_observations() -> dict[str, list[Any]]:
     """Return an empty list for every key; a counter is a list of ones."""
     return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS, PATH_KEY)}
-
-
-class ReadFigures(Protocol):
-    """Figures of a read that is done, as `TransferResult` has them."""
-
-    @property
-    def bytes_moved(self) -> int: ...
-    @property
-    def descriptor_count(self) -> int: ...
-    @property
-    def post_s(self) -> float: ...
-    @property
-    def wire_s(self) -> float: ...
-    @property
-    def queue_s(self) -> float: ...
-    @property
-    def fence_s(self) -> float: ...
-    @property
-    def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]: ...
 
 
 @final

@@ -13,6 +13,7 @@ from __future__ import annotations
 from vllm_adapter.ports.agent import (
     PeerSpec,
     QuarantineEntry,
+    ReadFigures,
     StallEntry,
     StreamListener,
     StreamWatch,
@@ -121,6 +122,7 @@ __all__ = [
     "Planner",
     "PromptIdentity",
     "QuarantineEntry",
+    "ReadFigures",
     "RankShape",
     "ReadOrder",
     "Refusal",

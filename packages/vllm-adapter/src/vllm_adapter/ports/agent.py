@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PeerSpec",
     "QuarantineEntry",
+    "ReadFigures",
     "StallEntry",
     "StreamListener",
     "StreamWatch",
@@ -52,7 +53,28 @@ class PeerSpec:
     streams: tuple[int, int, int, int] | None = None
 
 
-class TransferResult(Protocol):
+class ReadFigures(Protocol):
+    """Figures of a read that is done."""
+
+    @property
+    def bytes_moved(self) -> int: ...
+    @property
+    def descriptor_count(self) -> int: ...
+    @property
+    def post_s(self) -> float: ...
+    @property
+    def wire_s(self) -> float: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def fence_s(self) -> float: ...
+    @property
+    def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]:
+        """(backend, empty if NIXL names none; local memory kind; peer memory kind; bytes) of a good read."""
+        ...
+
+
+class TransferResult(ReadFigures, Protocol):
     """The end of a posted read or probe."""
 
     @property
@@ -71,23 +93,6 @@ class TransferResult(Protocol):
     @property
     def is_memory_quiet(self) -> bool:
         """False while the peer or the wire might still write into the local pages (quarantine)."""
-        ...
-
-    @property
-    def bytes_moved(self) -> int: ...
-    @property
-    def descriptor_count(self) -> int: ...
-    @property
-    def post_s(self) -> float: ...
-    @property
-    def wire_s(self) -> float: ...
-    @property
-    def queue_s(self) -> float: ...
-    @property
-    def fence_s(self) -> float: ...
-    @property
-    def bytes_by_path(self) -> Sequence[tuple[str, MemoryKind, MemoryKind, int]]:
-        """(backend, empty if NIXL names none; local memory kind; peer memory kind; bytes) of a good read."""
         ...
 
 
