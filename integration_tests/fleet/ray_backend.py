@@ -98,7 +98,7 @@ def main() -> None:
         "mixed": by_peer(streaming, completion, peer, {}, {}, peer),
         "uncovered": by_peer(uncovered, completion, None, None),
         "of_plain": by_peer(plain, completion, None),
-        "published": [uncovered.replica_metadata(), plain.replica_metadata()],
+        "published": [each.replica_metadata() for each in (streaming, uncovered, plain)],
         "engine_id": streaming.kv_transfer_config["engine_id"],
         "peer": peer,
         "completion": shaped(streaming, completion, peer),
