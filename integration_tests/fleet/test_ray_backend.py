@@ -75,7 +75,9 @@ def test_a_replica_that_does_not_stream_is_asked_first_and_that_is_said_once(sai
         " the prefill replica does not have `streaming`, or has neither fleet secrets nor remote_hosts"
     ]
     address = {"kv_side_channel": ["10.0.0.1", 5600]}
-    assert said["published"] == [address, {}, {}], "an engine that nothing covers refuses early tickets, so it is asked first"
+    assert said["published"] == [address, {}, {}], (
+        "an engine that nothing covers refuses early tickets, so it is asked first"
+    )
 
 
 def test_a_decode_replica_whose_engine_would_refuse_early_tickets_gets_none(said: Any) -> None:
