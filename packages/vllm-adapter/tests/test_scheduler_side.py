@@ -65,18 +65,23 @@ def test_a_prompt_that_an_engine_cannot_identify_is_refused_by_its_own_code() ->
     assert consumer.refusals() == ["ticket-prompt-unidentified"]
 
 
-@pytest.mark.never_wrong("A5")
-def test_tokens_in_flight_are_not_promised() -> None:
-    """Drafts of a step that still runs may be rejected: 37 tokens are counted, 33 are known to be kept."""
-    decode = Engine("D", bidirectional=True)
-    producer = Engine("P")
-    text = TEXT[:30]
+def take_over(decode: Engine, producer: Engine, text: str) -> None:
+    """Let an engine read a prompt of 30 tokens, and go on to its third block."""
     decode.admit("d", producer.prefill("p", text), text)
     decode.side.external_tokens("d", 0)
     decode.allocate("d", [1, 2], external=30)
     decode.step()
     decode.report(received=("d",))
     decode.allocate("d", [1, 2, 3])
+
+
+@pytest.mark.never_wrong("A5")
+def test_tokens_in_flight_are_not_promised() -> None:
+    """Drafts of a step that still runs may be rejected: 37 tokens are counted, 33 are known to be kept."""
+    decode = Engine("D", bidirectional=True)
+    producer = Engine("P")
+    text = TEXT[:30]
+    take_over(decode, producer, text)
     ticket = decode.end("d", text + "abc", [1, 2, 3, 4], reason="stop", computed_tokens=37, in_flight_tokens=4)
     assert ticket is not None
     assert ticket["remote_num_tokens"] == 33
@@ -90,12 +95,7 @@ def test_tokens_behind_the_end_of_an_answer_are_not_promised(known: int, in_flig
     """vLLM counts all accepted drafts, also those behind a stop token, which are no part of the conversation."""
     decode, producer = Engine("D", bidirectional=True), Engine("P")
     text = TEXT[:30]
-    decode.admit("d", producer.prefill("p", text), text)
-    decode.side.external_tokens("d", 0)
-    decode.allocate("d", [1, 2], external=30)
-    decode.step()
-    decode.report(received=("d",))
-    decode.allocate("d", [1, 2, 3])
+    take_over(decode, producer, text)
     whole = (TEXT * 2)[:known]
     ends = {"computed_tokens": 44, "in_flight_tokens": in_flight, "known_tokens": known}
     ticket = decode.end("d", whole, [1, 2, 3, 4], reason="stop", **ends)

@@ -12,7 +12,8 @@ Children arrive one by one, and a read takes a millisecond: d2 may come after th
 that were read to the end are remembered, and a request that brings one of them reads nothing. Without that it would read blocks
 that the peer has freed: the fence refuses them, and `kv_load_failure_policy` would end the request; where there is no fence, as
 at peers of vLLM's own kind, it would take another prompt's KV for its own. So a ticket without a fence is remembered after every
-end of which the peer was told: a failed or aborted read, or a request that needed none. With a fence it may be tried again.
+end of which the peer may have been told: a failed or aborted read, also one that never reached the peer, or a request that
+needed none. With a fence it may be tried again.
 """
 
 from __future__ import annotations

@@ -302,9 +302,8 @@ class StreamChannel:
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
             self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
             if self._listener is not None:
-                self._listener.answer(
-                    ask_id, b""
-                )  # no answer can be bound to the question; the asker treats an empty one as a wrong seal
+                # No answer can be bound to the question; the asker treats an empty one as a wrong seal.
+                self._listener.answer(ask_id, b"")
             return
         standing = self._standing_for(question)
         if standing is None:
@@ -343,10 +342,8 @@ class StreamChannel:
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
         if answer["kind"] == "offer" and question["wants_final"]:
-            answer = {
-                "kind": "no",
-                "reason": "withdrawn",
-            }  # otherwise the stream would be offered and broken repeatedly
+            # Otherwise the stream would be offered and broken repeatedly.
+            answer = {"kind": "no", "reason": "withdrawn"}
         if code in _AGAIN:
             answer = {**answer, "code": code}
         elif code:
