@@ -47,8 +47,8 @@ class _Prompt:
         return prompt_digest(self._tokens[:tokens])
 
 
-def _state(*, is_sealed: bool) -> SchedulerState:
-    config = SchedulerConfig("prefill-0", "10.0.0.1", 5600, null_block=0, fence_slots=4, nonce_seed="n", dialect=15)
+def _state(*, is_sealed: bool, engine_id: str = "prefill-0") -> SchedulerState:
+    config = SchedulerConfig(engine_id, "10.0.0.1", 5600, null_block=0, fence_slots=4, nonce_seed="n", dialect=15)
     return SchedulerState(config, secrets=(SECRET,) if is_sealed else ())
 
 
@@ -125,7 +125,7 @@ def _digest_rows(rounds: int) -> list[dict[str, object]]:
 def _admission_rows(rounds: int) -> list[dict[str, object]]:
     tokens = list(range(1000, 1000 + SHORT))
     prompt = _Prompt(tokens)
-    readers = {is_sealed: _state(is_sealed=is_sealed) for is_sealed in (True, False)}
+    readers = {is_sealed: _state(is_sealed=is_sealed, engine_id="decode-0") for is_sealed in (True, False)}
     tickets = {is_sealed: _ticket(_state(is_sealed=is_sealed), SHORT, prompt) for is_sealed in (True, False)}
 
     def admit(is_sealed: bool) -> None:
