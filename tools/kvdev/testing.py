@@ -20,7 +20,7 @@ from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, fail, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
@@ -108,7 +108,7 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_a
     elif scope == "never-wrong":
         _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
     elif scope == "tools":
-        _pytest(scope, _here(), ROOT / "tools" / "tests", tally, *options.words, env=_watched(options))
+        _tools(tally, options)
     elif scope in {"sim", "real-io", "security"}:
         folder = ROOT / "integration_tests" / scope.replace("-", "_")
         # 10^6 random frames take a quarter of an hour each way.
@@ -184,6 +184,30 @@ def _check(tally: _Tally) -> None:
         tally.passed += 1
 
 
+def _tools(tally: _Tally, options: RunOptions) -> None:
+    """Run the tools' tests, and beside them the matrix of installations: it takes as long as a third of them, on one core."""
+    folder, env = ROOT / "tools" / "tests", _watched(options)
+    matrix = folder / "test_install_matrix.py"
+    _two_at_a_time(
+        tally,
+        lambda mine: _pytest("tools", _here(), folder, mine, f"--ignore={matrix}", *options.words, env=env),
+        lambda mine: _pytest("tools (installations)", _here(), matrix, mine, *options.words, env=env),
+    )
+
+
+def _two_at_a_time(tally: _Tally, *runs: Callable[[_Tally], None]) -> None:
+    """Do runs that use one core each and watch no clock, two at a time; add what they count in the order given."""
+
+    def counted(run: Callable[[_Tally], None]) -> _Tally:
+        mine = _Tally()
+        run(mine)
+        return mine
+
+    with ThreadPoolExecutor(2) as pool:
+        for mine in pool.map(counted, runs):
+            tally.add(mine)
+
+
 def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     """Run a package's tests in an environment that holds it alone, then hold its core to its coverage floor."""
     folder = ROOT / "packages" / name
@@ -196,18 +220,13 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     if not rules.exists() or options.select:
         _pytest(name, python, folder / "tests", tally, *options.words, env=_watched(options))
         return
-    # Explorations and the like would take several times as long under coverage, and add nothing to it. They use one core each
-    # and watch no clock, so two of them run at a time.
+    # Explorations and the like would take several times as long under coverage, and add nothing to it.
     slow = _tests_without_coverage(rules)
 
-    def explore(file: Path) -> _Tally:
-        mine = _Tally()
-        _pytest(f"{name} ({file.stem})", python, file, mine)
-        return mine
+    def explore(file: Path) -> Callable[[_Tally], None]:
+        return lambda mine: _pytest(f"{name} ({file.stem})", python, file, mine)
 
-    with ThreadPoolExecutor(2) as pool:
-        for mine in pool.map(explore, slow):
-            tally.add(mine)
+    _two_at_a_time(tally, *map(explore, slow))
     data = STATE / "reports" / f"{name}.coverage"
     environment = {**_watched(options), "COVERAGE_FILE": str(data)}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
