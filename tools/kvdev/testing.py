@@ -196,7 +196,7 @@ def _tools(tally: _Tally, options: RunOptions) -> None:
 
 
 def _two_at_a_time(tally: _Tally, *runs: Callable[[_Tally], None]) -> None:
-    """Do runs that use one core each and watch no clock, two at a time; add what they count in the order given."""
+    """Do runs that use one core each and fail of no slowness, two at a time; add what they count in the order given."""
 
     def counted(run: Callable[[_Tally], None]) -> _Tally:
         mine = _Tally()
