@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvdev.house import house_rules
 from kvdev.paths import PACKAGES, ROOT
-from kvdev.site.messages import check_messages
 from kvdev.steps import DevError, note, run_step
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def run_checks(*, fix: bool) -> int:
     started = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         # Sources are written in order before others read them; after that two checks run at a time.
-        errors = [*map(_error_of, _formats(fix=fix)), *pool.map(_error_of, _checks(fix=fix))]
+        errors = [*map(_error_of, _formats(fix=fix)), *pool.map(_error_of, _checks())]
     failed: list[str] = []
     for name, error in filter(None, errors):
         failed.append(name)
@@ -59,7 +58,7 @@ def _formats(*, fix: bool) -> list[_Check]:
     ]
 
 
-def _checks(*, fix: bool) -> list[_Check]:
+def _checks() -> list[_Check]:
     sources = [ROOT / "packages" / name / "src" for name in PACKAGES]
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     tool = _tool
@@ -69,7 +68,6 @@ def _checks(*, fix: bool) -> list[_Check]:
         tool("pyright of tests", "pyright", "--project", ROOT / "tools" / "pyright-tests.json"),
         tool("import contracts", "lint-imports", "--no-logo", "--config", ROOT / "importlinter.toml"),
         ("house rules", house_rules),
-        ("messages page", lambda: check_messages(fix=fix)),
         tool("workflow schema", "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows),
         tool("workflow lint", "zizmor", "--offline", "--quiet", ROOT / ".github"),
         tool(

@@ -186,12 +186,12 @@ def _check(tally: _Tally) -> None:
 
 def _tools(tally: _Tally, options: RunOptions) -> None:
     """Run the tools' tests, and beside them the matrix of installations: it takes as long as a third of them, on one core."""
-    folder, env = ROOT / "tools" / "tests", _watched(options)
+    folder = ROOT / "tools" / "tests"
     matrix = folder / "test_install_matrix.py"
     _two_at_a_time(
         tally,
-        lambda mine: _pytest("tools", _here(), folder, mine, f"--ignore={matrix}", *options.words, env=env),
-        lambda mine: _pytest("tools (installations)", _here(), matrix, mine, *options.words, env=env),
+        lambda mine: _pytest("tools", _here(), folder, mine, f"--ignore={matrix}", *options.words),
+        lambda mine: _pytest("tools (installations)", _here(), matrix, mine, *options.words),
     )
 
 
@@ -213,12 +213,12 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     folder = ROOT / "packages" / name
     if options.is_lowest:
         python = lowest_environment(uv, name)
-        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words, env=_watched(options))
+        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words)
         return
     python = package_environment(uv, name)
     rules = folder / "core.coveragerc"
     if not rules.exists() or options.select:
-        _pytest(name, python, folder / "tests", tally, *options.words, env=_watched(options))
+        _pytest(name, python, folder / "tests", tally, *options.words)
         return
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
     slow = _tests_without_coverage(rules)
@@ -228,19 +228,12 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
 
     _two_at_a_time(tally, *map(explore, slow))
     data = STATE / "reports" / f"{name}.coverage"
-    environment = {**_watched(options), "COVERAGE_FILE": str(data)}
+    environment = {**os.environ, "COVERAGE_FILE": str(data)}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
     rest = [f"--ignore={file}" for file in slow]
     _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
     report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
     run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
-
-
-def _watched(options: RunOptions) -> dict[str, str]:
-    """Return the environment of tests; with --long they fail if users would see a text that docs/messages.md does not have."""
-    if not options.is_long:
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "PYTEST_PLUGINS": "kvdev.site.seen_texts"}
 
 
 def _tests_without_coverage(rules: Path) -> list[Path]:
