@@ -1,0 +1,91 @@
+"""Pages lead somewhere: their links, and the tests, error codes and configurations that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvdev.paths import ROOT
+from vllm_adapter.host.transfer_config import check_transfer_config
+
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
+_LISTED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+    cwd=ROOT, capture_output=True, text=True, check=False,
+)  # fmt: skip
+_FILES = sorted(ROOT / line for line in _LISTED.stdout.splitlines()) or sorted((ROOT / "docs").rglob("*.md"))
+PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in _FILES if file.exists()}
+
+
+def test_links_lead_somewhere() -> None:
+    links = [(page, target) for page, text in PAGES.items() for target in LINK.findall(text)]
+    assert len(links) > 200
+    assert [(page, target) for page, target in links if not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    seen: set[Path] = set()
+    pending = [ROOT / "docs" / "README.md"]
+    while pending:
+        page = pending.pop().resolve()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        pending += [page.parent / target for target in LINK.findall(page.read_text())]
+    assert sorted(set((ROOT / "docs").rglob("*.md")) - seen) == []
+
+
+def test_every_decision_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "adr" / "README.md").read_text()
+    for page in (ROOT / "docs" / "adr").glob("0*.md"):
+        title = page.read_text().splitlines()[0].partition(": ")[2]
+        assert f"]({page.name}) | {title} |" in index, page.name
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    folders = (*(ROOT / "packages").glob("*/tests"), ROOT / "integration_tests", ROOT / "tools" / "tests")
+    files = [file for folder in folders for file in folder.rglob("test_*.py")]
+    existing = {
+        name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+    named: set[tuple[str, str]] = set()
+    for page, text in PAGES.items():
+        if "changelog" in page.lower():
+            continue
+        # In the table of vLLM's own tests, ours have a file in front of them.
+        pattern = r"::(test_\w+)`" if page == "docs/upstream-tests.md" else r"`(?:\S+::)?(test_\w+)`"
+        named |= {(page, name) for name in re.findall(pattern, text)}
+    assert len(named) > 200
+    assert [(page, name) for page, name in sorted(named) if name not in existing] == []
+
+
+def test_every_row_of_failure_modes_names_a_test() -> None:
+    rows = re.findall(r"^\| (?!fault|---)(.+) \|$", PAGES["docs/failure-modes.md"], re.MULTILINE)
+    assert len(rows) > 25
+    assert [row for row in rows if not re.search(r"`test_\w+`", row)] == []
+
+
+@pytest.mark.parametrize("page", ["failure-modes", "troubleshoot", "operate/tune"])
+def test_every_code_that_a_page_names_exists(page: str) -> None:
+    sources = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration_tests/**/*.py")]
+    source = "".join(file.read_text() for file in sources)
+    codes = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", PAGES[f"docs/{page}.md"])) - {"kv-nixl"}
+    assert len(codes) > 1
+    assert {code for code in codes if f'"{code}"' not in source} == set()
+
+
+def test_configurations_on_pages_are_valid() -> None:
+    configurations = [
+        (page, one)
+        for page, text in PAGES.items()
+        for one in re.findall(r"'(\{\"kv_connector\".*?\})'", text, re.DOTALL)
+    ]
+    assert len(configurations) >= 8
+    for page, text in configurations:
+        problems = [problem.code for problem in check_transfer_config(json.loads(text.replace("\n>", "\n"))).problems]
+        # The tutorial misspells a key on purpose.
+        assert problems == (["unknown-key"] if "lease_duraton" in text else []), page
