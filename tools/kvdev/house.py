@@ -1,4 +1,4 @@
-"""Check the house rules that no linter knows: module sizes, `__all__`, typed markers, prose, change fragments, the lock."""
+"""Check the house rules that no linter knows: module sizes, `__all__`, typed markers, change fragments, the lock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvdev.fragments import misnamed_fragments
 from kvdev.lockfile import is_neutral
 from kvdev.paths import LOCK, PACKAGES, ROOT
-from kvdev.prose import pronoun_openings
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
@@ -51,11 +50,6 @@ def _broken_by(file: Path) -> list[str]:
         broken.append(f"{name}: {count} lines; no module is longer than {_MOST_LINES}")
     if "/src/" in name and not _declares_all(text):
         broken.append(f"{name}: no __all__")
-    if name.split("/", maxsplit=1)[0] in _PARTS:
-        broken += [
-            f"{name}:{line}: opens with a pronoun, say it with a verb or noun first: {prose[:60]!r}"
-            for line, prose in pronoun_openings(text)
-        ]
     return broken
 
 
