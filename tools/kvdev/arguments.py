@@ -33,7 +33,6 @@ def make_parser() -> argparse.ArgumentParser:
         _dist,
         _docs,
         _affected,
-        _metrics,
         _newest,
         _dashboard,
     ):
@@ -134,12 +133,6 @@ def _docs(verbs: Verbs) -> None:
 def _affected(verbs: Verbs) -> None:
     parser = verbs.add_parser("affected", help="the packages that the commits since BASE affect, as JSON")
     parser.add_argument("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
-
-
-def _metrics(verbs: Verbs) -> None:
-    parser = verbs.add_parser("metrics", help="structure of the packages in numbers")
-    parser.add_argument("checkout", nargs="?", type=Path, help="another checkout (default: this one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead of the table")
 
 
 def _newest(verbs: Verbs) -> None:

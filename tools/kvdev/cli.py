@@ -98,12 +98,6 @@ def _dist(uv: Path, options: Namespace) -> int:
     return run_dist(uv, options.folder)
 
 
-def _metrics(_uv: Path, options: Namespace) -> int:
-    from kvdev.metrics import run_metrics
-
-    return run_metrics(options.checkout, as_json=options.json)
-
-
 def _env(uv: Path, options: Namespace) -> int:
     if options.host:
         host_environment(uv, options.vllm)
@@ -161,7 +155,6 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "release": _release,
     "dist": _dist,
     "docs": _docs,
-    "metrics": _metrics,
     "newest": _newest,
     "dashboard": _dashboard,
 }
