@@ -33,7 +33,6 @@ def make_parser() -> argparse.ArgumentParser:
         _dist,
         _docs,
         _affected,
-        _newest,
         _dashboard,
     ):
         add(verbs)
@@ -133,14 +132,6 @@ def _docs(verbs: Verbs) -> None:
 def _affected(verbs: Verbs) -> None:
     parser = verbs.add_parser("affected", help="the packages that the commits since BASE affect, as JSON")
     parser.add_argument("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
-
-
-def _newest(verbs: Verbs) -> None:
-    parser = verbs.add_parser("newest", help="name what the newest vLLM changed of what the adapter stands on")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--vllm", default="", metavar="VERSION", help="read this version (default: the newest there is)")
-    what.add_argument("--source", type=Path, help="read the vLLM below this folder; nothing is fetched")
-    parser.add_argument("--record", action="store_true", help="write what was read as the new record")
 
 
 def _lock(verbs: Verbs) -> None:

@@ -124,12 +124,6 @@ def _router(_uv: Path, options: Namespace) -> int:
     return serve_forever(options.prefill, options.decode, host=options.host, port=options.port, early=early)
 
 
-def _newest(uv: Path, options: Namespace) -> int:
-    from kvdev.newest import run_newest
-
-    return run_newest(uv, version=options.vllm, source=options.source, record=options.record)
-
-
 def _dashboard(uv: Path, options: Namespace) -> int:
     from kvdev.dashboard import write_dashboard
 
@@ -155,6 +149,5 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "release": _release,
     "dist": _dist,
     "docs": _docs,
-    "newest": _newest,
     "dashboard": _dashboard,
 }
