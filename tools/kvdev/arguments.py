@@ -33,7 +33,6 @@ def make_parser() -> argparse.ArgumentParser:
         _dist,
         _docs,
         _affected,
-        _dashboard,
     ):
         add(verbs)
     return parser
@@ -162,22 +161,3 @@ def _router(verbs: Verbs) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
     add_early_options(parser)
-
-
-def _dashboard(verbs: Verbs) -> None:
-    verb = verbs.add_parser(
-        "dashboard", help="write the Grafana dashboard, deploy/grafana/kv-transfer.json, or draw its panels"
-    )
-    instead = verb.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--picture",
-        nargs="?",
-        type=Path,
-        const=ROOT / "docs" / "operate" / "dashboard",
-        metavar="FOLDER",
-        help="draw every panel from the recorded answers of a Prometheus (into FOLDER, default docs/operate/dashboard)",
-    )
-    instead.add_argument(
-        "--record", action="store_true", help="run two engines and a Prometheus, and record its answers"
-    )
-    verb.add_argument("--vllm", default=DEFAULT_VLLM, help="with --record: vLLM version to run (default %(default)s)")

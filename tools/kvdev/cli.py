@@ -124,20 +124,6 @@ def _router(_uv: Path, options: Namespace) -> int:
     return serve_forever(options.prefill, options.decode, host=options.host, port=options.port, early=early)
 
 
-def _dashboard(uv: Path, options: Namespace) -> int:
-    from kvdev.dashboard import write_dashboard
-
-    if options.picture:
-        from kvdev.dashboard_picture import write_pictures
-
-        return write_pictures(options.picture)
-    if options.record:
-        from kvdev.dashboard_story import record_story
-
-        return record_story(uv, options.vllm)
-    return write_dashboard()
-
-
 _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "demo": _demo,
     "test": _test,
@@ -149,5 +135,4 @@ _VERBS: dict[str, Callable[[Path, Namespace], int]] = {
     "release": _release,
     "dist": _dist,
     "docs": _docs,
-    "dashboard": _dashboard,
 }

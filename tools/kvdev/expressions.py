@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 import promql_parser
 from ruamel.yaml import YAML
 
-from kvdev.panels import ROWS
 from kvdev.paths import ROOT
 from vllm_adapter.observe import metric_tables as tables
 
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "DASHBOARD",
     "HOSTS_OWN",
     "INFO_LABELS",
     "RULES",
     "Rule",
     "panel_expressions",
+    "panels",
     "rules",
     "names_in",
     "samples",
     "samples_read",
 ]
 
+DASHBOARD: Final = ROOT / "deploy" / "grafana" / "kv-transfer.json"
 RULES: Final = ROOT / "deploy" / "prometheus" / "kv-transfer.rules.yaml"
 HOSTS_OWN: Final[Mapping[str, frozenset[str]]] = {
     "vllm:prompt_tokens_by_source_total": frozenset({"source"}),
@@ -36,7 +39,7 @@ HOSTS_OWN: Final[Mapping[str, frozenset[str]]] = {
 """Samples of vLLM's own that the dashboard draws beside ours; a test on real engines finds them there."""
 _EVERYWHERE: Final = frozenset({"instance", "job", "model_name", "engine"})
 _BY_CODE: Final = frozenset({"code"})
-_ALL_CHOSEN: Final = {"$model": ".+", "$instance": ".+"}
+_VARIABLES: Final = {"$__rate_interval": "1m", "$__range": "1h", "$model": ".+", "$instance": ".+"}
 INFO_LABELS: Final = frozenset({
     "adapter_version", "vllm_version", "kv_role", "memory", "backends", "compatibility_policy", "load_failure_policy",
     "lease_s", "engine_ttl_s", "peer_dialect",
@@ -81,15 +84,9 @@ def samples_read(expression: str) -> dict[str, frozenset[str]]:
     return found
 
 
-def plain(expression: str, *, rate: str = "1m", span: str = "1h") -> str:
-    """Return an expression of the dashboard as Prometheus takes it: Grafana's variables replaced, all engines chosen.
-
-    Args:
-        expression: As the dashboard has it.
-        rate: Span over which growth is measured.
-        span: Span that the dashboard shows.
-    """
-    for variable, value in {"$__rate_interval": rate, "$__range": span, **_ALL_CHOSEN}.items():
+def plain(expression: str) -> str:
+    """Return an expression of the dashboard as Prometheus takes it: Grafana's variables replaced, all engines chosen."""
+    for variable, value in _VARIABLES.items():
         expression = expression.replace(variable, value)
     return expression
 
@@ -113,13 +110,17 @@ def _collect(node: Any, grouped: frozenset[str], found: dict[str, frozenset[str]
         _collect(node.expr, grouped, found)
 
 
+def panels() -> list[dict[str, Any]]:
+    """Return the panels of the dashboard, headings of rows among them."""
+    return list(json.loads(DASHBOARD.read_text())["panels"])
+
+
 def panel_expressions() -> dict[str, str]:
     """Return the dashboard's expressions by `panel: curve`."""
     return {
-        f"{panel.title}: {query.legend}": query.expression
-        for _, panels in ROWS
-        for panel in panels
-        for query in panel.queries
+        f"{panel['title']}: {target['legendFormat']}": target["expr"]
+        for panel in panels()
+        for target in panel.get("targets", [])
     }
 
 

@@ -22,7 +22,7 @@ from kvdev.uvtool import exclusive
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PrometheusTools", "find_prometheus", "query", "query_range", "rule_states", "running_prometheus"]
+__all__ = ["PrometheusTools", "find_prometheus", "query", "rule_states", "running_prometheus"]
 
 _FOLDER: Final = STATE / "prometheus"
 _READY_WITHIN_S: Final = 60.0
@@ -138,12 +138,6 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def query(url: str, expression: str) -> list[dict[str, Any]]:
     """Return what a server answers to an expression now: a list of samples, each with `metric` and `value`."""
     return list(_get(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")["result"])
-
-
-def query_range(url: str, expression: str, begin_s: float, end_s: float, step_s: float) -> list[dict[str, Any]]:
-    """Return what a server answers to an expression at each step of a span: series, each with `metric` and `values`."""
-    asked = {"query": expression, "start": f"{begin_s:.3f}", "end": f"{end_s:.3f}", "step": f"{step_s:g}"}
-    return list(_get(f"{url}/api/v1/query_range?{urllib.parse.urlencode(asked)}")["result"])
 
 
 def rule_states(url: str) -> dict[str, tuple[str, str]]:
