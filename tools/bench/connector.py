@@ -21,22 +21,24 @@ from kvdev.forked import started_starter
 from kvdev.pairs.figures import rows_of
 from kvdev.pairs.gates import unjudged
 from kvdev.pairs.plan import PREFIX, Size, plan_of
-from kvdev.pairs.publishing import publish
 from kvdev.pairs.running import carry_out
 from kvdev.steps import fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["publish", "run"]
+__all__ = ["SIZES", "run"]
+
+SIZES = get_args(Size)
+"""Sizes of a run that `dev.py bench` knows."""
 
 
 def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Measure what the plan says; medians of alternating rounds."""
     signal.signal(signal.SIGTERM, _end)
     size = os.environ.get(f"{PREFIX}SIZE", "quick")
-    if size not in get_args(Size):
-        fail(f"{PREFIX}SIZE: {' or '.join(get_args(Size))}, not {size!r}")
+    if size not in SIZES:
+        fail(f"{PREFIX}SIZE: {' or '.join(SIZES)}, not {size!r}")
     plan = plan_of(cast("Size", size), os.environ)
     for case in plan.left_out:
         report(f"left out, caches of {plan.pool_tokens} tokens cannot hold it: {case}")

@@ -104,9 +104,6 @@ def _bench(verbs: Verbs) -> None:
         help="connector: what its bounds are about, each of them judged; most of an hour",
     )
     size.add_argument("--full", dest="size", action="store_const", const="full", help="connector: all cases, hours")
-    parser.add_argument(
-        "--report", action="store_true", help="connector: write docs/performance.md's tables and pictures"
-    )
 
 
 def _release(verbs: Verbs) -> None:

@@ -20,14 +20,13 @@ from kvdev.steps import fail, note
 __all__ = ["run_bench"]
 
 
-def run_bench(name: str, *, as_json: bool, size: str = "quick", is_published: bool = False) -> int:
+def run_bench(name: str, *, as_json: bool, size: str = "quick") -> int:
     """Run `tools/bench/NAME.py`; return 0 when every target was met.
 
     Args:
         name: The benchmark.
         as_json: Print the report as the last line.
-        size: `quick` or `full`, for a benchmark that knows sizes.
-        is_published: Write the figures into the documentation, by the benchmark's `publish`.
+        size: One of the benchmark's `SIZES`; `quick` for one that has none.
     """
     folder = ROOT / "tools" / "bench"
     known = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
@@ -35,8 +34,8 @@ def run_bench(name: str, *, as_json: bool, size: str = "quick", is_published: bo
         fail(f"no benchmark named {name!r}; there are {', '.join(known)}")
     sys.path.insert(0, str(folder))
     module = importlib.import_module(name)
-    if not hasattr(module, "publish") and (is_published or size != "quick"):
-        fail(f"the benchmark {name!r} has one size and writes no page: --full and --report are not for it")
+    if size not in getattr(module, "SIZES", ("quick",)):
+        fail(f"the benchmark {name!r} has one size: --{size} is not for it")
     os.environ["KV_BENCH_SIZE"] = size
     results: list[dict[str, Any]] = module.run(note)
     report = {"results": results, "machine": _machine(), "commit": _commit()}
@@ -48,8 +47,6 @@ def run_bench(name: str, *, as_json: bool, size: str = "quick", is_published: bo
     Console(stderr=True, width=150).print(table)
     if as_json:
         print(json.dumps(report))
-    if is_published:
-        module.publish(report)
     return 0 if all(row.get("met") is not False for row in results) else 1
 
 

@@ -75,7 +75,7 @@ def _bench(_uv: Path, options: Namespace) -> int:
         return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
     from kvdev.benching import run_bench
 
-    return run_bench(options.name, as_json=options.json, size=options.size, is_published=options.report)
+    return run_bench(options.name, as_json=options.json, size=options.size)
 
 
 def _lock(uv: Path, options: Namespace) -> int:

@@ -1,9 +1,8 @@
-"""Figures of engine pairs: medians, bounds, the page, and the command line."""
+"""Figures of engine pairs: medians, bounds, and the command line."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,14 +10,11 @@ import pytest
 
 from kvdev.arguments import make_parser
 from kvdev.benching import run_bench
-from kvdev.marks import with_tables
 from kvdev.pairs.asking import Answer
-from kvdev.pairs.drawing import curves_of, draw
 from kvdev.pairs.figures import Book, described, rows_of, spread_of, where_of
 from kvdev.pairs.gates import TARGETS, target_for, unjudged
 from kvdev.pairs.kinds import ALONE, KINDS
 from kvdev.pairs.plan import Case, Setting
-from kvdev.pairs.publishing import ALL_FIGURES, PAGE, judged_tables, read_figures, tables
 from kvdev.pairs.running import Exam
 from kvdev.steps import DevError
 
@@ -150,7 +146,6 @@ def test_a_bound_that_nothing_was_measured_for_is_not_met() -> None:
     left = unjudged(rows_of(streamed_book(), list(KINDS)))
     assert {(one["measure"], one["met"]) for one in left} == {("hand-over", False)}
     assert len({one["name"] for one in left}) == len(left) == 3
-    assert tables({**REPORT, "results": left})["connector hand-overs"].count("| not measured |") == 3
 
 
 def test_bounds_hold_where_they_are_said_to() -> None:
@@ -206,73 +201,15 @@ def test_quartiles_and_words() -> None:
         Book().add("hand over", "ours", DEFAULT, None, 1)
 
 
-# --------------------------------------------------------------------------------------------------------------- page
-
-REPORT: dict[str, Any] = {
-    "machine": {"cpu": "Xeon", "cpus": 2, "python": "3.11", "kernel": "6.1"},
-    "commit": "abc",
-    "results": rows_of(book_of(46), list(KINDS)),
-}
-
-
-def test_the_page_holds_the_recorded_run_and_nothing_else() -> None:
-    for path, made in ((PAGE, judged_tables(read_figures())), (ALL_FIGURES, tables(read_figures()))):
-        page = path.read_text()
-        assert with_tables(page, made) == page, "write it with `dev.py bench connector --full --report`"
-
-
-def test_performance_md_has_what_is_judged() -> None:
-    (table,) = judged_tables(REPORT).values()
-    judged = [row for row in REPORT["results"] if row["target"] not in {"context", "0"}]
-    assert judged
-    assert table.count("\n| ") == len(judged) + 1
-    assert not [line for line in table.splitlines() if line.endswith("|  |  |")]
-
-
-def test_tables_stand_between_their_marks() -> None:
-    page = with_tables(ALL_FIGURES.read_text(), tables(None))
-    written = with_tables(page, tables(REPORT))
-    for line in (
-        "| hand-over, ours | 1900 tokens, 1 at once, fresh pool, default transports, steps of 256 | 33 ms (31.5 to 34.5) |",
-        "| 33 ms (31.5 to 34.5) | 66 (63 to 78), vLLM's own | 0.5 |  |  |",
-        "| 46 ms (46 to 46) | 100 (100 to 100), vLLM's own | 0.46 | <= 0.45 | **no** |",
-        "![hand-over, ms over tokens](hand-over.svg)",
-        "Commit `abc` on 2 cores (Xeon), kernel 6.1.",
-    ):
-        assert line in written
-        assert line not in page
-    assert with_tables(written, tables(None)) == with_tables(page, tables(None))
-    with pytest.raises(ValueError, match="no marks for 'connector engines'"):
-        with_tables(page.replace("<!-- end of connector engines -->", ""), tables(REPORT))
-
-
-def test_pictures_have_a_curve_for_each_kind(tmp_path: Path) -> None:
-    curves = curves_of([*REPORT["results"], *unjudged(REPORT["results"])], "hand-over")
-    assert curves == {
-        "1 at once, fresh, default, steps of 256": {
-            "ours": [(256, 11, 10.5, 11.5), (1900, 33, 31.5, 34.5)],
-            "vllm": [(256, 22, 21, 26), (1900, 66, 63, 78)],
-        }
-    }
-    for name in ("one.svg", "two.svg"):
-        draw(REPORT["results"], "hand-over", tmp_path / name)
-    text = (tmp_path / "one.svg").read_text()
-    assert text == (tmp_path / "two.svg").read_text()
-    assert ">ours</text>" in text
-    assert ">hand-over, ms</text>" in text
-
-
 # --------------------------------------------------------------------------------------------------------------- command line
 
 
-def test_sizes_and_the_report_are_options_of_the_bench() -> None:
+def test_sizes_are_options_of_the_bench() -> None:
     parse = make_parser().parse_args
     assert parse(["bench", "connector"]).size == parse(["bench", "connector", "--quick"]).size == "quick"
-    chosen = parse(["bench", "connector", "--full", "--report", "--json"])
-    assert (chosen.size, chosen.report, chosen.json) == ("full", True, True)
+    assert parse(["bench", "connector", "--full", "--json"]).size == "full"
 
 
-@pytest.mark.parametrize("more", [{"size": "full"}, {"is_published": True}])
-def test_a_benchmark_without_sizes_or_a_page_says_so(more: dict[str, Any]) -> None:
-    with pytest.raises(DevError, match="'topology' has one size and writes no page"):
-        run_bench("topology", as_json=False, **more)
+def test_a_benchmark_without_sizes_says_so() -> None:
+    with pytest.raises(DevError, match="'topology' has one size: --full is not for it"):
+        run_bench("topology", as_json=False, size="full")
