@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
-    "browser_environment",
     "build_wheels",
     "deploy_environment",
     "describe",
@@ -164,11 +163,6 @@ def deploy_environment(uv: Path) -> Path:
 def docs_environment(uv: Path) -> Path:
     """Make an environment of the tools that build the documentation site; return its python."""
     return _group_environment(uv, "docs")
-
-
-def browser_environment(uv: Path) -> Path:
-    """Make an environment of the tools that drive a browser; return its python."""
-    return _group_environment(uv, "browser")
 
 
 def _group_environment(uv: Path, group: str, *alone: str) -> Path:

@@ -281,7 +281,6 @@ def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: F
 
 
 def test_top_shows_engines_under_load(pair: Fleet) -> None:
-    """With KVDEV_RECORD set to a folder, the answers are kept there: the pictures in the documentation are made of them."""
     is_over = threading.Event()
 
     def load() -> None:
@@ -293,26 +292,18 @@ def test_top_shows_engines_under_load(pair: Fleet) -> None:
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(load)
         try:
-            looks = [json.loads(adapter("status", "--json"))["engines"]]
             (line,) = adapter("top", "--once", "--json", "--interval", "1").splitlines()
-            looks.append(json.loads(adapter("status", "--json"))["engines"])
+            engines = json.loads(adapter("status", "--json"))["engines"]
         finally:
             is_over.set()
         job.result()
     shown = json.loads(line)
-    ours = {str(answer["engine_id"]) for answers in looks[1].values() for answer in answers}
+    ours = {str(answer["engine_id"]) for answers in engines.values() for answer in answers}
     rows = {row["engine_id"]: row for row in shown["engines"] if row["engine_id"] in ours}
     assert len(rows) >= 2
     assert all(row["ranks"] == 1 and row["state"] == "running" for row in rows.values()), rows
     assert any(row["bytes_per_s"] for row in rows.values()), rows
     assert shown["troubles"] == []
-    folder = os.environ.get("KVDEV_RECORD")
-    if folder:
-        for name, engines in zip(("before", "now"), looks, strict=True):
-            kept = [
-                {k: v for k, v in each.items() if k != "socket"} for answers in engines.values() for each in answers
-            ]
-            (Path(folder) / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
     pair.assert_all_blocks_free()
 
 
