@@ -241,13 +241,15 @@ class _Baseline:
 
 
 def _state(**changes: Any) -> SchedulerState:
-    return SchedulerState(SchedulerConfig("prefill-0", "10.0.0.1", 5600, fence_slots=4096, **changes))
+    return SchedulerState(SchedulerConfig("engine-0", "10.0.0.1", 5600, fence_slots=4096, **changes))
 
 
-def _ticket() -> dict[str, Any]:
+def _ticket(number: int) -> dict[str, Any]:
+    """Return a ticket of another engine; each is of a request of its own, as one that was read is not read again."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [BLOCKS], "tp_size": 1}
-    peer = {"remote_engine_id": "prefill-0", "remote_request_id": "p", "remote_host": "10.0.0.1", "remote_port": 5600}
-    return {**params, **peer, "kv_lease_s": 30.0, "kv_fence": [3, 77], "remote_num_tokens": TOKENS}
+    peer = {"remote_engine_id": "prefill-0", "remote_request_id": f"r{number}", "remote_host": "10.0.0.2"}
+    fence = [number % 4096, 77 + number]
+    return {**params, **peer, "remote_port": 5600, "kv_lease_s": 30.0, "kv_fence": fence, "remote_num_tokens": TOKENS}
 
 
 def _our_lives(state: SchedulerState) -> None:
@@ -262,7 +264,7 @@ def _our_lives(state: SchedulerState) -> None:
         state.take_step_plan(now_s=clock())
         state.report(sent=(request_id,), received=(), failed=())
         request_id = f"d{index}"
-        state.arrive(request_id, _ticket(), prompt_tokens=TOKENS, now_s=clock())
+        state.arrive(request_id, _ticket(index), prompt_tokens=TOKENS, now_s=clock())
         tokens = state.external_tokens(request_id, computed_tokens=0)
         state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=tokens or 0, now_s=clock())
         state.take_step_plan(now_s=clock())
@@ -283,7 +285,7 @@ def _baseline_lives(state: _Baseline) -> None:
         state.finished(request, blocks)
         state.step({})
         state.reported(())
-        request = _Request(f"d{index}", _ticket(), TOKENS)
+        request = _Request(f"d{index}", _ticket(index), TOKENS)
         state.arrived(request)
         tokens, _ = state.matched(request, 0)
         state.allocated(request, blocks, blocks, tokens)
@@ -325,7 +327,7 @@ def _life_rows() -> list[dict[str, object]]:
 
 
 def _live_state(requests: int) -> SchedulerState:
-    state = _live_with([_ticket() for _ in range(requests)], heartbeat_s=29.0)
+    state = _live_with([_ticket(number) for number in range(requests)], heartbeat_s=29.0)
     state.take_step_plan(now_s=1.0)
     return state
 
@@ -357,7 +359,7 @@ def _lease_rows() -> list[dict[str, object]]:
 
 
 def _memory_rows() -> list[dict[str, object]]:
-    tickets = [_ticket() for _ in range(LIVE)]
+    tickets = [_ticket(number) for number in range(LIVE)]
     requests = [_Request(f"d{index}", ticket, TOKENS) for index, ticket in enumerate(tickets)]
     sizes: list[int] = []
     for keep in (lambda: _live_with(tickets), lambda: _baseline_with(requests)):
