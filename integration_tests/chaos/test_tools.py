@@ -23,12 +23,10 @@ from aiohttp import web
 from load import Asked, Load, Pair, Prompt, make_prompts, running_load
 from namespaces import started_link, why_no_namespaces
 from proxy import Behaviour, Proxy, running_proxy
-from record import FIGURES, PAGE, PICTURE, tables
 from recorder import Held, family_of, held_of, is_alive, sample_of
 from verdicts import Outages, growth, judge, judge_all, too_large
 
 from kvdev.forked import ForkedProcess
-from kvdev.marks import with_tables
 from kvdev.paths import ROOT
 
 PROMPT = Prompt(7, "a prompt", 3, " and its answer")
@@ -342,30 +340,6 @@ def test_many_threads_learn_the_end_of_a_forked_process(tmp_path: Path) -> None:
     assert codes == [-9] * 8
     assert forked.poll() == -9
     forked.terminate()
-
-
-# ------------------------------------------------------------------------------------------------------------ the page
-
-
-def test_a_table_of_kills_stands_without_kills_and_ends_at_100() -> None:
-    figures = json.loads(FIGURES.read_text())
-    report = figures["kills-prefill-default"]
-    report["deaths_of_survivors"] = []
-    for kills, shown in ((0, "| 0 (0 to 100) |"), (10, "| 0 (0 to 28) |")):
-        report["kills"] = kills
-        assert shown in tables(figures)["kills"].splitlines()[2]
-    report["deaths_of_survivors"] = [{}] * 10
-    assert "| 100 (72 to 100) |" in tables(figures)["kills"].splitlines()[2]
-
-
-def test_the_page_has_the_tables_of_the_recorded_figures() -> None:
-    made = tables(json.loads(FIGURES.read_text()))
-    assert with_tables(PAGE.read_text(), made) == PAGE.read_text()
-    assert PICTURE.read_text().count("<svg") == 1
-    assert "| prefill | default | 10 |" in made["kills"]
-    assert "survivors died | per 100 |" in made["kills"]
-    with pytest.raises(ValueError, match="no marks"):
-        with_tables("an empty page", made)
 
 
 # ------------------------------------------------------------------------------------------------------ the namespaces
