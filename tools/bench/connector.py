@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from kvdev.engines import local_model
 from kvdev.envs import DEFAULT_VLLM
 from kvdev.forked import started_starter
-from kvdev.pairs.figures import rows_of
-from kvdev.pairs.gates import unjudged
+from kvdev.pairs.figures import rows_of, unjudged
 from kvdev.pairs.plan import PREFIX, Size, plan_of
 from kvdev.pairs.running import carry_out
 from kvdev.steps import fail
@@ -40,8 +39,6 @@ def run(report: Callable[[str], None]) -> list[dict[str, Any]]:
     if size not in SIZES:
         fail(f"{PREFIX}SIZE: {' or '.join(SIZES)}, not {size!r}")
     plan = plan_of(cast("Size", size), os.environ)
-    for case in plan.left_out:
-        report(f"left out, caches of {plan.pool_tokens} tokens cannot hold it: {case}")
     python, model = local_model(Path(os.environ["KVDEV_UV"]), "fat", DEFAULT_VLLM)
     with started_starter(python) as starter:
         book = carry_out(plan, starter, python, model, report)

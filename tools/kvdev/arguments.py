@@ -103,7 +103,6 @@ def _bench(verbs: Verbs) -> None:
         const="gates",
         help="connector: what its bounds are about, each of them judged; most of an hour",
     )
-    size.add_argument("--full", dest="size", action="store_const", const="full", help="connector: all cases, hours")
 
 
 def _release(verbs: Verbs) -> None:

@@ -15,14 +15,13 @@ from typing import Any, cast
 import pytest
 
 from kvdev.pairs.fleet import alone_spec, specs_of
-from kvdev.pairs.kinds import KINDS, comparisons
 from kvdev.pairs.measures import rest_shares
-from kvdev.pairs.plan import Case, Setting, blocks_of, last_step_tokens, left_tokens, plan_of
+from kvdev.pairs.plan import KINDS, Case, Setting, comparisons, last_step_tokens, left_tokens, plan_of
 from kvdev.pairs.turns import Turns, cpu_seconds, processes_of, states_of
 from kvdev.steps import DevError
 from vllm_adapter.config import load_settings
 
-LONG = Case(1900, 1, "fresh")
+LONG = Case(1900)
 DEFAULT, TCP = Setting("default", 256), Setting("tcp", 256)
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -38,27 +37,26 @@ def test_kinds_are_compared_with_vllms_own_and_a_new_way_with_ours() -> None:
     }
 
 
-def test_a_quick_run_is_small_and_a_full_one_has_every_case() -> None:
-    quick, full = plan_of("quick", {}), plan_of("full", {})
-    assert (len(quick.settings), len(quick.cases), quick.kinds) == (1, 4, ["ours", "streamed", "vllm"])
-    assert set(full.settings) == {Setting(way, chunk) for way in ("default", "tcp") for chunk in (256, 112)}
-    assert {case.pool for case in full.cases} == {"fresh", "fragmented"}
-    assert {(case.tokens, case.at_once) for case in full.cases} >= {(1900, 1), (1900, 4), (512, 16)}
-    assert set(full.left_out) == {Case(tokens, 16, pool) for tokens in (1024, 1900) for pool in ("fresh", "fragmented")}
+def test_a_quick_run_is_small_and_the_gates_have_what_bounds_are_about() -> None:
+    quick, gates = plan_of("quick", {}), plan_of("gates", {})
+    assert (quick.settings, quick.cases) == ([DEFAULT], [Case(256), LONG])
+    assert (quick.kinds, quick.rounds, quick.longest) == (["ours", "streamed", "vllm"], 3, 1900)
+    assert gates.cases == [LONG, Case(1900, "held")]
+    assert set(gates.settings) == {Setting(way, chunk) for way in ("default", "tcp") for chunk in (256, 112)}
 
 
 def test_a_plan_takes_what_the_environment_says() -> None:
-    said = {
-        "TOKENS": "300,700",
-        "AT_ONCE": "2",
-        "POOLS": "fragmented,fresh",
-        "TRANSPORTS": "tcp",
-        "ROUNDS": "9",
-        "KINDS": "vllm",
-    }
+    said = {"TOKENS": "300,700", "PREFIXES": "new,held", "TRANSPORTS": "tcp", "ROUNDS": "9", "KINDS": "vllm"}
     plan = plan_of("quick", {f"KV_BENCH_{key}": value for key, value in said.items()})
-    assert plan.cases == [Case(tokens, 2, pool) for pool in ("fresh", "fragmented") for tokens in (300, 700)]
-    assert (plan.settings, plan.rounds, plan.kinds, plan.longest) == ([Setting("tcp", 256)], 9, ["vllm"], 700)
+    assert plan.cases == [Case(300), Case(700), Case(700, "held")]
+    assert (plan.settings, plan.rounds, plan.kinds, plan.longest) == ([TCP], 9, ["vllm"], 700)
+
+
+def test_the_pairs_take_turns_in_an_order_that_changes_with_the_round() -> None:
+    said = {"TOKENS": "256", "ROUNDS": "3", "KINDS": "ours,vllm"}
+    plan = plan_of("quick", {f"KV_BENCH_{key}": value for key, value in said.items()})
+    order = [(number, kind) for number, _, kind in plan.steps()]
+    assert order == [(0, "ours"), (0, "vllm"), (1, "vllm"), (1, "ours"), (2, "ours"), (2, "vllm")]
 
 
 @pytest.mark.parametrize(
@@ -66,44 +64,14 @@ def test_a_plan_takes_what_the_environment_says() -> None:
     [
         ("TOKENS", "256,", "numbers from 1 to 2040"),
         ("TOKENS", "4000", "numbers from 1 to 2040"),
-        ("AT_ONCE", "17", "numbers from 1 to 16"),
         ("ROUNDS", "0", "KV_BENCH_ROUNDS"),
         ("TRANSPORTS", "rdma", "of default, tcp"),
         ("KINDS", "theirs", "of ours, streamed, vllm"),
-        ("POOL_TOKENS", "128", "no case fits"),
     ],
 )
 def test_a_wrong_value_is_told_with_what_is_right(key: str, value: str, words: str) -> None:
     with pytest.raises(DevError, match=words):
         plan_of("quick", {f"KV_BENCH_{key}": value})
-
-
-def test_the_pairs_take_turns_in_an_order_that_changes_with_the_round() -> None:
-    said = {"TOKENS": "256", "AT_ONCE": "1", "ROUNDS": "3", "KINDS": "ours,vllm"}
-    plan = plan_of("quick", {f"KV_BENCH_{key}": value for key, value in said.items()})
-    order = [(number, kind) for number, _, kind in plan.steps("fresh")]
-    assert order == [(0, "ours"), (0, "vllm"), (1, "vllm"), (1, "ours"), (2, "ours"), (2, "vllm")]
-    assert list(plan.steps("fragmented")) == []
-
-
-def test_blocks_of_prompts_and_their_answers() -> None:
-    assert blocks_of(Case(120, 1, "fresh")) == 1
-    assert blocks_of(Case(121, 1, "fresh")) == 2
-    assert blocks_of(Case(256, 4, "fresh")) == 12
-
-
-def test_a_prefill_rate_takes_no_more_prompts_than_a_cache_holds() -> None:
-    assert plan_of("quick", {}).prompts_of_a_rate == 4
-    small = {"KV_BENCH_POOL_TOKENS": "4096", "KV_BENCH_AT_ONCE": "1"}
-    assert plan_of("quick", small).prompts_of_a_rate == 2
-
-
-def test_what_the_bounds_are_about_is_a_plan_of_its_own() -> None:
-    gates = plan_of("gates", {})
-    assert gates.cases == [LONG, Case(1900, 1, "fresh", "held")]
-    assert set(gates.settings) == {Setting(way, chunk) for way in ("default", "tcp") for chunk in (256, 112)}
-    several = plan_of("gates", {"KV_BENCH_TOKENS": "256,1900", "KV_BENCH_AT_ONCE": "1,4"})
-    assert [case for case in several.cases if case.prefix == "held"] == [Case(1900, 1, "fresh", "held")]
 
 
 def test_tokens_that_a_held_prefix_leaves_and_that_the_last_step_finishes() -> None:
@@ -122,15 +90,15 @@ def test_a_streamed_pair_streams_on_both_sides_from_hosts_that_its_list_covers()
 
 
 def test_engines_of_a_pair_differ_from_another_pairs_in_their_connector_alone() -> None:
-    plan, model = plan_of("quick", {}), Path("model")
-    ours, theirs = (specs_of(KINDS[name], TCP, plan, model) for name in ("ours", "vllm"))
+    model = Path("model")
+    ours, theirs = (specs_of(KINDS[name], TCP, model) for name in ("ours", "vllm"))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.arguments, mine.cpus, mine.environment) == (other.arguments, other.cpus, {"UCX_TLS": "tcp"})
         assert mine.kv_transfer is not None
         assert other.kv_transfer is not None
         assert mine.kv_transfer["kv_connector_module_path"] == "vllm_adapter"
         assert "kv_connector_module_path" not in other.kv_transfer
-    lonely = alone_spec(TCP, plan, model)
+    lonely = alone_spec(TCP, model)
     assert (lonely.arguments, lonely.cpus, lonely.kv_transfer) == (ours[0].arguments, ours[0].cpus, None)
 
 
@@ -211,9 +179,10 @@ def test_a_worker_at_rest_is_the_process_beside_the_server(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvdev.pairs.measures._SETTLES_S", 0.0)
+    monkeypatch.setattr("kvdev.pairs.measures._REST_S", 0.2)
     engines: Any = [SimpleNamespace(pid=group.pid, spec=SimpleNamespace(name="e")) for group in groups]
-    shares = rest_shares(engines[:2], 0.2)
+    shares = rest_shares(engines[:2])
     assert all(0 <= share < 0.05 for share in shares)
     lonely: Any = SimpleNamespace(pid=os.getpgid(os.getpid()) + 2**22, spec=SimpleNamespace(name="lonely"))
     with pytest.raises(DevError, match="lonely has no process"):
-        rest_shares([lonely], 0.1)
+        rest_shares([lonely])

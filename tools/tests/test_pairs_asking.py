@@ -22,25 +22,20 @@ from kvdev.pairs.asking import (
     ask,
     ask_all,
     client,
-    hand_overs_ms,
     made_prompt,
     running_stream,
-    steps_ms,
     text_of_event,
 )
 from kvdev.pairs.fleet import Pair
-from kvdev.pairs.loading import prefill_rate
 from kvdev.pairs.measures import (
     Counts,
-    Look,
     counts_of,
     early_share,
-    freed_s,
     gaps_beside_a_read,
     gaps_of,
     hand_over,
-    held_ms,
     last_read_ms,
+    prefill_rate,
     usual_of,
     wait_idle,
 )
@@ -50,16 +45,6 @@ from kvdev.steps import DevError
 
 def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
-
-
-def test_answers_that_lack_a_moment_are_left_out_of_its_measure() -> None:
-    in_pieces = Answer(began_s=2.0, times_s=[2.25, 2.5, 3.0, 3.25], prefill_ms=125.0)
-    in_one_piece = Answer(began_s=2.0, times_s=[2.5], prefill_ms=250.0)
-    of_one_engine = Answer(began_s=2.0, times_s=[2.5, 2.75])
-    answers = [in_pieces, in_one_piece, of_one_engine]
-    assert steps_ms(answers) == [250.0, 250.0]
-    assert hand_overs_ms(answers) == [125.0, 250.0]
-    assert steps_ms([in_one_piece]) == hand_overs_ms([of_one_engine]) == []
 
 
 def test_text_of_the_lines_of_a_stream() -> None:
@@ -86,17 +71,12 @@ def test_prompts_are_the_same_for_a_seed_and_share_nothing_with_another() -> Non
 def asked(
     work: Callable[[str], Awaitable[Any]],
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    usage: Callable[[], str] = str,
 ) -> Any:
     """Return what a coroutine makes of a server's address."""
-
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=usage())
 
     async def run() -> Any:
         app = web.Application()
         app.router.add_post("/v1/completions", handle)
-        app.router.add_get("/metrics", metrics)
         async with TestServer(app) as server:
             return await work(str(server.make_url("")).rstrip("/"))
 
@@ -214,37 +194,6 @@ def test_a_stream_that_ends_too_early_fails() -> None:
         asked(work, speaking(0.002))
 
 
-def looks(*usage: tuple[float, float]) -> list[Look]:
-    """Return looks that begin at these moments and take 0.01 s."""
-    return [Look(at_s, at_s + 0.01, share) for at_s, share in usage]
-
-
-def test_blocks_are_free_when_the_usage_has_fallen_by_half_after_the_prefill() -> None:
-    usage = looks((0.0, 0.1), (0.4, 0.1), (1.0, 0.5), (2.0, 0.5), (3.0, 0.2), (4.0, 0.1))
-    assert freed_s(usage, 1.0) == pytest.approx(2.505)
-    assert freed_s(usage, 3.5) == pytest.approx(3.5)  # free before the end of the prefill was known
-    assert freed_s(usage[:4], 1.0) is None
-    assert freed_s(looks((0.0, 0.1), (1.0, 0.1)), 0.5) is None
-
-
-def test_a_slow_look_makes_blocks_neither_early_nor_late() -> None:
-    quick = looks((0.0, 0.1), (1.0, 0.5), (1.1, 0.5), (1.2, 0.1))
-    slow = [*quick[:-1], Look(1.11, 1.51, 0.1)]
-    assert freed_s(quick, 1.0) == pytest.approx(1.155)
-    assert freed_s(slow, 1.0) == pytest.approx(1.305)
-
-
-def test_the_time_that_blocks_are_held_ends_with_the_usage() -> None:
-    levels = iter([0.1, 0.1, 0.6, 0.6, 0.6, 0.6, *[0.1] * 1000])
-
-    def usage() -> str:
-        return f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc {next(levels)}\n"
-
-    held, answer = asked(lambda url: held_ms(pair_of(url), [5], [6]), speaking(0.004, prefill_ms="10"), usage)
-    assert 40 <= held < 500  # four looks, 20 ms apart, at blocks that are held, less the 10 ms of prefill
-    assert answer.text == "A" * 8
-
-
 def test_a_prefill_rate_reads_the_tickets_of_the_prompts() -> None:
     asked_for: list[dict[str, Any]] = []
 
@@ -321,12 +270,12 @@ def test_a_hand_over_without_an_answer_of_the_prefill_engine_fails(monkeypatch: 
         return [Answer(0.0, [1.0, 2.0], "xx", prefill_ms=prompt[0]) for prompt in prompts]
 
     monkeypatch.setattr("kvdev.pairs.measures.ask_all", answered)
-    assert len(hand_over(pair_of(""), [[1], [2]])) == 2
+    assert hand_over(pair_of(""), [1]).text == "xx"
     with pytest.raises(DevError, match="engine did not answer"):
-        hand_over(pair_of(""), [[1], [0]])
+        hand_over(pair_of(""), [0])
     # Of a pair that reads meanwhile the prefill engine may answer after the last token.
     early = EarlyTickets(["http://p"], [("127.0.0.1", 5600)])
-    assert [answer.prefill_ms for answer in hand_over(replace(pair_of(""), early=early), [[1], [0]])] == [1, 0]
+    assert hand_over(replace(pair_of(""), early=early), [0]).prefill_ms == 0
 
 
 def _url(server: BaseTestServer) -> str:
@@ -396,7 +345,7 @@ def test_bytes_that_were_not_streamed_are_late() -> None:
 
 
 def test_the_time_of_a_read_is_that_of_the_reads_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdev.pairs.measures.hand_over", lambda _pair, _prompts: [])
+    monkeypatch.setattr("kvdev.pairs.measures.hand_over", lambda _pair, _prompt: None)
     later = PAGE.replace('_count{engine="0"} 3', '_count{engine="0"} 5').replace("0.25", "0.26")
     engine = engine_with(PAGE.replace("{running}", "0"), later.replace("{running}", "0"))
     assert last_read_ms(Pair(engine, engine, ""), [4]) == pytest.approx(5)

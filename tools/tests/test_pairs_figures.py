@@ -11,14 +11,12 @@ import pytest
 from kvdev.arguments import make_parser
 from kvdev.benching import run_bench
 from kvdev.pairs.asking import Answer
-from kvdev.pairs.figures import Book, described, rows_of, spread_of, where_of
-from kvdev.pairs.gates import TARGETS, target_for, unjudged
-from kvdev.pairs.kinds import ALONE, KINDS
-from kvdev.pairs.plan import Case, Setting
+from kvdev.pairs.figures import TARGETS, Book, described, rows_of, spread_of, target_for, unjudged, where_of
+from kvdev.pairs.plan import ALONE, KINDS, Case, Setting
 from kvdev.pairs.running import Exam
 from kvdev.steps import DevError
 
-LONG = Case(1900, 1, "fresh")
+LONG = Case(1900)
 DEFAULT, TCP = Setting("default", 256), Setting("tcp", 256)
 
 # --------------------------------------------------------------------------------------------------------------- figures
@@ -27,7 +25,7 @@ DEFAULT, TCP = Setting("default", 256), Setting("tcp", 256)
 def book_of(worst_ours: float = 40) -> Book:
     book = Book()
     for tokens, factor in ((256, 1.0), (1900, 3.0)):
-        case = Case(tokens, 1, "fresh")
+        case = Case(tokens)
         book.add("hand-over", "ours", DEFAULT, case, 10 * factor, 12 * factor, 11 * factor)
         book.add("hand-over", "vllm", DEFAULT, case, 20 * factor, 22 * factor, 30 * factor)
     book.add("worst gap", "ours", DEFAULT, LONG, worst_ours)
@@ -81,7 +79,7 @@ def test_a_third_kind_has_rows_and_bounds_as_soon_as_it_is_measured() -> None:
 
 def streamed_book(*, early: float = 93, streamed_ms: float = 2075) -> Book:
     book = book_of()
-    many, held = Setting("default", 112), Case(1900, 1, "fresh", "held")
+    many, held = Setting("default", 112), Case(1900, "held")
     for kind, first in (("ours", 2150), ("streamed", streamed_ms), ("vllm", 2700)):
         book.add("first token", kind, many, LONG, first)
         book.add("first token", kind, many, held, {"ours": 400, "streamed": 380, "vllm": 600}[kind])
@@ -132,7 +130,7 @@ def test_a_prefix_that_the_prefill_engine_holds_has_a_bound_of_its_own() -> None
         ("vllm", "held"): "context",
     }
     assert row(rows, "first token", "streamed", "ours", prefix="held")["name"].endswith(
-        "1900 tokens, 1 at once, fresh pool, all but 108 held, default transports, steps of 112"
+        "1900 tokens, all but 108 held, default transports, steps of 112"
     )
 
 
@@ -155,7 +153,7 @@ def test_bounds_hold_where_they_are_said_to() -> None:
     assert bound("streamed", "ours", DEFAULT, LONG) == "<= 0.5"
     assert bound("streamed", "ours", TCP, LONG) == "<= 0.4"
     assert bound("streamed", "vllm", TCP, LONG) == "None"
-    assert bound("streamed", "ours", DEFAULT, Case(1900, 4, "fresh")) == "None"
+    assert bound("streamed", "ours", DEFAULT, Case(256)) == "None"
     assert target_for("worker at rest", "vllm", "vllm", where_of(DEFAULT, None)) is None
     assert len({(each.measure, each.one, each.other, str(each.where)) for each in TARGETS}) == len(TARGETS)
 
@@ -179,8 +177,9 @@ def test_one_wrong_answer_fails_the_run() -> None:
 def test_answers_are_compared_with_those_of_one_engine_alone() -> None:
     book, exam = Book(), Exam()
     given = [cast("Answer", SimpleNamespace(text=text)) for text in ("aa", "bb")]
-    exam.note("seed", "ours", LONG, [[4], [5]], given)
-    exam.note("seed", "vllm", LONG, [[4], [5]], given[:1] * 2)
+    for kind, answers in (("ours", given), ("vllm", given[:1] * 2)):
+        for prompt, answer in zip(([4], [5]), answers, strict=True):
+            exam.note(kind, LONG, prompt, answer)
     told = exam.judge(book, DEFAULT, lambda prompts: [{4: "aa", 5: "bb"}[prompt[0]] for prompt in prompts])
     assert len(told) == 1
     assert told[0].startswith("vllm, ")
@@ -193,9 +192,7 @@ def test_answers_are_compared_with_those_of_one_engine_alone() -> None:
 def test_quartiles_and_words() -> None:
     assert spread_of([1, 2, 3, 4, 5]) == (2, 4)
     assert spread_of([7]) == (7, 7)
-    assert described(dict(where_of(TCP, Case(512, 16, "fragmented")))) == (
-        "512 tokens, 16 at once, fragmented pool, UCX_TLS=tcp, steps of 256"
-    )
+    assert described(dict(where_of(TCP, Case(512)))) == "512 tokens, UCX_TLS=tcp, steps of 256"
     assert described(dict(where_of(DEFAULT, None))) == "default transports, steps of 256"
     with pytest.raises(KeyError):
         Book().add("hand over", "ours", DEFAULT, None, 1)
@@ -207,9 +204,9 @@ def test_quartiles_and_words() -> None:
 def test_sizes_are_options_of_the_bench() -> None:
     parse = make_parser().parse_args
     assert parse(["bench", "connector"]).size == parse(["bench", "connector", "--quick"]).size == "quick"
-    assert parse(["bench", "connector", "--full", "--json"]).size == "full"
+    assert parse(["bench", "connector", "--gates", "--json"]).size == "gates"
 
 
 def test_a_benchmark_without_sizes_says_so() -> None:
-    with pytest.raises(DevError, match="'topology' has one size: --full is not for it"):
-        run_bench("topology", as_json=False, size="full")
+    with pytest.raises(DevError, match="'topology' has one size: --gates is not for it"):
+        run_bench("topology", as_json=False, size="gates")

@@ -26,10 +26,8 @@ __all__ = [
     "ask",
     "ask_all",
     "client",
-    "hand_overs_ms",
     "made_prompt",
     "running_stream",
-    "steps_ms",
     "text_of_event",
 ]
 
@@ -82,16 +80,6 @@ class Answer:
     def prefilled_s(self) -> float:
         """Moment of the prefill engine's answer."""
         return self.began_s + self.prefill_ms / 1e3
-
-
-def steps_ms(answers: Iterable[Answer]) -> list[float]:
-    """Return the decode steps of those answers whose tokens came in more than one piece; beside 15 others one may not."""
-    return [answer.step_ms for answer in answers if len(answer.times_s) > 1]
-
-
-def hand_overs_ms(answers: Iterable[Answer]) -> list[float]:
-    """Return the times of those hand-overs whose prefill engine's answer was seen."""
-    return [answer.hand_over_ms for answer in answers if answer.prefill_ms]
 
 
 def client() -> aiohttp.ClientSession:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from kvdev.demo import running_router
 from kvdev.early import EarlyTickets
 from kvdev.engines import Engine, EngineSpec, start_all
-from kvdev.pairs.kinds import ALONE, KINDS, PairKind
-from kvdev.pairs.plan import BLOCK_TOKENS, TOKEN_BYTES, Plan, Setting
+from kvdev.pairs.plan import ALONE, BLOCK_TOKENS, KINDS, POOL_TOKENS, TOKEN_BYTES, PairKind, Plan, Setting
 from kvdev.pairs.turns import Turns
 
 if TYPE_CHECKING:
@@ -51,27 +50,27 @@ class Fleet:
     turns: Turns
 
 
-def specs_of(kind: PairKind, setting: Setting, plan: Plan, model: Path) -> list[EngineSpec]:
+def specs_of(kind: PairKind, setting: Setting, model: Path) -> list[EngineSpec]:
     """Return how the two engines of a kind are started: prefill on the first core, decode on the second."""
     decode_only = ["--no-enable-prefix-caching"]
     return [
-        _spec(f"{kind.name}-prefill", 0, setting, plan, model, config=kind.prefill),
-        _spec(f"{kind.name}-decode", 1, setting, plan, model, *decode_only, config=kind.decode),
+        _spec(f"{kind.name}-prefill", 0, setting, model, config=kind.prefill),
+        _spec(f"{kind.name}-decode", 1, setting, model, *decode_only, config=kind.decode),
     ]
 
 
-def alone_spec(setting: Setting, plan: Plan, model: Path) -> EngineSpec:
+def alone_spec(setting: Setting, model: Path) -> EngineSpec:
     """Return how the engine without a connector is started: as a prefill engine is."""
-    return _spec(ALONE, 0, setting, plan, model, config=None)
+    return _spec(ALONE, 0, setting, model, config=None)
 
 
 def _spec(
-    name: str, core: int, setting: Setting, plan: Plan, model: Path, *more: str, config: Mapping[str, object] | None
+    name: str, core: int, setting: Setting, model: Path, *more: str, config: Mapping[str, object] | None
 ) -> EngineSpec:
     cores = sorted(os.sched_getaffinity(0))
     arguments = [
         "--disable-uvicorn-access-log",
-        "--kv-cache-memory-bytes", str(plan.pool_tokens * TOKEN_BYTES),
+        "--kv-cache-memory-bytes", str(POOL_TOKENS * TOKEN_BYTES),
         "--block-size", str(BLOCK_TOKENS),
         "--max-num-batched-tokens", str(setting.chunk),
         "--max-num-seqs", str(_MOST_REQUESTS),
@@ -91,12 +90,12 @@ def started_fleet(starter: Starter, python: Path, model: Path, setting: Setting,
         for name in plan.kinds:
             kind = KINDS[name]
             engines = stack.enter_context(
-                start_all(specs_of(kind, setting, plan, model), python, quiet=True, launch=starter.launch)
+                start_all(specs_of(kind, setting, model), python, quiet=True, launch=starter.launch)
             )
             pairs[name] = _paired(stack, kind, engines)
             _join(stack, turns, name, engines)
         (alone,) = stack.enter_context(
-            start_all([alone_spec(setting, plan, model)], python, quiet=True, launch=starter.launch)
+            start_all([alone_spec(setting, model)], python, quiet=True, launch=starter.launch)
         )
         _join(stack, turns, ALONE, [alone])
         yield Fleet(pairs, alone, turns)

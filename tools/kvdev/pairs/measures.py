@@ -1,13 +1,12 @@
-"""Measure a running pair: hand-overs, other requests beside a read, blocks held, work at rest, prefill throughput."""
+"""Measure a running pair: hand-overs, other requests beside a read, work at rest, prefill throughput."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
@@ -18,24 +17,22 @@ from kvdev.pairs.turns import cpu_seconds, processes_of
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvdev.pairs.fleet import Pair
 
 __all__ = [
     "Counts",
     "Gaps",
-    "Look",
     "counts_of",
     "early_share",
-    "freed_s",
     "gap_beside_a_prefill",
     "gaps_beside_a_read",
     "gaps_of",
     "hand_over",
-    "held_ms",
     "hold_prefix",
     "last_read_ms",
+    "prefill_rate",
     "rest_shares",
     "usual_of",
     "wait_idle",
@@ -43,14 +40,15 @@ __all__ = [
 
 _BESIDE_TOKENS: Final = 1500
 """Length of a request that goes on beside: longer than any measurement."""
-_BESIDE_PROMPT: Final = 64
 _POLL_S: Final = 0.03
 _NEIGHBOURS: Final = 8
-_FREE_WITHIN_S: Final = 60.0
 _SETTLES_S: Final = 2.0
+_REST_S: Final = 5.0
+"""Time at rest in which the workers' CPU time is counted."""
+_ASK_TICKET: Final[dict[str, object]] = {"do_remote_decode": True, "do_remote_prefill": False}
+_READ: Final[dict[str, object]] = {"do_remote_decode": False, "do_remote_prefill": True}
 _IDLE_WITHIN_S: Final = 60.0
 _REQUESTS: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-_USAGE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,61 +118,6 @@ async def gap_beside_a_prefill(pair: Pair, prompt: Sequence[int], beside: Sequen
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A look at the share of an engine's cache that is in use: when it was asked for, when it was told."""
-
-    asked_s: float
-    told_s: float
-    share: float
-
-
-async def held_ms(pair: Pair, prompt: Sequence[int], beside: Sequence[int]) -> tuple[float, Answer]:
-    """Return how long the prefill engine holds a prompt's blocks after its answer, in ms.
-
-    Another request goes on there, since an engine frees blocks, and tells of them, with its steps.
-    """
-    async with client() as session, running_stream(session, pair.prefill.url, beside, tokens=_BESIDE_TOKENS):
-        looks = [await _look(session, pair.prefill)]
-        asking = asyncio.create_task(ask(session, pair.router, prompt))
-        until = time.monotonic() + _FREE_WITHIN_S
-        while time.monotonic() < until:
-            await asyncio.sleep(_POLL_S)
-            looks.append(await _look(session, pair.prefill))
-            if asking.done() and (freed := freed_s(looks, asking.result().prefilled_s)) is not None:
-                return 1e3 * (freed - asking.result().prefilled_s), asking.result()
-    raise DevError(f"{pair.prefill.spec.name} holds the blocks for more than {_FREE_WITHIN_S:g} s")
-
-
-def freed_s(looks: Sequence[Look], end_s: float) -> float | None:
-    """Return when a cache's usage had fallen by half of what it had grown by, after a moment; None if it has not, or never grew.
-
-    A look takes time, and is of some moment within it: so it is the middle between the beginning of the last look before and the
-    end of the first one after. Looks from 1.00 to 1.01 s at 0.5, from 2.00 to 2.01 s at 0.5 and from 3.00 to 3.01 s at 0.2, which
-    began with 0.1: it falls below 0.3 between 2.00 and 3.01 s, that is at 2.505 s.
-    """
-    level = (looks[0].share + max(look.share for look in looks)) / 2
-    held: Look | None = None
-    for look in looks:
-        if look.share > level:
-            held = look
-        elif held is not None and look.told_s >= end_s:
-            return max(end_s, (held.asked_s + look.told_s) / 2)
-    return None
-
-
-async def _look(session: aiohttp.ClientSession, engine: Engine) -> Look:
-    """Look at the usage alone: reading the whole page as Prometheus does would take longer than what is looked for."""
-    asked_s = time.perf_counter()
-    async with session.get(f"{engine.url}/metrics") as reply:
-        page = await reply.text()
-    told_s = time.perf_counter()
-    found = _USAGE.search(page)
-    if found is None:
-        raise DevError(f"{engine.spec.name} does not tell how much of its cache is in use")
-    return Look(asked_s, told_s, float(found[1]))
-
-
-@dataclass(frozen=True, slots=True)
 class Counts:
     """Counters of a decode engine at one moment.
 
@@ -215,12 +158,54 @@ def early_share(before: Counts, after: Counts, tokens: int) -> float:
     return 100 * (after.early_bytes - before.early_bytes) / due
 
 
-def rest_shares(engines: Sequence[Engine], seconds: float) -> list[float]:
+async def prefill_rate(engine: Engine, pair: Pair | None, prompts: Sequence[Sequence[int]]) -> float:
+    """Return how many prompt tokens a second an engine computes; a pair's are read meanwhile, those of a plain one afterwards."""
+    early = pair.early if pair else None
+    streams = [early.new(engine.url) for _ in prompts] if early else []
+    asked: Sequence[Mapping[str, object] | None] = [{**_ASK_TICKET, "kv_stream": stream} for stream in streams]
+    asked = asked or [_ASK_TICKET if pair else None] * len(prompts)
+    async with client() as session:
+        began_s = time.perf_counter()
+        told: list[Mapping[str, object]] = [{**_READ, "kv_stream": stream} for stream in streams]
+        reads = _reads(session, pair, prompts, told) if pair and streams else []
+        answers = await asyncio.gather(
+            *(_one_token(session, engine, *each) for each in zip(prompts, asked, strict=True))
+        )
+        lasted_s = time.perf_counter() - began_s
+        if pair and not streams:
+            reads = _reads(session, pair, prompts, [answer["kv_transfer_params"] for answer in answers])
+        await asyncio.gather(*reads)
+    return sum(map(len, prompts)) / lasted_s
+
+
+def _reads(
+    session: aiohttp.ClientSession,
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    tickets: Sequence[Mapping[str, object]],
+) -> list[asyncio.Task[dict[str, Any]]]:
+    both = zip(prompts, tickets, strict=True)
+    return [asyncio.create_task(_one_token(session, pair.decode, *each)) for each in both]
+
+
+async def _one_token(
+    session: aiohttp.ClientSession, engine: Engine, prompt: Sequence[int], params: Mapping[str, object] | None
+) -> dict[str, Any]:
+    extra = {} if params is None else {"kv_transfer_params": params}
+    body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, **extra}
+    async with session.post(f"{engine.url}/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            raise DevError(f"{engine.url}: HTTP {reply.status}: {(await reply.text())[:500]}")
+        answer: dict[str, Any] = await reply.json()
+        return answer
+
+
+def rest_shares(engines: Sequence[Engine]) -> list[float]:
     """Return the share of a core that each engine's worker takes at rest; it lives in the scheduler's process."""
     time.sleep(_SETTLES_S)
     workers = [_worker_of(engine) for engine in engines]
     before, began_s = [cpu_seconds(pid) for pid in workers], time.monotonic()
-    time.sleep(seconds)
+    time.sleep(_REST_S)
     lasted_s = time.monotonic() - began_s
     return [(cpu_seconds(pid) - was) / lasted_s for pid, was in zip(workers, before, strict=True)]
 
@@ -233,30 +218,30 @@ def _worker_of(engine: Engine) -> int:
     return max(others, key=cpu_seconds)
 
 
-def hand_over(pair: Pair, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Hand prompts over through the router, all at once.
+def hand_over(pair: Pair, prompt: Sequence[int]) -> Answer:
+    """Hand a prompt over through the router.
 
-    A decode engine that reads meanwhile may have answered before the prefill engine's answer has left it: of several prompts it
-    goes out with the next prompt's step. Such an answer says nothing of the prefill engine's; tokens computed again are counted.
+    A decode engine that reads meanwhile may have answered before the prefill engine's answer has left it. Such an answer says
+    nothing of the prefill engine's; tokens computed again are counted.
 
     Raises:
         DevError: The prefill engine has not answered: what was measured was no hand-over.
     """
-    answers = asyncio.run(ask_all(pair.router, prompts))
-    if pair.early is None and not all(answer.prefill_ms for answer in answers):
+    (answer,) = asyncio.run(ask_all(pair.router, [prompt]))
+    if pair.early is None and not answer.prefill_ms:
         raise DevError(f"{pair.prefill.spec.name} did not answer; the decode engine computed the prompt by itself")
-    return answers
+    return answer
 
 
-def hold_prefix(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    """Let an engine compute the beginnings of prompts, so that its cache holds them."""
-    asyncio.run(ask_all(engine.url, prompts, tokens=1))
+def hold_prefix(engine: Engine, prompt: Sequence[int]) -> None:
+    """Let an engine compute the beginning of a prompt, so that its cache holds it."""
+    asyncio.run(ask_all(engine.url, [prompt], tokens=1))
 
 
 def last_read_ms(pair: Pair, prompt: Sequence[int]) -> float:
     """Return the time on the wire of a prompt's read, as the decode engine's connector counts it."""
     before = counts_of(pair.decode)
-    hand_over(pair, [prompt])
+    hand_over(pair, prompt)
     after = counts_of(pair.decode)
     if after.reads == before.reads:
         raise DevError(f"{pair.decode.spec.name} counts no read")

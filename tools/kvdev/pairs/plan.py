@@ -1,44 +1,97 @@
-"""Plan of a run: settings that engines are started with, cases that each of them is asked, and who is measured when."""
+"""Plan of a run: kinds of pairs, settings that engines are started with, prompts that each is asked, and the order of turns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from kvdev.pairs.kinds import KINDS
+from kvdev.demo import connector_config
 from kvdev.steps import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "ALONE",
     "ANSWER_TOKENS",
     "BLOCK_TOKENS",
+    "KINDS",
+    "POOL_TOKENS",
     "PREFIX",
+    "PROMPTS_OF_A_RATE",
     "TOKEN_BYTES",
     "Case",
+    "PairKind",
     "Plan",
-    "Pool",
     "Setting",
     "Size",
-    "blocks_of",
+    "comparisons",
     "last_step_tokens",
     "left_tokens",
     "plan_of",
 ]
 
-Size = Literal["quick", "gates", "full"]
-Pool = Literal["fresh", "fragmented"]
+Size = Literal["quick", "gates"]
 Prefix = Literal["new", "held"]
 Transport = Literal["default", "tcp"]
 
+ALONE: Final = "alone"
+"""Name of the engine without a connector that computes the same prompts by itself."""
 BLOCK_TOKENS: Final = 128
 """Tokens of a block, vLLM's default on CPU."""
 TOKEN_BYTES: Final = 131_072
 """Of the model `fat`."""
 ANSWER_TOKENS: Final = 8
-_PROMPTS_OF_A_RATE: Final = 4
 LONGEST_PROMPT: Final = 2048 - ANSWER_TOKENS
+PROMPTS_OF_A_RATE: Final = 4
+POOL_TOKENS: Final = 8704
+"""Tokens that each engine's cache holds: 68 blocks, of which four of the longest prompts and their answers take 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairKind:
+    """A pair of engines as it is started.
+
+    Attributes:
+        name: Its name in figures.
+        prefill: The prefill engine's `--kv-transfer-config`.
+        decode: The decode engine's.
+        is_concurrent: Whether the router asks both engines at once, so that the prompt is handed over while it is computed.
+    """
+
+    name: str
+    prefill: Mapping[str, object]
+    decode: Mapping[str, object]
+    is_concurrent: bool = False
+
+
+# Addresses of early tickets must be covered: here by the list of hosts, since these engines share no secret.
+_STREAMING: Final = {"streaming": True, "remote_hosts": ["127.0.0.0/8"]}
+_VLLMS: Final = {"kv_connector": "NixlConnector"}
+
+KINDS: Final[Mapping[str, PairKind]] = {
+    kind.name: kind
+    for kind in (
+        PairKind("ours", connector_config("kv_producer"), connector_config("kv_consumer")),
+        PairKind(
+            "streamed",
+            connector_config("kv_producer", **_STREAMING),
+            connector_config("kv_consumer", **_STREAMING),
+            is_concurrent=True,
+        ),
+        PairKind("vllm", {**_VLLMS, "kv_role": "kv_producer"}, {**_VLLMS, "kv_role": "kv_consumer"}),
+    )
+}
+"""Kinds by name; ours first, vLLM's own last. A kind between them is compared with both."""
+
+
+def comparisons(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (kind, kind that it is compared with), for kinds in the order of `KINDS`.
+
+    `ours, streamed, vllm` gives (streamed, ours), (ours, vllm) and (streamed, vllm).
+    """
+    return [(one, other) if other == "vllm" else (other, one) for one, other in combinations(names, 2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +114,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts that are sent together.
+    """A prompt that is handed over.
 
     Attributes:
-        tokens: Length of each prompt.
-        at_once: Number of prompts.
-        pool: `fresh`: blocks lie as they did since the start; `fragmented`: their order was shuffled.
+        tokens: Its length.
         prefix: `new`: nobody has seen the prompt; `held`: the prefill engine's cache holds all but its last `left_tokens`.
     """
 
     tokens: int
-    at_once: int
-    pool: Pool
     prefix: Prefix = "new"
 
 
@@ -81,95 +130,53 @@ class Plan:
     """All of a run.
 
     Attributes:
-        settings: Settings, one after the other; each has fresh engines `starts` times.
-        cases: Cases in order, fresh pools first.
+        settings: Settings, one after the other; each has engines of its own.
+        cases: Cases in order.
         kinds: Names of the pairs.
-        rounds: Samples of each case and pair, per start.
-        pair_rounds: Further samples of the longest new prompt, plain and streamed in turns, per start: what streaming saves is
-            small beside what a prefill takes longer or shorter from one time to the next.
-        engine_rounds: Samples of each pair beside other requests, under prefills and at rest, per start.
-        starts: Fresh engines per setting; the first contact is timed once in each.
-        pool_tokens: Tokens that each engine's cache holds.
-        idle_s: Time at rest in which the workers' CPU time is counted.
-        left_out: Cases that were asked for and that a cache of `pool_tokens` cannot hold.
+        rounds: Samples of each case and pair.
+        pair_rounds: Further samples of the longest new prompt, plain and streamed in turns: what streaming saves is small
+            beside what a prefill takes longer or shorter from one time to the next.
+        engine_rounds: Samples of each pair beside other requests, under prefills and at rest.
     """
 
     settings: Sequence[Setting]
     cases: Sequence[Case]
     kinds: Sequence[str]
     rounds: int
-    starts: int
-    pool_tokens: int
-    idle_s: int
-    engine_rounds: int = 3
-    pair_rounds: int = 1
-    left_out: Sequence[Case] = ()
+    pair_rounds: int
+    engine_rounds: int
 
-    def turns(self, round_number: int) -> list[str]:
-        """Return the kinds in the order of one round: being first costs each the same."""
-        return list(self.kinds) if round_number % 2 == 0 else list(reversed(self.kinds))
-
-    def steps(self, pool: Pool) -> Iterator[tuple[int, Case, str]]:
-        """Yield (round, case, kind) in the order of measuring, for the cases of one kind of pool."""
-        for round_number in range(self.rounds):
+    def steps(self) -> Iterator[tuple[int, Case, str]]:
+        """Yield (round, case, kind) in the order of measuring; the order of kinds turns, so being first costs each the same."""
+        for number in range(self.rounds):
             for case in self.cases:
-                if case.pool == pool:
-                    yield from ((round_number, case, kind) for kind in self.turns(round_number))
+                kinds = self.kinds if number % 2 == 0 else reversed(self.kinds)
+                yield from ((number, case, kind) for kind in kinds)
 
     @property
     def longest(self) -> int:
         """Length of the longest prompt: engines are measured beside other requests with prompts of this one."""
         return max(case.tokens for case in self.cases)
 
-    @property
-    def prompts_of_a_rate(self) -> int:
-        """Number of longest prompts that a prefill rate is measured with: at most 4, and no more than a cache holds.
-
-        Their blocks are all held until the last one is computed. Of 1900 tokens, 15 blocks each, 32 blocks hold 2.
-        """
-        return max(
-            1, min(_PROMPTS_OF_A_RATE, self.pool_tokens // BLOCK_TOKENS // blocks_of(Case(self.longest, 1, "fresh")))
-        )
-
 
 _QUICK: Final = {
     "tokens": "256,1900",
-    "at_once": "1,4",
-    "pools": "fresh",
     "transports": "default",
     "prefixes": "new",
     "chunks": "256",
     "rounds": "3",
     "pair_rounds": "1",
     "engine_rounds": "3",
-    "starts": "1",
-    "idle_s": "5",
-    "pool_tokens": "8704",
+    "kinds": ",".join(KINDS),
 }
 _GATES: Final = {
     **_QUICK,
     "tokens": "1900",
-    "at_once": "1",
     "prefixes": "new,held",
     "transports": "default,tcp",
     "chunks": "256,112",
     "rounds": "7",
     "pair_rounds": "60",
-}
-_FULL: Final = {
-    **_QUICK,
-    "tokens": "256,512,1024,1900",
-    "at_once": "1,4,16",
-    "pools": "fresh,fragmented",
-    "prefixes": "new,held",
-    "transports": "default,tcp",
-    "chunks": "256,112",
-    "rounds": "5",
-    "pair_rounds": "7",
-    "engine_rounds": "5",
-    "starts": "2",
-    "idle_s": "10",
-    "pool_tokens": "12288",
 }
 PREFIX: Final = "KV_BENCH_"
 """Each value of a plan can be set in the environment: `KV_BENCH_TOKENS=256,1024 KV_BENCH_ROUNDS=9`."""
@@ -177,43 +184,29 @@ PREFIX: Final = "KV_BENCH_"
 
 def plan_of(size: Size, environ: Mapping[str, str]) -> Plan:
     """Return the plan of a size, with what the environment sets; a wrong value ends the verb with a message."""
-    defaults = {**{"quick": _QUICK, "gates": _GATES, "full": _FULL}[size], "kinds": ",".join(KINDS)}
+    defaults = {"quick": _QUICK, "gates": _GATES}[size]
     chosen = {key: environ.get(PREFIX + key.upper(), value) for key, value in defaults.items()}
-    pools: list[Pool] = _words(chosen, "pools", get_args(Pool))
-    transports: list[Transport] = _words(chosen, "transports", get_args(Transport))
-    at_once, lengths = _numbers(chosen, "at_once", most=16), _numbers(chosen, "tokens", most=LONGEST_PROMPT)
-    wanted = [
-        Case(tokens, count, pool, prefix)
-        for prefix in _words(chosen, "prefixes", get_args(Prefix))
-        for pool in pools
-        for count in at_once
-        for tokens in lengths
-        if prefix == "new" or (count, pool, tokens) == (1, "fresh", max(lengths))
-    ]
-    rounds, pair_rounds, engine_rounds, starts, pool_tokens, idle_s = (
-        _numbers(chosen, key)[0]
-        for key in ("rounds", "pair_rounds", "engine_rounds", "starts", "pool_tokens", "idle_s")
+    lengths = _numbers(chosen, "tokens", most=LONGEST_PROMPT)
+    rounds, pair_rounds, engine_rounds = (
+        _numbers(chosen, key)[0] for key in ("rounds", "pair_rounds", "engine_rounds")
     )
-    cases = [case for case in wanted if blocks_of(case) * BLOCK_TOKENS <= pool_tokens]
-    if not cases:
-        fail(f"no case fits the engines' caches: set {PREFIX}POOL_TOKENS higher")
     return Plan(
-        settings=[Setting(transport, chunk) for transport in transports for chunk in _numbers(chosen, "chunks")],
-        cases=cases,
+        settings=[
+            Setting(transport, chunk)
+            for transport in _words(chosen, "transports", get_args(Transport))
+            for chunk in _numbers(chosen, "chunks")
+        ],
+        cases=[
+            Case(tokens, prefix)
+            for prefix in _words(chosen, "prefixes", get_args(Prefix))
+            for tokens in lengths
+            if prefix == "new" or tokens == max(lengths)
+        ],
         kinds=_words(chosen, "kinds", list(KINDS)),
         rounds=rounds,
-        starts=starts,
-        pool_tokens=pool_tokens,
-        idle_s=idle_s,
-        engine_rounds=engine_rounds,
         pair_rounds=pair_rounds,
-        left_out=[case for case in wanted if case not in cases],
+        engine_rounds=engine_rounds,
     )
-
-
-def blocks_of(case: Case) -> int:
-    """Return the blocks that the prompts and answers of a case take: 4 x 256 tokens and their answers take 4 x 3 of 128."""
-    return case.at_once * -(-(case.tokens + ANSWER_TOKENS) // BLOCK_TOKENS)
 
 
 def left_tokens(tokens: int) -> int:
