@@ -136,10 +136,8 @@ PIPED = [
     ("kv-topology", "prove", "windows", "--step", "40"),
     ("vllm-adapter", "config", "--explain"),
     ("vllm-adapter", "check", "--help"),
-    ("vllm-adapter", "top", "--once"),
     ("vllm-adapter", "trace", "--list"),
     ("vllm-adapter", "status", "--json", "--folder", "{folder}"),
-    ("vllm-adapter", "top", "--help"),
     ("vllm-adapter", "trace", "--help"),
 ]
 

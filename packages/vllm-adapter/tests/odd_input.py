@@ -93,8 +93,7 @@ def check_end(words: tuple[str, ...], ended: Ended) -> None:
         assert ended.err.strip()
         assert ended.out == ""
     if "--json" in words and (ended.out or ended.code in {0, 1}):
-        for text in ended.out.splitlines() if words[0] == "top" else [ended.out]:
-            json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def numeric_options() -> Iterator[tuple[str, str]]:

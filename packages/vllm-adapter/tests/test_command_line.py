@@ -86,7 +86,7 @@ def test_a_crash_of_native_code_shows_where(tmp_path: Path) -> None:
     assert "vllm_adapter/cli/" in said
 
 
-@pytest.mark.parametrize("page", ["check.md", "status.md", "top.md", "trace.md"])
+@pytest.mark.parametrize("page", ["check.md", "status.md", "trace.md"])
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
     commands = re.findall(r"^(?:\|.*\| `)?vllm-adapter ([^`\n]*)", (PAGES / page).read_text(), re.MULTILINE)
     assert commands

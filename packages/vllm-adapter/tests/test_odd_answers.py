@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, places, run
 from test_trace import answers as trace_answers
 
-from vllm_adapter.cli import asking, reading, top, trace_text
+from vllm_adapter.cli import asking, reading, trace_text
 from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.cli.asking import Answer
 from vllm_adapter.cli.json_values import parse_json
@@ -25,12 +25,11 @@ from vllm_adapter.observe import status_folder as folders
 
 @pytest.fixture(autouse=True, scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep real engines of this machine out of sight, and wait for nobody; of the module, as hypothesis has many examples."""
+    """Keep real engines of this machine out of sight; of the module, as hypothesis has many examples."""
     made = tmp_path_factory.mktemp("live")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", str(made))
         patched.setattr(folders, "_TEMPORARY", made)
-        patched.setattr(top, "wants_end", lambda _: False)
         yield made
 
 
@@ -84,7 +83,7 @@ def ask_of(content: bytes, folder: Path, *commands: tuple[str, ...]) -> list[End
     return ended
 
 
-LOOKS = (("status", "--json"), ("status", "--requests"), ("top", "--once"), ("top", "--once", "--json"))
+LOOKS = (("status", "--json"), ("status", "--requests"))
 
 
 OBJECTS = [
@@ -128,13 +127,12 @@ def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
 
 def test_fields_of_the_wrong_type_are_named(tmp_path: Path) -> None:
     answer = json.dumps({**STATUS, "thread": 5}).encode()
-    status, top_once = ask_of(answer, tmp_path / "live", ("status", "--json"), ("top", "--once", "--json"))
+    (status,) = ask_of(answer, tmp_path / "live", ("status", "--json"))
     (trouble,) = json.loads(status.out)["troubles"]
     assert trouble.endswith(
         "its answer cannot be read here, maybe it is an engine of another version: "
         "Expected `object | null`, got `int` - at `$.thread` (unreadable)"
     )
-    assert json.loads(top_once.out)["troubles"] == [trouble]
 
 
 def test_a_good_answer_has_the_shape() -> None:

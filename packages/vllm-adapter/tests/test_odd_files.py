@@ -16,7 +16,6 @@ from odd_input import NOBODY, ODD_NUMBERS, UNREADABLE, WRONG, check_end, numeric
 from test_trace import answers as trace_answers
 
 import vllm_adapter.cli
-from vllm_adapter.cli import top
 from vllm_adapter.cli.json_values import json_text, parse_json
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe import status_folder as folders
@@ -26,10 +25,9 @@ SOURCES = Path(vllm_adapter.cli.__file__).parent
 
 @pytest.fixture(autouse=True)
 def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight, and wait for nobody."""
+    """Keep real engines of this machine out of sight."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
-    monkeypatch.setattr(top, "wants_end", lambda _: False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -132,8 +130,7 @@ def test_one_module_reads_json() -> None:
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 WORDS = {
-    "status": ("status",),
-    "top": ("top", "--once", "--folder", "{folder}"),
+    "status": ("status", "--folder", "{folder}"),
     "trace": ("trace", "--with", "{saved}"),
     "check": ("check", *NOBODY),
     "config": ("config", "--explain"),
@@ -145,7 +142,7 @@ def test_every_command_and_number_is_tried() -> None:
     assert set(program().commands) == set(WORDS)
     assert {option for _, option in NUMERIC} >= {
         "--timeout",
-        "--interval",
+        "--watch",
         "--ttft",
         "--gbps",
         "--dialect",
@@ -172,7 +169,7 @@ def _is_finite(number: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("command", ["status", "top", "check"])
+@pytest.mark.parametrize("command", ["status", "check"])
 @pytest.mark.parametrize("number", ["nan", "inf", "-1", "0", "1e9"])
 def test_a_time_is_refused_by_its_option_and_range(command: str, number: str, tmp_path: Path) -> None:
     words = [word.format(folder=tmp_path) for word in WORDS[command]]

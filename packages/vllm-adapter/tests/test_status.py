@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -344,3 +348,43 @@ def test_the_answers_are_there_as_json(
     (answer,) = json.loads(capsys.readouterr().out)["engines"]["prefill-0"]
     assert answer["oldest_requests"] == SCHEDULER["oldest_requests"]
     assert Path(answer["socket"]).name.startswith(f"{os.getpid()}-scheduler-")
+
+
+def watching(folder: Path, *words: str, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm_adapter", "status", "--folder", str(folder), "--watch", "0.5", *words]
+    return subprocess.Popen(command, text=True, **more)
+
+
+def test_a_watch_is_a_line_of_json_each_time_and_ends_with_its_reader(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--watch", "0.1"]) == 2
+    assert "--watch must be 0.5 s at least" in capsys.readouterr().err
+    assert main(["status", "--watch", "1"]) == 3, "no engine, nothing to watch"
+    serve(opened, SCHEDULER)
+    with watching(folder, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        for _ in range(2):
+            assert list(json.loads(command.stdout.readline())["engines"]) == ["prefill-0"]
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 0
+
+
+def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, opened: list[StatusSocket]) -> None:
+    serve(opened, WORKER, "0.0")
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 160))
+    heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a shell's background jobs ignore Ctrl-C
+    with watching(
+        folder, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}, preexec_fn=heeds
+    ) as command:
+        seen = b""
+        while seen.count(b"prefill-0") < 2:
+            seen += os.read(ours, 65536)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(20) == 0, seen
+    os.close(theirs)
+    os.close(ours)
+    assert seen.count(b"\x1b[2J") >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,11 +26,16 @@ __all__ = ["add_status"]
 _WELL = 0
 _TROUBLE = 1
 _NOT_FOUND = 3
+_LEAST_WATCH_S = 0.5
+"""A process answers ten times a second at most; this leaves room for others who ask."""
+_CLEARED = "\x1b[2J\x1b[H"
+"""Clears a terminal and puts the cursor into its first line."""
 
 _EPILOG = """\b
 examples:
   vllm-adapter status
   vllm-adapter status decode-0 --requests
+  vllm-adapter status --watch 2
 
 \b
 exit codes:
@@ -54,7 +60,12 @@ def _status(
     requests: Annotated[
         bool, typer.Option("--requests", help="Also the oldest requests, leases, reads and the peers.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The processes' answers as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The processes' answers as JSON; with --watch a line each time.")
+    ] = False,
+    watch: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Ask and show again after so many, until Ctrl-C.")
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
     folder: Annotated[
         str | None,
@@ -63,13 +74,39 @@ def _status(
 ) -> int:
     """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
     folders = (Path(folder),) if folder else status_folders()
+    code = _WELL
     try:
-        answers = ask_all(folders, timeout_s=seconds("--timeout", timeout))
+        seconds("--timeout", timeout)
+        if watch is not None:
+            seconds("--watch", watch, least_s=_LEAST_WATCH_S)
+        while True:
+            answers = ask_all(folders, timeout_s=timeout)
+            if watch is not None and not as_json and sys.stdout.isatty():
+                print(_CLEARED, end="")
+            code = _show(answers, engine, folders, requests=requests, as_json=as_json, indent=None if watch else 2)
+            if watch is None or code == _NOT_FOUND:
+                return code
+            sys.stdout.flush()
+            time.sleep(watch)
     except AdapterError as error:
         return refuse("status", error)
+    except KeyboardInterrupt:
+        return code
+
+
+def _show(
+    answers: Sequence[Answer],
+    engine: str | None,
+    folders: Sequence[Path],
+    *,
+    requests: bool,
+    as_json: bool,
+    indent: int | None,
+) -> int:
+    """Print what was answered; return the exit code."""
     found = of_engine(answers, engine) if engine else answers
     if as_json:
-        print(json_text({"engines": _by_engine(found), "troubles": troubles(found)}, indent=2))
+        print(json_text({"engines": _by_engine(found), "troubles": troubles(found)}, indent=indent))
     elif found:
         print_tables(found, with_requests=requests)
     if not found:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.asking import Answer
 
-__all__ = ["draw_tables", "print_tables", "size_text", "troubles"]
+__all__ = ["print_tables", "troubles"]
 
 _PIPE_COLUMNS = 160
 _COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
