@@ -1,4 +1,4 @@
-"""`dev.py affected BASE`: the packages whose tests a change can break, for the matrix of the workflow `packages`.
+"""`dev.py affected BASE`: the packages whose tests a change can break, for the matrix of the workflow `ci`.
 
 A package is affected by a change in its own folder, in the folder of a package that it depends on, and in a file that all
 share (the lock, the configuration of the tools, the tools that run tests, the workflow itself).
@@ -26,8 +26,7 @@ _SHARED = (
     "uv.toml",
     "uv.lock",
     "tools/",
-    ".github/workflows/package.yml",
-    ".github/workflows/packages.yml",
+    ".github/workflows/ci.yml",
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 

@@ -15,7 +15,7 @@ WORKFLOWS = ROOT / ".github" / "workflows"
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_pythons_that_are_promised_are_those_that_run(package: str) -> None:
-    match = re.search(r"python: \[([^\]]+)\]", (WORKFLOWS / "package.yml").read_text())
+    match = re.search(r"python: \[([^\]]+)\]", (WORKFLOWS / "ci.yml").read_text())
     assert match
     run = re.findall(r"3\.\d+", match.group(1))
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
@@ -27,7 +27,7 @@ def test_the_pythons_that_are_promised_are_those_that_run(package: str) -> None:
 
 
 def test_a_person_can_choose_every_package() -> None:
-    match = re.search(r"options: \[([^\]]+)\]", (WORKFLOWS / "packages.yml").read_text())
+    match = re.search(r"options: \[([^\]]+)\]", (WORKFLOWS / "ci.yml").read_text())
     assert match
     assert match.group(1).split(", ") == ["all", *PACKAGES]
 
@@ -44,7 +44,7 @@ def test_a_person_can_choose_every_package() -> None:
         (["uv.lock"], list(PACKAGES)),
         (["uv.toml"], list(PACKAGES)),
         (["tools/kvdev/testing.py"], list(PACKAGES)),
-        ([".github/workflows/package.yml"], list(PACKAGES)),
+        ([".github/workflows/ci.yml"], list(PACKAGES)),
         (["docs/architecture.md", "README.md", "integration_tests/sim/engines.py"], []),
         ([], []),
     ],
