@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def tools() -> DeployTools:
     return find_deploy_tools()
 
 
+@cache
 def rendered(tools: DeployTools, folder: Path) -> str:
     ended = subprocess.run(
         [str(tools.kubectl), "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvdev.paths import PACKAGES, ROOT
@@ -71,11 +72,11 @@ def calls(node: ast.AST, place: str = "") -> Iterator[tuple[str, ast.Call]]:
         yield from calls(child, inner)
 
 
-def of_packages() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        source = ROOT / "packages" / package / "src"
-        for file in sorted(source.rglob("*.py")):
-            yield str(file.relative_to(source)), ast.parse(file.read_text())
+@cache
+def of_packages() -> list[tuple[str, ast.Module]]:
+    sources = [ROOT / "packages" / package / "src" for package in PACKAGES]
+    files = [(source, file) for source in sources for file in sorted(source.rglob("*.py"))]
+    return [(str(file.relative_to(source)), ast.parse(file.read_text())) for source, file in files]
 
 
 def direct_calls(tree: ast.Module) -> set[str]:

@@ -41,6 +41,7 @@ def test_a_crash_is_shown_though_a_long_dump_follows_it() -> None:
 def test_without_a_network_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     uv = find_or_install_uv()
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     words: list[str | Path] = [
         uv,
         "pip",
