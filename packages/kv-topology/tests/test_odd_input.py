@@ -158,13 +158,6 @@ def test_what_is_wrong_is_said(tmp_path):
     assert "none.toml cannot be read: No such file or directory." in run("plan", str(tmp_path / "none.toml"))[2]
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path):
-    for file in (str(tmp_path / "no" / "x.svg"), str(tmp_path), "a\0b", "\ud800"):
-        code, _, complained = run("plan", str(EXAMPLE), "--svg", file)
-        assert code == 2
-        assert "cannot write the picture" in complained or "'--svg'" in complained
-
-
 def test_one_module_reads_files():
     readers = {
         file.name

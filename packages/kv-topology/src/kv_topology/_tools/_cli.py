@@ -20,7 +20,6 @@ from kv_topology._errors import InvalidGeometry, TopologyError
 from kv_topology._tools._engine_values import KV_LAYOUTS
 from kv_topology._tools._explanation import explain_text, explain_values
 from kv_topology._tools._hand_over_report import hand_over_json, hand_over_page
-from kv_topology._tools._picture import draw
 from kv_topology._tools._report import Page, estimate_json, estimate_page, report_json, report_page
 from kv_topology._tools._spec import load_spec
 from kv_topology._tools._survey import survey
@@ -48,7 +47,7 @@ exit codes:
 """
 _PLAN_EXAMPLES = """\b
 examples:
-  kv-topology plan examples/gqa_tp4_from_tp2.toml --svg plan.svg
+  kv-topology plan examples/gqa_tp4_from_tp2.toml
   kv-topology plan examples/gqa_tp4_from_tp2.toml --estimate
   kv-topology plan examples/scale_8xh100.toml --estimate
 
@@ -179,7 +178,6 @@ def _plan(
             help="Only what it costs, direct and staged; with a section hand_over plain and streamed, too.",
         ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw who reads what from whom.")] = None,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans with all slices as JSON.")] = False,
 ) -> int:
@@ -188,11 +186,6 @@ def _plan(
         found = _survey(spec, rank)
     except _RefusalError as refused:
         return _refuse(refused)
-    if svg is not None:
-        try:
-            svg.write_text(draw(found, only=rank), encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            return _refuse(_RefusalError(f"kv-topology: cannot write the picture: {error}", _USAGE))
     if as_json:
         values = _estimate_values(found, rank) if estimate else report_json(found, only=rank)
         print(json.dumps(values, indent=1))
