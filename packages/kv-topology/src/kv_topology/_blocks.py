@@ -115,7 +115,8 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
 
 def _ordered(blocks: Blocks, group: Group, tokens: int) -> Blocks:
     """Return the blocks that hold an ordered token. Example: blocks of 16, first block 2, 40 tokens: one block, of 32..47."""
-    return blocks._replace(ids=blocks.ids[: max(0, -(-tokens // group.span_tokens) - blocks.first)])
+    count = max(0, -(-tokens // group.span_tokens) - blocks.first)
+    return blocks._replace(ids=blocks.ids[:count]) if count < len(blocks.ids) else blocks
 
 
 def _is_one_to_one(pairing: Pairing, local: Blocks, peer: Blocks) -> bool:
