@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm._custom_ops as ops
 from engine import FULL, SOME_TOKEN, WINDOW, hand_over, prompt
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import KVBlockZeroer
@@ -93,6 +94,27 @@ def test_a_read_writes_what_the_scheduler_has_not_zeroed(
             else:
                 assert is_kept[number].all(), f"block {number} is not this read's to fill"
         assert held - zeroed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_the_same_whatever_finite_values_lie_behind_a_sequence(dtype: torch.dtype) -> None:
+    """So a read may repeat values of the prompt where the host would write zeros; a NaN there is a NaN in the output."""
+    block, tokens, heads, size = 64, 20, 2, 64
+    key, query = torch.randn(tokens, heads, size, dtype=dtype), torch.randn(1, heads, size, dtype=dtype)
+    slots, starts = torch.arange(tokens), torch.tensor([0, 1], dtype=torch.int32)
+    length, table = torch.tensor([tokens], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(1, heads, heads, size, length, dtype, starts, True, -1, "vec", True)
+    found: list[torch.Tensor] = []
+    for behind in (0.0, 50.0, float("nan")):
+        keys, values = torch.full((1, heads, 2 * block, size), behind, dtype=dtype).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(key, key.clone(), keys, values, slots, "vec", 1.0, 1.0, "auto")
+        found.append(torch.empty_like(query))
+        ops.cpu_attention_with_kv_cache(
+            query, keys, values, found[-1], starts, length, size**-0.5, True, None, -1, table, 0.0, plan, None
+        )  # fmt: skip
+    zeros, others, nan = found
+    assert torch.equal(zeros, others)
+    assert nan.isnan().any()
 
 
 def _segments(config: Any, tensors: dict[str, torch.Tensor], group: Any) -> list[tuple[int, int, int]]:
