@@ -133,7 +133,8 @@ class TransferPlan:
         """Return (local, peer) int32 descriptor indices of equal length for one request.
 
         Every ordered token that lies in a real local block is moved: those from the local list's first token up to
-        `tokens`. Blocks at or beyond `tokens` hold nothing ordered and are ignored.
+        `tokens`. A block that holds an ordered token is filled whole: its end comes from the peer's block, or repeats
+        what the peer has. Blocks at or beyond `tokens` hold nothing ordered and are ignored.
 
         Args:
             producer_rank: (pp, tp) of one of `producer_ranks`.

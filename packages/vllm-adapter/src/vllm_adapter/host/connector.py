@@ -169,7 +169,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all transferable groups: a hand-over carries the request's own blocks."""
+        """Return all transferable groups: a hand-over carries the request's own blocks.
+
+        The host does not zero these blocks, because that would race the read, so the read writes every byte of them.
+        """
         return self._scheduler_side.group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -183,7 +183,8 @@ class PeerPlan(Protocol):
         """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises a coded error on bad lists.
 
         One list per group and side. Every token from a local list's first one up to `tokens` is moved if it lies in a real local
-        block; a peer that lacks one of them is refused, unless the window of token number `tokens` does not reach it.
+        block, and that block is filled whole, because the host does not zero it. A peer that lacks one of these tokens is
+        refused, unless the window of token number `tokens` does not reach it.
         """
         ...
 
