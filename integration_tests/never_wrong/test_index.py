@@ -149,6 +149,12 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (STATE, "test_an_engine_does_not_read_from_itself"),
         (ENGINES, "test_several_choices_of_one_prompt_take_one_hand_over"),
     )),
+    "a page is described by its own layer": ("A12", (
+        (INSIDE, "test_a_hybrids_pages_arrive_as_the_hosts_kernel_writes_them"),
+        (INSIDE, "test_engines_with_two_kernels_refuse_each_other"),
+        (INSIDE, "test_a_page_whose_order_is_unknown_moves_between_equal_pages_alone"),
+        (INSIDE, "test_a_layer_that_the_host_does_not_tell_of_is_refused"),
+    )),
     "pairs that were refused and can be read": ("B8", (
         (NEVER_WRONG, "test_a_window_peer_with_exactly_the_needed_tokens"),
         (NEVER_WRONG, "test_null_blocks_of_groups_that_share_memory"),

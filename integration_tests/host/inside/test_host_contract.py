@@ -63,7 +63,7 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
     cache = LayerCache("layers.0", 0, 4096, (8, 2, 16, 8), (1024, 512, 32, 4), 4, "DRAM", 0, 1024)
     facts = EngineFacts(
         engine_id="e", host="h", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=2, head_size=4,
-        block_count=8, generation=7, layout="LBHNC", kernel_order="", attention_backend="CPU_ATTN", connector_version=14,
+        block_count=8, generation=7, layout="LBHNC", attention_backend="CPU_ATTN", connector_version=14,
         groups=(CacheGroup("attention", 16, 0, 0, ("layers.0",)),), group_ids=(0,), factors={"model": "m"},
     )  # fmt: skip
     fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(4096, 0, 2), geometry=b"{}", generation=7)

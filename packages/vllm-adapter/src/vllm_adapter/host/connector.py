@@ -77,6 +77,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
+        self._layers = vllm_config.compilation_config.static_forward_context
         self._has_mirror = wants_host_buffer(vllm_config)
         if self._has_mirror:
             check_mirror(settings)
@@ -245,7 +246,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
-        caches = layer_caches(kv_caches, self._cache_config)
+        caches = layer_caches(kv_caches, self._cache_config, self._layers)
         pages = TorchPages(kv_caches.values())
         marks = device_marks(kv_caches.values())
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)

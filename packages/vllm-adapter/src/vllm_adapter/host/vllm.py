@@ -38,7 +38,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
+from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import computation_factors, vllm_factors
 from vllm_adapter.host.side_channel_port import listening_port
@@ -250,7 +250,6 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         block_count=cache.num_blocks,
         generation=_generation(transfer.engine_id, _shared_instance_id(config) if is_worker else config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
-        kernel_order=kernel_order(config, cache, backend),
         attention_backend=backend,
         connector_version=connector_version,
         groups=groups,
@@ -372,6 +371,7 @@ def _no_events(config: VllmConfig) -> str:
 
 
 def _attention_backend(config: VllmConfig) -> str:
+    """Return the name that vLLM's hash has for all layers: that of its first one, which may be a state layer's."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     return str(get_current_attn_backends(config)[0].get_name())
