@@ -85,6 +85,17 @@ def test_the_plugin_registers_the_connector_once() -> None:
     assert found.__name__ == CONNECTOR_NAME
 
 
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "KVTransferConnector"])
+def test_the_hosts_factory_finds_us_under_each_name(name: str) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import vllm_adapter
+
+    config = KVTransferConfig(kv_connector=name, kv_connector_module_path="vllm_adapter", kv_role="kv_consumer")
+    assert KVConnectorFactory.get_connector_class(config) is vllm_adapter.KVTransferConnector
+
+
 def test_the_drop_in_class_carries_the_hosts_contract() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 

@@ -51,7 +51,6 @@ REFUSED: dict[str, Change] = {
     "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
     "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
-    "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
     "readback-drafted-state": lambda it, _: setattr(it, "speculative_config", SimpleNamespace()),
     "outer-role-differs": _below_a_producer,
     "mirror-pipeline-speculative": _drafts_on_a_mirrored_stage,

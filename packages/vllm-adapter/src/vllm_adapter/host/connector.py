@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
 
-__all__ = ["KVTransferConnector", "NixlConnector"]
+__all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
 
@@ -323,8 +323,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-NixlConnector = KVTransferConnector
-"""The same connector under the name that vLLM's own checks look for in a configuration.
+NixlConnector = NixlPullConnector = KVTransferConnector
+"""The same connector under the two names of vLLM's own, the first of which all its checks look for in a configuration.
 
 The class itself keeps its own name, and vLLM's factory knows it by that name: beside other connectors, vLLM looks up the class
 of statistics that crossed processes by class name, and under `NixlConnector` it would find vLLM's own.

@@ -84,9 +84,9 @@ class Row:
 REFUSALS: tuple[Row, ...] = (
     Row(
         "consumer-pipeline-parallel",
-        lambda it: it.pp > 1 and it.kv_role != "kv_producer",
-        "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer', "
-        "or pipeline_parallel_size to 1 on engines that decode",
+        lambda it: it.pp > 1 and (it.kv_role != "kv_producer" or it.is_bidirectional),
+        "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer' "
+        "without bidirectional_kv_xfer, or pipeline_parallel_size to 1",
     ),
     Row(
         "prefill-context-parallel",
@@ -116,12 +116,6 @@ REFUSALS: tuple[Row, ...] = (
         lambda it: it.computes_scales,
         "calculate_kv_scales derives the cache's scales from this engine's first prompt, so that every engine has others and "
         "reads wrong KV: use a checkpoint with scales, or none",
-    ),
-    Row(
-        "readback-needs-kv-both",
-        lambda it: it.is_bidirectional and it.kv_role != "kv_both",
-        "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
-        "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
     ),
     Row(
         "readback-drafted-state",

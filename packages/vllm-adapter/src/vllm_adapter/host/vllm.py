@@ -76,6 +76,7 @@ __all__ = [
     "is_tracing",
     "load_failure_policy",
     "may_read",
+    "read_hold_steps",
     "side_channel_port",
     "wants_host_buffer",
 ]
@@ -163,13 +164,19 @@ def load_failure_policy(config: VllmConfig) -> str:
 
 
 def may_read(config: VllmConfig) -> bool:
-    """Return whether this engine may read from peers, by its role.
-
-    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
-    Otherwise a read could fill a block that a running step still writes into.
-    """
+    """Return whether this engine reads from peers, by its role."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.is_kv_consumer
+
+
+def read_hold_steps(config: VllmConfig) -> int:
+    """Return for how many further steps a read waits after its blocks were given, so that no step still writes into them.
+
+    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
+    Otherwise it may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in
+    its queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
+    """
+    return 0 if may_read(config) else config.max_concurrent_batches - 1
 
 
 def has_content_ids(config: VllmConfig) -> bool:
