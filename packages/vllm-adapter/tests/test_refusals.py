@@ -25,6 +25,9 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
     "side-channel-port": ({"port": 65536}, {"port": 0}, {"port": -1}),
     "sleep-mode-unsupported": ({"has_sleep_mode": True}, {"has_sleep_mode": True, "version": (0, 30)}),
     "computed-kv-scales": ({"computes_scales": True},),
+    "elastic-expert-parallel": ({"is_elastic": True},),
+    "host-resident-cache": ({"has_host_blocks": True},),
+    "routed-experts-lost": ({"returns_experts": True},),
     "readback-drafted-state": ({"is_bidirectional": True, "has_state": True, "is_speculative": True},),
     "outer-role-differs": (
         {"outer_role": "kv_producer", "kv_role": "kv_both"},

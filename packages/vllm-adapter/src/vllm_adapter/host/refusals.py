@@ -51,6 +51,9 @@ class Situation:
         has_v2_runner: Whether its model runner has version 2.
         has_state: Whether some layers keep a recurrent state.
         ucx_tls: `UCX_TLS` of the environment; empty for UCX's own choice.
+        is_elastic: Whether data-parallel ranks may join and leave a running engine.
+        has_host_blocks: Whether the host keeps a part of the cache in its own memory and swaps pages in (HiSparse).
+        returns_experts: Whether answers tell which experts computed each token.
     """
 
     version: tuple[int, int] = (0, 32)
@@ -69,6 +72,9 @@ class Situation:
     has_v2_runner: bool = False
     ucx_tls: str = ""
     has_state: bool = False
+    is_elastic: bool = False
+    has_host_blocks: bool = False
+    returns_experts: bool = False
 
 
 @final
@@ -116,6 +122,24 @@ REFUSALS: tuple[Row, ...] = (
         lambda it: it.computes_scales,
         "calculate_kv_scales derives the cache's scales from this engine's first prompt, so that every engine has others and "
         "reads wrong KV: use a checkpoint with scales, or none",
+    ),
+    Row(
+        "elastic-expert-parallel",
+        lambda it: it.is_elastic,
+        "enable_elastic_ep lets ranks join and leave this engine, and tickets name ranks and ports that are gone then: switch it "
+        "off, and change the number of engines instead",
+    ),
+    Row(
+        "host-resident-cache",
+        lambda it: it.has_host_blocks,
+        "HiSparse keeps a part of this engine's cache in host memory, and this connector registers one kind of memory: leave "
+        "HiSparse out, or use vLLM's own NixlConnector",
+    ),
+    Row(
+        "routed-experts-lost",
+        lambda it: it.returns_experts,
+        "enable_return_routed_experts tells of tokens that this engine computes, so it would leave out those of a prompt that "
+        "another engine computed: switch it off beside a KV connector",
     ),
     Row(
         "readback-drafted-state",
