@@ -55,6 +55,7 @@ class BlockPool:
             self._drop_content(block)
             self._holders[block] = [request.serial]
             taken.append(block)
+        self._engine.pages.zero(taken)
         return taken
 
     def share(self, request: Request, blocks: Sequence[int]) -> None:

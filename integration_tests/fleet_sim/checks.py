@@ -52,6 +52,13 @@ class EngineChecks:
         if request.request_id in self._unfenced:
             self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
+        for number, block in self._engine.host.holdings.filled(request, request.hit, request.valid):
+            if self._engine.pages.is_left(number, block):
+                self._world.violated(
+                    "left-accepted",
+                    f"{self._engine.name}: {request.request_id} is read, but part of block {block} of group {number} is left as "
+                    "its last owner left it",
+                )
         if request.is_streamed:
             self._world.counts["stream-bytes early"] += request.early_bytes
             self._world.counts["stream-bytes late"] += request.late_bytes

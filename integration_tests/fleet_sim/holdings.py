@@ -6,7 +6,7 @@ them as a hit in that very step, and the step writes them whatever became of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -124,6 +124,20 @@ class Holdings:
                 if gone:
                     request.blocks[number][:first] = [0] * first
                     self.pool.give_back(request, gone)
+
+    def filled(self, request: Request, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield (group, block) of all blocks that a read of these tokens is to fill."""
+        for number, group in enumerate(request.blocks):
+            places = (
+                slice(None)
+                if self._groups[number].kind == "state"
+                else slice(start // self._size, -(-stop // self._size))
+            )
+            yield from ((number, block) for block in group[places] if block)
+
+    def leave_to_read(self, request: Request, start: int, stop: int) -> None:
+        """Leave the blocks of a read as their last owners left them: the host does not zero what a read fills."""
+        self._engine.pages.poison([block for _, block in self.filled(request, start, stop)])
 
     # ------------------------------------------------------------------------------------------------------ a step
 

@@ -274,6 +274,7 @@ class Host:
         self._adopt(request, local, external)
         if external:
             self.holdings.skip_window(request, local + external)
+            self.holdings.leave_to_read(request, local, local + external)
         if external or side.follows(request_id):  # as the connector's hook does
             new = [[] for _ in self.groups] if is_back else self.holdings.new_blocks(request, hits)
             side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)

@@ -86,6 +86,14 @@ class Pages:
             self.raw[:, :, blocks] = _POISON
             self.wire[:, :, blocks] = _POISON
 
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that get a new owner, as the host does, except those that a read is to fill."""
+        self.raw[:, :, blocks] = 0
+
+    def is_left(self, group: int, block: int) -> bool:
+        """Return whether a word of a block is as it was when the block was spoiled."""
+        return bool((self._groups[group].view[:, :, block] == _POISON).any())
+
     def lose(self) -> None:
         """Lose everything, as memory that is unmapped does."""
         self.raw[...] = _POISON

@@ -274,7 +274,7 @@ class Engine:
             time.sleep(0.005)
 
     def assert_has(self, request_id: str, source: str, tokens: int, *, hit_blocks: int = 0) -> None:
-        """The request's pages equal those that `source` was computed with, on every rank and layer."""
+        """The request's pages equal those that `source` was computed with, on every rank and layer, and no byte is left."""
         blocks = self.held[request_id]
         share = HEADS // self.tp
         for rank, layer, place in itertools.product(
@@ -284,6 +284,7 @@ class Engine:
             covered = -(-tokens // TOKENS) * TOKENS - place * self.tokens
             page = self._read(self.memory[rank][layer], blocks[place])
             np.testing.assert_array_equal(page[:, :covered], expected[:, :covered])
+            assert not np.isnan(np.asarray(page)).any(), f"block {blocks[place]} was not filled whole"
 
     def finish(self, request_id: str, reason: Any = "length") -> None:
         """End a decode request and free its blocks."""
@@ -322,10 +323,10 @@ def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:
 
 
 def empty_cache(blocks: int, heads: int, tokens: int, *, is_heads_outer: bool) -> np.ndarray[Any, Any]:
-    """A layer's cache with the axes (block, head, token, content), in the order of memory that was asked for."""
+    """A layer's cache with the axes (block, head, token, content), in the order of memory that was asked for, full of NaN."""
     if is_heads_outer:
-        return np.zeros((blocks, heads, tokens, 2 * HEAD_SIZE), np.float32)
-    return np.zeros((blocks, tokens, heads, 2 * HEAD_SIZE), np.float32).transpose(0, 2, 1, 3)
+        return np.full((blocks, heads, tokens, 2 * HEAD_SIZE), np.nan, np.float32)
+    return np.full((blocks, tokens, heads, 2 * HEAD_SIZE), np.nan, np.float32).transpose(0, 2, 1, 3)
 
 
 def page_of(request_id: str, layer: int, place: int, tokens: int = TOKENS) -> np.ndarray[Any, Any]:

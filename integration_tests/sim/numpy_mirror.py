@@ -18,7 +18,7 @@ class NumpyMirror:
     """A `MirrorMemory` whose `arrays` are what peers see of the `device` arrays."""
 
     def __init__(self, device: Sequence[Array]) -> None:
-        self.arrays = [np.zeros_like(array) for array in device]
+        self.arrays = [np.full_like(array, np.nan) for array in device]
         for mine, its in zip(self.arrays, device, strict=True):
             assert mine.strides == its.strides
         self._pairs = [(flat_bytes(mine), flat_bytes(its)) for mine, its in zip(self.arrays, device, strict=True)]

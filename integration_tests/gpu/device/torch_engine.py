@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ class TorchEngine(Engine):
     def _empty_cache(self) -> torch.Tensor:
         heads = HEADS // self.tp
         if self.order == "HND":
-            return torch.zeros((self.blocks, heads, self.tokens, 2 * HEAD_SIZE), device=self.device)
-        return torch.zeros((self.blocks, self.tokens, heads, 2 * HEAD_SIZE), device=self.device).transpose(1, 2)
+            return torch.full((self.blocks, heads, self.tokens, 2 * HEAD_SIZE), math.nan, device=self.device)
+        return torch.full((self.blocks, self.tokens, heads, 2 * HEAD_SIZE), math.nan, device=self.device).transpose(1, 2)
 
     def _register(self, worker: WorkerSide, caches: list[Any], *, has_mirror: bool) -> None:
         """Do what the connector's `register_kv_caches` does."""

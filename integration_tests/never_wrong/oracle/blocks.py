@@ -114,11 +114,12 @@ def blank_lists(case: Case, end: int) -> Lists:
 
 
 def owed(case: Case, number: int, lists: Lists, tokens: int) -> tuple[Array, Array]:
-    """Return (tokens that must be the producer's, tokens that may be either) of one group after a read up to `tokens`.
+    """Return (tokens that must be the producer's, tokens that must be written) of one group after a read up to `tokens`.
 
     Owed: tokens in real blocks behind the prefix hit, from the block of the first token that the next token reaches; that block
-    is owed whole, because a prefix cache keeps it whole. May be either: blocks that the window has passed, and what lies
-    behind `tokens` in the block of the last token.
+    is owed whole, because a prefix cache keeps it whole. To be written, because the host does not zero the blocks of a read: the
+    rest of the ordered blocks, which the window has passed or which lies behind `tokens`. Of a window, the blocks are ordered
+    that it touches at most, and no earlier one.
     """
     group, span = case.model.groups[number], span_tokens(case.model, case.consumer, number)
     ids = lists.ids[number]
@@ -127,8 +128,9 @@ def owed(case: Case, number: int, lists: Lists, tokens: int) -> tuple[Array, Arr
     # A chunked-local group is a group of all tokens to the planner: its real blocks are owed whole.
     first = first_needed(group, tokens) // span * span if group.kind == "window" else 0
     is_owed = (real >= first) & (real < tokens)
-    is_tail = (real >= tokens) & (real < -(-tokens // span) * span)
-    return real[is_owed], real[((real < first) & (real < tokens)) | is_tail]
+    end = -(-tokens // span) * span
+    ordered = end - (-(-group.reach // span) + 1) * span if group.kind == "window" else 0
+    return real[is_owed], real[(real >= ordered) & (real < end) & ~is_owed]
 
 
 def refusal_is_fair(case: Case, theirs: Lists, mine: Lists, tokens: int) -> bool:

@@ -126,8 +126,7 @@ class Engine:
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
         model, blocks = case.model, case.blocks
         self.settings = Settings(fence_slots=8, kv_lease_duration=LEASE_S, receive_conversion=side.conversion)
-        numbers = np.random.default_rng(rng.getrandbits(32))
-        self.memories = [RankMemory(model, side, rank, blocks, numbers) for rank in range(side.tp)]
+        self.memories = [RankMemory(model, side, rank, blocks) for rank in range(side.tp)]
         self.threads: list[HandThread] = []
         self.workers: list[WorkerSide] = []
         self.converters: list[Converter] = []

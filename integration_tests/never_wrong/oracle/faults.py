@@ -78,16 +78,26 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _rolled_pairs(pairs: Any, *_: Any) -> Any:
-    return replace(pairs, peer_page=np.roll(pairs.peer_page, 1))
+    return replace(pairs, peer=np.roll(pairs.peer, 1))
 
 
 def _fewer_pairs(pairs: Any, *_: Any) -> Any:
-    parts = (pairs.local_page, pairs.local_unit, pairs.peer_page, pairs.peer_unit)
-    return type(pairs)(*(part[:-1] for part in parts))
+    return type(pairs)(pairs.local[:-1], pairs.peer[:-1])
+
+
+def _without_the_end(pairs: Any, pairing: Any, local: Any, _: Any, tokens: int) -> Any:
+    """Keep the pairs of units that begin before the end of what is ordered."""
+    group, unit = pairing.local, pairing.unit_tokens
+    if group.is_state or group.deal.size > 1:
+        return pairs
+    block, inside = np.divmod(pairs.local, group.block_tokens // unit)
+    place = np.array([local.ids.tolist().index(number) for number in block.tolist()], np.int64) + local.first
+    kept = place * group.block_tokens + inside * unit < tokens
+    return type(pairs)(pairs.local[kept], pairs.peer[kept])
 
 
 def _one_page_on(pairs: Any, *_: Any) -> Any:
-    return replace(pairs, local_page=pairs.local_page + (pairs.local_page < pairs.local_page.max(initial=0)))
+    return replace(pairs, local=pairs.local + (pairs.local < pairs.local.max(initial=0)))
 
 
 def _rolled_rows(rows: Any, *_: Any) -> Any:
@@ -132,12 +142,14 @@ def _from_the_first_token(lists: Any, *_: Any) -> Any:
     return tuple(BlockList(blocks.ids, 0, blocks.null) for blocks in lists)
 
 
-def _without_last(lists: Any, *_: Any) -> Any:
-    return tuple(BlockList(blocks.ids[:-1] if len(blocks.ids) > 1 else blocks.ids, *blocks[1:]) for blocks in lists)
+def _without_last(offered: Any, *_: Any) -> Any:
+    lists, first_tokens = offered
+    return [ids[:-1] if len(ids) > 1 else ids for ids in lists], first_tokens
 
 
-def _swapped_blocks(lists: Any, *_: Any) -> Any:
-    return tuple(BlockList((*blocks.ids[1:2], *blocks.ids[:1], *blocks.ids[2:]), *blocks[1:]) for blocks in lists)
+def _swapped_blocks(offered: Any, *_: Any) -> Any:
+    lists, first_tokens = offered
+    return [[*ids[1:2], *ids[:1], *ids[2:]] for ids in lists], first_tokens
 
 
 def _without_fences(ends: Any, *_: Any, **__: Any) -> Any:
@@ -169,6 +181,12 @@ def _as_good(original: Callable[..., Any], coordinator: Any, read: Any) -> None:
     original(coordinator, read)
 
 
+def _first_rank_suffices(original: Callable[..., Any], coordinator: Any, read: Any, transfer_id: str) -> None:
+    for other in read.transfers.keys() - {transfer_id}:
+        del read.transfers[other], coordinator._transfers[other]
+    original(coordinator, read, transfer_id)
+
+
 def _one_reader(original: Callable[..., Any], request_id: str, _: int, **named: Any) -> Any:
     return original(request_id, 1, **named)
 
@@ -184,6 +202,7 @@ def _unverified(_: Callable[..., Any], desk: Any, fields: Any, kind: str, __: An
 FAULTS = (
     Fault("blocks are paired one off", "kv_topology", _link, "pair_blocks", _after(_rolled_pairs)),
     Fault("the last pair of blocks is dropped", "kv_topology", _link, "pair_blocks", _after(_fewer_pairs)),
+    Fault("the end of the last block is left", "kv_topology", _link, "pair_blocks", _after(_without_the_end)),
     Fault("a page lands on its neighbour", "kv_topology", _link, "pair_blocks", _after(_one_page_on)),
     Fault("heads are read from another head's place", "kv_topology", TransferPlan, "peer_rows", _after(_rolled_rows)),
     Fault("rows begin one page late", "kv_topology", TransferPlan, "local_rows", _after(_shifted_rows)),
@@ -246,6 +265,13 @@ FAULTS = (
     ),
     Fault("a rank says that it holds other heads", "vllm_adapter", attention, "_head_interval", _after(_wrong_heads)),
     Fault("received pages are not put in order", "vllm_adapter", ReadCompletion, "_convert", _instead(_nothing), 200),
+    Fault(
+        "the end is reported before all bytes are there",
+        "vllm_adapter",
+        ReadCoordinator,
+        "_close_transfer",
+        _instead(_first_rank_suffices),
+    ),
     Fault("a failed read is reported as good", "vllm_adapter", ReadCoordinator, "_end", _instead(_as_good), 200),
     Fault(
         "groups of blocks change places",

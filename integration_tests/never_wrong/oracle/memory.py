@@ -22,9 +22,12 @@ from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
 Array = np.ndarray[Any, Any]
 
-__all__ = ["Content", "RankMemory", "layer_names", "make_facts", "span_tokens"]
+__all__ = ["NAN", "Content", "RankMemory", "layer_names", "make_facts", "span_tokens"]
 
+NAN = 0xFF
+"""Byte that all memory is filled with at first: no byte of any content, and a NaN in every floating-point format of a cache."""
 _ODD = 0x9E3779B1
+_NO_NAN = 0x7F7F7F7F
 _SSM_BYTES = 4
 _LATENT = 3
 
@@ -69,22 +72,22 @@ class Content:
 
 
 def _bytes(ids: Array, element_bytes: int) -> Array:
-    """Return ids as elements: multiplied by an odd number, so that neighbours differ in every byte and none is small."""
-    words = ((ids + 1) * _ODD).astype(np.uint64)
+    """Return ids as elements: multiplied by an odd number, so that neighbours differ in every byte; no byte is `NAN`."""
+    words = ((ids + 1) * _ODD).astype(np.uint64) & _NO_NAN
     return words.astype(f"u{element_bytes}")
 
 
 class RankMemory:
     """The cache of a rank. `data` are its bytes, `base` their address as the rank's process sees it."""
 
-    def __init__(self, model: Model, side: Side, rank: int, blocks: int, random: np.random.Generator) -> None:
+    def __init__(self, model: Model, side: Side, rank: int, blocks: int) -> None:
         self.model, self.side, self.rank, self.blocks = model, side, rank, blocks
         self.base = side.base
         self.heads = share(model.heads, side.tp, rank)
         self.caches: list[LayerCache] = []
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
         total = self._allocate()
-        self.data = np.frombuffer(random.bytes(total), dtype=np.uint8).copy()
+        self.data = np.full(total, NAN, np.uint8)
 
     # ------------------------------------------------------------------------------------------------- allocation
 

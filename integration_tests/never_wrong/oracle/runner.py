@@ -27,7 +27,7 @@ from oracle.engines import LEASE_S, Engine
 from oracle.fabric import Fabric
 from oracle.geometry import Case, Request, draw, shrink
 from oracle.hands import Clock, SideChannel
-from oracle.memory import Array, Content, span_tokens
+from oracle.memory import NAN, Array, Content, span_tokens
 
 __all__ = ["Outcome", "Play", "Router", "Wrong", "explain", "run", "try_seed", "try_threads"]
 
@@ -204,9 +204,14 @@ class Play:
                 thread.tick()
 
     def _collect(self, handovers: list[_Handover]) -> None:
-        known = set(self.producer.sent)
+        known, ended = set(self.producer.sent), set(self.consumer.received)
         self.producer.collect()
         self.consumer.collect()
+        for handover in handovers:
+            if handover.reader in self.consumer.received.keys() - ended:
+                self._judge_bytes(
+                    [handover], self.consumer.data()
+                )  # the next forward pass may already see these blocks
         for handover in handovers:
             if handover.source in self.producer.sent - known:
                 self._reuse(handover)
@@ -223,19 +228,22 @@ class Play:
     # ---------------------------------------------------------------------------------------------------- judge
 
     def judge(self, handovers: list[_Handover], before: list[Array]) -> None:
-        for rank, memory in enumerate(self.consumer.memories):
-            expected = before[rank].copy()
-            other, may_differ = expected.copy(), np.zeros(len(expected), np.uint8)
-            for handover in handovers:
-                self._expect(handover, memory, expected, other, may_differ)
-            is_wrong = (memory.data != expected) & ~((may_differ == 255) & (memory.data == other)) & (may_differ != 1)
-            self.outcome.bytes_compared += len(expected)
-            if is_wrong.any():
-                raise Wrong(self._where(rank, is_wrong))
+        self._judge_bytes(handovers, before)
+        self.outcome.bytes_compared += sum(len(data) for data in before)
         for handover in handovers:
             self._judge_end(handover)
 
-    def _expect(self, handover: _Handover, memory, expected: Array, other: Array, may_differ: Array) -> None:
+    def _judge_bytes(self, handovers: list[_Handover], before: list[Array]) -> None:
+        for rank, memory in enumerate(self.consumer.memories):
+            expected = before[rank].copy()
+            is_free, is_filled = np.zeros(len(expected), bool), np.zeros(len(expected), bool)
+            for handover in handovers:
+                self._expect(handover, memory, expected, is_free, is_filled)
+            is_wrong = np.where(is_filled, memory.data == NAN, memory.data != expected) & ~is_free
+            if is_wrong.any():
+                raise Wrong(self._where(rank, is_wrong))
+
+    def _expect(self, handover: _Handover, memory, expected: Array, is_free: Array, is_filled: Array) -> None:
         lists = handover.mine
         if lists is None or handover.is_hit:
             return
@@ -243,23 +251,22 @@ class Play:
         for number, group in enumerate(self.case.model.groups):
             ids = lists.ids[number]
             if group.kind == "state":
-                blocks, tokens, either = [ids[-1 - self.case.consumer.scratch[number]]], np.arange(0), None
+                blocks, tokens, filled = [ids[-1 - self.case.consumer.scratch[number]]], np.arange(0), None
             else:
-                tokens, either = owed(self.case, number, lists, handover.tokens)
+                tokens, filled = owed(self.case, number, lists, handover.tokens)
                 blocks = list(ids)
-            if failed:  # the ordered pages may hold anything; all else must be as it was
-                touched = np.union1d(tokens, either) if either is not None else tokens
+
+            def places(which: Array, number: int = number, blocks: list[int] = blocks) -> Array:
                 shadow = np.zeros(len(expected), np.uint8)
-                memory.write(shadow, handover.content, number, blocks, touched, ones=True)
-                may_differ[shadow != 0] = 1
+                memory.write(shadow, handover.content, number, blocks, which, ones=True)
+                return shadow != 0
+
+            if failed:  # the ordered pages may hold anything; all else must be as it was
+                is_free |= places(np.union1d(tokens, filled) if filled is not None else tokens)
                 continue
             memory.write(expected, handover.content, number, blocks, tokens)
-            if either is not None and len(either):
-                memory.write(other, handover.content, number, blocks, either)
-                shadow = np.zeros(len(expected), np.uint8)
-                memory.write(shadow, handover.content, number, blocks, either, ones=True)
-                # Pages put in order as a whole hold anything where they hold no ordered token.
-                may_differ[shadow != 0] = 1 if self.consumer.pages_converted else 255
+            if filled is not None and len(filled):
+                is_filled |= places(filled)
 
     def _judge_end(self, handover: _Handover) -> None:
         code = handover.refused or self.consumer.received.get(handover.reader, "")

@@ -42,7 +42,29 @@ def test_pairs_are_sorted_at_the_peer():
 
 
 def test_smaller_peer_blocks():
-    assert pairs(pairing(32, 16), [5, 1], [7, 8, 9], tokens=48) == [(5, 0, 7, 0), (5, 1, 8, 0), (1, 0, 9, 0)]
+    assert pairs(pairing(32, 16), [5, 1], [7, 8, 9, 6], tokens=50) == [
+        (1, 1, 6, 0),
+        (5, 0, 7, 0),
+        (5, 1, 8, 0),
+        (1, 0, 9, 0),
+    ]
+
+
+@pytest.mark.never_wrong("A11")
+def test_a_block_that_begins_before_the_end_is_filled_whole():
+    """A block of 64 tokens here, of 16 at the peer, 20 tokens: what no peer unit covers repeats one of this prompt."""
+    assert pairs(pairing(64, 16), [5], [7, 8], tokens=20) == [(5, 0, 7, 0), (5, 1, 8, 0), (5, 2, 8, 0), (5, 3, 8, 0)]
+    # The peer's third block holds none of the 20 tokens: perhaps its engine never wrote it.
+    assert pairs(pairing(64, 16), [5], [7, 8, 9], tokens=20) == pairs(pairing(64, 16), [5], [7, 8], tokens=20)
+    # Kernel pages of 16 in equal blocks: the whole block comes, as contiguous as it lies there.
+    assert pairs(pairing(64, 64, 4, 4), [5], [7], tokens=20) == [(20 + n, 0, 28 + n, 0) for n in range(4)]
+    assert pairs(pairing(48, 64), [5], [7], tokens=20) == [(5, n, 7, n) for n in range(3)]
+    # Blocks that begin at the end or behind it are the host's to zero.
+    assert pairs(pairing(32, 16), [5, 6], [7, 8], tokens=32) == [(5, 0, 7, 0), (5, 1, 8, 0)]
+    # Each rank of a peer that deals its tokens out fills its own turns; rank 1 holds none of the 10 tokens.
+    for rank, unit in ((0, 0), (1, 1)):
+        dealt = pairing(64, 16, peer_deal=TokenDeal(2, rank, 16))
+        assert pairs(dealt, [5], [7], tokens=10) == [(5, unit, 7, 0), (5, unit + 2, 7, 0)]
 
 
 def test_larger_peer_blocks():
@@ -84,8 +106,10 @@ def test_turns_of_several_units():
 
 def test_a_window_that_begins_before_the_peers_list():
     window = pairing(16, 16, window=16)
-    assert pairs(window, [1, 2, 3, 4], [8, 9], (0, 2), tokens=64) == [(3, 0, 8, 0), (4, 0, 9, 0)]
-    assert pairs(window, [1, 2, 3, 4], [8, 9, 7], (0, 2), tokens=64) == [(3, 0, 8, 0), (4, 0, 9, 0)]
+    filled = [(3, 0, 8, 0), (1, 0, 9, 0), (2, 0, 9, 0), (4, 0, 9, 0)]
+    assert pairs(window, [1, 2, 3, 4], [8, 9], (0, 2), tokens=64) == filled
+    assert pairs(window, [1, 2, 3, 4], [8, 9, 7], (0, 2), tokens=64) == filled
+    assert pairs(window, [0, 0, 3, 4], [8, 9], (0, 2), (0, 0), tokens=64) == [(3, 0, 8, 0), (4, 0, 9, 0)]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +126,16 @@ def test_a_window_that_begins_before_the_peers_list():
         (48, 32, 2, 2, 64, (0, 0)),
     ],
 )
-def test_every_ordered_token_of_the_lists_is_paired(block, peer_block, local, peer, tokens, firsts):
-    """Lists of every length relation; each unit is found at the place that its token number says."""
+def test_every_ordered_block_of_the_lists_is_filled(block, peer_block, local, peer, tokens, firsts):
+    """Lists of every length relation; each unit is found at the place that its token number says, or repeats another."""
     pair = pairing(block, peer_block)
     unit = pair.unit_tokens
     mine, theirs = list(range(100, 100 + local)), list(range(200, 200 + peer))
     expected = []
-    for token in range(firsts[0] * block, min(tokens, (firsts[0] + local) * block), unit):
+    last = (tokens - 1) // peer_block - firsts[1]
+    for token in range(firsts[0] * block, min(-(-tokens // block), firsts[0] + local) * block, unit):
         here, there = divmod(token - firsts[0] * block, block), divmod(token - firsts[1] * peer_block, peer_block)
+        there = there if there[0] <= last else (last, peer_block - unit)
         expected.append((mine[here[0]], here[1] // unit, theirs[there[0]], there[1] // unit))
     found = pairs(pair, mine, theirs, firsts, tokens=tokens)
     assert sorted(found) == sorted(expected)
@@ -177,7 +203,7 @@ def test_windows_with_spare_and_missing_blocks_are_not_shifted():
     assert (mine.tolist(), theirs.tolist()) == ([3], [3])
     short = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=3), block_tokens=2)
     mine, theirs = short.indices((0, 0), lists([5, 6, 7]), lists([1, 2], first=2), tokens=6)
-    assert (mine.tolist(), theirs.tolist()) == ([6, 7], [1, 2])
+    assert (mine.tolist(), theirs.tolist()) == ([6, 5, 7], [1, 2, 2])
 
 
 @pytest.mark.parametrize(("local", "peer"), [([1], []), ([1, 2, 3], [4, 5])])
@@ -200,12 +226,14 @@ def test_windows_clip_both_sides():
         ([0, 0, 3, 4, 5], 0, [13, 14, 15], 32),
         ([3, 4, 5], 32, [11, 12, 13, 14, 15], 0),
         ([0, 3, 4, 5], 16, [11, 12, 13, 14, 15], 0),
-        ([2, 3, 4, 5], 16, [13, 14, 15], 32),
     ):
         found = plan.indices(
             (0, 0), lists(local, first=first, null=0), lists(peer, first=peer_first, null=0), tokens=80
         )
         assert tuple(side.tolist() for side in found) == ([3, 4, 5], [13, 14, 15])
+    # A block that it names all the same is filled: it has not been zeroed.
+    found = plan.indices((0, 0), lists([2, 3, 4, 5], first=16), lists([13, 14, 15], first=32), tokens=80)
+    assert tuple(side.tolist() for side in found) == ([3, 4, 2, 5], [13, 14, 15, 15])
 
 
 def test_a_window_may_begin_inside_a_local_block():
@@ -215,6 +243,8 @@ def test_a_window_may_begin_inside_a_local_block():
         (0, 2, 5, 0),
         (1, 0, 5, 1),
         (1, 1, 6, 0),
+        (0, 0, 6, 1),
+        (0, 1, 6, 1),
         (1, 2, 6, 1),
     ]
 
@@ -229,20 +259,21 @@ def test_a_local_block_is_filled_whole_or_not_at_all():
     with pytest.raises(InvalidBlocks) as refused:
         pairs(window, [1, 2, 3], from_68, (4, 17), tokens=100)
     assert refused.value.code == "peer-blocks-too-few"
-    assert len(pairs(window, [1, 2, 3], from_64, (4, 16), tokens=100)) == 9
+    assert len(pairs(window, [1, 2, 3], from_64, (4, 16), tokens=100)) == 3 * 4
 
 
 def test_exactly_the_tokens_in_the_window_suffice():
     """Blocks of 1 token, window 4, 10 tokens: token 10 sees 7, 8 and 9, so the peer may begin at 7 but not at 8."""
     window = pairing(1, 1, window=4)
-    local = list(range(10))
-    assert pairs(window, local, [20, 21, 22], (0, 7), tokens=10) == [(7, 0, 20, 0), (8, 0, 21, 0), (9, 0, 22, 0)]
-    assert len(pairs(pairing(1, 2, window=4), local, [20, 21], (0, 3), tokens=10)) == 4
+    local = [0] * 7 + [7, 8, 9]
+    needed = partial(pairs, nulls=(0, 0), tokens=10)
+    assert needed(window, local, [20, 21, 22], (0, 7)) == [(7, 0, 20, 0), (8, 0, 21, 0), (9, 0, 22, 0)]
+    assert len(needed(pairing(1, 2, window=4), local, [20, 21], (0, 3))) == 3
     with pytest.raises(InvalidBlocks) as caught:
-        pairs(window, local, [21, 22], (0, 8), tokens=10)
+        needed(window, local, [21, 22], (0, 8))
     assert (caught.value.code, caught.value.context["token"]) == ("peer-blocks-too-few", 7)
     whole = pairing(16, 16, window=16)
-    assert pairs(whole, [3, 4], [8], (0, 1), tokens=32) == [(4, 0, 8, 0)]
+    assert pairs(whole, [3, 4], [8], (0, 1), tokens=32) == [(3, 0, 8, 0), (4, 0, 8, 0)]
 
 
 @pytest.mark.never_wrong("A3")
@@ -390,11 +421,16 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     tokens = data.draw(st.integers(0, high))
     unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
     pair = Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
-    peer = held_places(theirs, peer_ids, peer_first)
-    here = held_places(mine, local_ids, first)
-    expected = {
-        (*peer[token], *place) for token, place in here.items() if token in peer and token // unit * unit < tokens
-    }
+    far = [block for place, block in enumerate(peer_ids, peer_first) if place * theirs.span_tokens < tokens]
+    near = [block for place, block in enumerate(local_ids, first) if place * mine.span_tokens < tokens]
+    peer, deal = held_places(theirs, far, peer_first), theirs.deal
+    expected = set()
+    for token, place in held_places(mine, near, first).items():
+        if token in peer:
+            expected.add((*peer[token], *place))
+        elif token // deal.interleave_tokens % deal.size == deal.rank:
+            last = (far[-1] + 1) * theirs.pages_per_block - 1, theirs.page_tokens - unit + token % unit
+            expected.add((*last, *place))
     ordered = sorted(both for both in expected if both[1] % unit == 0)
     whole = [(page, inside // unit, at, within // unit) for at, within, page, inside in ordered]
     for count in (7, 1 << 20):  # short and long sort keys

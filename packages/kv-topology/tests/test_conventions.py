@@ -204,7 +204,8 @@ def test_unequal_physical_ratios_take_the_right_kernel_blocks():
     assert mine[:10].tolist() == list(range(10))
     reverse = plan_transfer(peers[0, 0], {(0, 0): local})
     mine, theirs = reverse.indices((0, 0), lists([0, 1], [2]), lists([0], [1]), tokens=640)
-    assert mine[:10].tolist() == theirs[:10].tolist() == list(range(10))
+    # Both blocks are filled: pages 10 and 11 hold nothing ordered, and repeat the peer's last.
+    assert (mine[:12].tolist(), theirs[:12].tolist()) == (list(range(12)), [*range(10), 9, 9])
 
 
 def test_no_local_blocks_mean_none():

@@ -6,12 +6,13 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kv_topology import plan_transfer
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec
+from kv_topology import BlockList, plan_transfer
+from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from kv_topology._tools._proof_cases import FAMILIES, LAYOUTS, ProofCase, request_for, run_proofs
 from kv_topology.testing import OracleFailure, prove
 
@@ -115,6 +116,22 @@ class Twice(Forgetful):
         return local.repeat(2), peer.repeat(2)
 
 
+class Unfilled(Forgetful):
+    """A plan that leaves the end of the last block as it was: no peer unit is read a second time."""
+
+    def indices(self, *args, **kwargs):
+        local, peer = self._plan.indices(*args, **kwargs)
+        once = np.unique(peer, return_index=True)[1]
+        return local[once], peer[once]
+
+
+class Spare(Forgetful):
+    """A plan that fills the end of the last block from blocks of the peer that hold nothing ordered."""
+
+    def indices(self, rank, local, peer, *, tokens):
+        return self._plan.indices(rank, local, peer, tokens=tokens + 16)
+
+
 class Miscounting(Forgetful):
     """A plan with a wrong number of readers."""
 
@@ -125,11 +142,26 @@ class Miscounting(Forgetful):
         return self._plan.reader_count(rank) + 1
 
 
-@pytest.mark.parametrize("broken", [Shifted, Forgetful, Twice, Miscounting])
-def test_the_oracle_catches_wrong_plans(broken):
-    case = next(FAMILIES["tp"]())
-    from kv_topology._tools import build_engine
+UNEQUAL = EngineSpec(block_tokens=64, block_count=8), EngineSpec(block_tokens=16, block_count=8)
 
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (Shifted, "is 0x"),
+        (Forgetful, "is 0x"),
+        (Twice, "was written 2 times"),
+        pytest.param(Unfilled, "bytes of ordered blocks keep their old value", marks=pytest.mark.never_wrong("A11")),
+        (Spare, "reads bytes that are not of this request"),
+        (Miscounting, "plans say"),
+    ],
+)
+def test_the_oracle_catches_wrong_plans(broken, why):
+    consumer, producer = UNEQUAL
+    case = ProofCase("planted", ModelSpec(("attention",), 2, 4), consumer, replace(producer, tp=2), 20)
     consumers, producers = build_engine(case.model, case.consumer), build_engine(case.model, case.producer)
-    with pytest.raises(OracleFailure):
-        prove(consumers, producers, request_for(case), lambda mine, theirs: broken(plan_transfer(mine, theirs)))
+    request = request_for(case)
+    request = replace(request, peer=[BlockList([*request.peer[0].ids, 7])])
+    with pytest.raises(OracleFailure, match=why):
+        prove(consumers, producers, request, lambda mine, theirs: broken(plan_transfer(mine, theirs)))
+    prove(consumers, producers, request, plan_transfer)

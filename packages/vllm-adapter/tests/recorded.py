@@ -137,12 +137,12 @@ def engine(name: str, tp: int, address: int) -> dict[Rank, GeometryDocument]:
 
 
 def request(consumer: str, producer: str) -> Request:
-    """Return a request of two of the larger blocks per group; no two groups share a block, as in the host."""
+    """Return a request that ends a token into its last blocks; no two groups share a block, as in the host."""
     rows = [families()[name]["tp"]["1"]["groups"] for name in (consumer, producer)]
-    tokens = 2 * math.lcm(*(g["block_tokens"] for row in rows for g in row if not is_state(g)))
+    tokens = math.lcm(*(g["block_tokens"] for row in rows for g in row if not is_state(g))) + 1
     sides: list[list[BlockList]] = []
     for row, first in zip(rows, (1, 2), strict=True):
         free = iter(range(first, 1 << 20, 2))
-        counts = [1 if is_state(group) else tokens // group["block_tokens"] for group in row]
+        counts = [1 if is_state(group) else -(-tokens // group["block_tokens"]) for group in row]
         sides.append([BlockList([next(free) for _ in range(count)][::-1], null=0) for count in counts])
     return Request(sides[0], sides[1], tokens)

@@ -12,9 +12,19 @@ and a peer block is 2. `tokens` is 14.
     local block 5   place 8 // 4 = 2   global unit 2   tokens  8..11   2 - 0 = 2 -> peer block 2 // 2 = 1 (id 9), unit 0
     local block 6   place 3            global unit 3   tokens 12..15   3 - 0 = 3 -> peer block 3 // 2 = 1 (id 9), unit 1
 
-Unit 3 begins at token 12, before 14, so it is ordered although it is half full; a unit that begins at token 14 or later
-holds nothing ordered and is left out. With context parallelism of 2 and turns of 4 tokens, rank 1 packs the global
-units 1, 3, 5, ... densely, and units that the producer rank does not hold are left out: another rank has them.
+Unit 3 begins at token 12, before 14, so it is ordered although it is half full. Blocks that begin at token 14 or later
+hold nothing ordered and are left out, on both sides. With context parallelism of 2 and turns of 4 tokens, rank 1 packs the
+global units 1, 3, 5, ... densely, and units that the producer rank does not hold are left out: another rank has them.
+
+A local block that holds an ordered token is filled whole, because the host does not zero the blocks of a read, and attention
+kernels multiply by zero what lies behind the prompt: a NaN of the block's last owner would spread. Units that an ordered
+block of the peer holds come from there; all others repeat the last unit of the peer's last ordered block. With local blocks
+of 24 tokens, peer blocks of 8, kernel pages of 4 on both sides, and `tokens` 10, local block 5 (pages 30..35) is filled from
+the peer list (7, 8) (pages 14..17):
+
+    page 30   tokens  0..3    page 14           page 33   tokens 12..15   page 17
+    page 31   tokens  4..7    page 15           page 34   tokens 16..19   none: page 17 again
+    page 32   tokens  8..11   page 16           page 35   tokens 20..23   none: page 17 again
 
 A unit that is ordered and held by the producer, but missing from its list, is refused (`peer-blocks-too-few`), unless
 its whole local block lies outside the attention window of the next token. With a window of 4 and 16 tokens, the next
@@ -75,13 +85,15 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     """
     if pairing.local.is_state:
         return _pair_states(pairing, local, peer)
+    local, peer = _ordered(local, pairing.local, tokens), _ordered(peer, pairing.peer, tokens)
     if _is_one_to_one(pairing, local, peer):
-        return _pair_equal(pairing, local, peer, tokens)
+        ahead = local.first - peer.first
+        return _ascending(local.ids, peer.ids[ahead : ahead + len(local.ids)], max(local.limit, peer.limit))
     unit = pairing.unit_tokens
     per_local, per_peer = pairing.local.block_tokens // unit, pairing.peer.block_tokens // unit
     source = count_up(len(local.ids) * per_local)
     units = pairing.local.deal.spread(source + local.first * per_local, unit)
-    wanted = (units * unit < tokens) & pairing.peer.deal.owned(units, unit)
+    wanted = pairing.peer.deal.owned(units, unit)
     if local.has_null:
         wanted &= local.ids[source // per_local] != local.null
     source, units = source[wanted], units[wanted]
@@ -90,8 +102,10 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     if peer.has_null:
         held[held] = peer.ids[place[held] // per_peer] != peer.null
     if not held.all():
-        _check_missing(pairing, units[~held], tokens, peer)
-        source, place = source[held], place[held]
+        _check_missing(pairing, units[~held & (units * unit < tokens)], tokens, peer)
+        last = (int(np.flatnonzero(_is_real(peer)).max(initial=-1)) + 1) * per_peer - 1
+        filled = held | (last >= 0)
+        source, place = source[filled], np.where(held, place, last)[filled]
     return _ascending(
         local.ids[source // per_local] * per_local + source % per_local,
         peer.ids[place // per_peer] * per_peer + place % per_peer,
@@ -99,32 +113,26 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     )
 
 
+def _ordered(blocks: Blocks, group: Group, tokens: int) -> Blocks:
+    """Return the blocks that hold an ordered token. Example: blocks of 16, first block 2, 40 tokens: one block, of 32..47."""
+    return blocks._replace(ids=blocks.ids[: max(0, -(-tokens // group.span_tokens) - blocks.first)])
+
+
 def _is_one_to_one(pairing: Pairing, local: Blocks, peer: Blocks) -> bool:
-    """Return whether block ids are page ids on both sides and pages hold the same tokens: no arithmetic is needed."""
+    """Return whether each local block is filled from one block of the peer's list, page from page: a shift of the list.
+
+    Example: blocks of 4 tokens, 8 cached here, 12 ordered: local (5,) from place 2, peer (1, 2, 3) from place 0. Block 5 is
+    filled from (1, 2, 3)[2 - 0] = 3.
+    """
     groups = (pairing.local, pairing.peer)
     return (
         pairing.local_units == pairing.peer_units == 1
         and not local.has_null
         and not peer.has_null
+        and peer.first <= local.first
+        and local.first + len(local.ids) <= peer.first + len(peer.ids)
         and all(group.pages_per_block == group.deal.size == 1 for group in groups)
     )
-
-
-def _pair_equal(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> BlockPairs:
-    """Pair lists whose blocks are equal pages: a shift, and both ends cut.
-
-    Example: blocks of 4 tokens, 8 cached here, 12 ordered: local (5, 6) from place 2, peer (1, 2, 3) from place 0. The
-    ordered places are 2 (tokens 8..11); block 6 holds nothing ordered. So 5 is filled from (1, 2, 3)[2 - 0] = 3.
-    """
-    span = pairing.local.span_tokens
-    start, stop = local.first, min(local.first + len(local.ids), -(-tokens // span))
-    low, high = max(start, peer.first), min(stop, peer.first + len(peer.ids))
-    if (low, high) != (start, stop) and start < stop:
-        missing = np.concatenate([np.arange(start, min(low, stop)), np.arange(max(high, start), stop)])
-        _check_missing(pairing, missing, tokens, peer)
-    high = max(low, high)
-    near, far = local.ids[low - start : high - start], peer.ids[low - peer.first : high - peer.first]
-    return _ascending(near, far, max(local.limit, peer.limit))
 
 
 def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> None:

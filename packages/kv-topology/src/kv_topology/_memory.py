@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["MARGIN", "SENTINEL", "MemoryOfRank", "Request"]
 
 _Byte = TypeVar("_Byte", np.uint8, np.bool_)
-SENTINEL = 0xEE
+SENTINEL = 0xFF
+"""Byte that memory is filled with before a read: in every floating-point format of a cache it makes a NaN."""
 MARGIN = 4096
 """Guard bytes around a rank's registered memory, to catch reads and writes outside of it."""
 
