@@ -103,7 +103,6 @@ class Engine:
             block_count=self.plan.blocks,
             generation=self.life,
             layout="LBHNC" if self.plan.order == "HND" else "LBNHC",
-            kernel_order="",
             attention_backend="SIM",
             connector_version=release.connector,
             groups=tuple(

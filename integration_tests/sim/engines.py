@@ -111,7 +111,6 @@ class Engine:
             block_count=self.blocks,
             generation=self.generation,
             layout="LBHNC" if self.order == "HND" else "LBNHC",
-            kernel_order="",
             attention_backend="SIM",
             connector_version=14,
             groups=(CacheGroup("attention", self.tokens, 0, 0, layers),),

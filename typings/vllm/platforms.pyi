@@ -1,5 +1,6 @@
 class Platform:
     device_type: str
+    def is_rocm(self) -> bool: ...
     @classmethod
     def get_nixl_supported_devices(cls) -> dict[str, tuple[str, ...]]: ...
 

@@ -104,3 +104,80 @@ def test_what_arrives_is_the_producers_byte_for_byte(fleet: tuple[Fleet, Path], 
     print(f"{engines.family} {prefill} -> {decode}: {near:.5f} from one engine alone, another prompt {far:.3f}")
     assert near < tolerance < far, (near, far)
     engines.assert_all_blocks_free(within_s=60)
+
+
+IN_BFLOAT16: dict[str, dict[str, list[str]]] = {
+    "mamba-one-group": {
+        "small": ["--block-size", "160"],
+        "large": ["--block-size", "480"],
+        "two": ["--tensor-parallel-size", "2"],
+    },
+    "dense": {"small": ["--block-size", "64"], "large": ["--block-size", "128"]},
+}
+"""Engines of a family. A hybrid's blocks hold as many tokens as its states are large, so two ranks have others than one."""
+LENGTH = 64
+MOST_BEHIND = 0.1
+"""Largest difference between the logarithms of the probabilities of a token that was taken and of the most probable one."""
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_texts_in_bfloat16_are_right_in_pools_that_were_used_before(family: str, tmp_path: Path) -> None:
+    """One engine alone finds each token of an answer about as probable as its own choice; sums are rounded in another order."""
+    arguments = {
+        name: [*more, "--dtype", "bfloat16", "--num-gpu-blocks-override", "64", "--max-model-len", "1024"]
+        for name, more in IN_BFLOAT16[family].items()
+    }
+    with started_fleet(
+        family,
+        {name: probed(**PATIENCE) for name in arguments},
+        arguments=arguments,
+        environments={
+            name: {**probe_environment(tmp_path / name, "USED"), **(OWN_WORKERS if name == "two" else {})}
+            for name in arguments
+        },
+        cores={"two": "0|1"},
+    ) as fleet:
+        for number, other in enumerate(name for name in arguments if name != "small"):
+            fleet.only("small", other)
+            # A processor with AMX refuses its instructions until a longer prompt has made oneDNN ask for them (vLLM does not).
+            fleet.answers([prompt(90, 30)], decode=other)
+            for prefill, decode in (("small", other), (other, "small")):
+                transfers = fleet.count(decode, TRANSFERS)
+                texts = [prompt(100 * number + 10 * len(prefill) + n, 5 + 27 * n) for n in range(5)]
+                answers = [answer_of(fleet, text, prefill, decode) for text in texts]
+                behind = [most_behind(fleet, "small", *answer) for answer in answers]
+                print(
+                    f"{family} {prefill} -> {decode}: {[round(each, 4) for each in behind]} behind the most probable token"
+                )
+                assert max(behind) < MOST_BEHIND, (prefill, decode, behind)
+                assert fleet.count(decode, TRANSFERS) - transfers == len(texts)
+                assert fleet.count(decode, FAILED) == 0
+            fleet.assert_all_blocks_free(within_s=60)
+
+
+def answer_of(fleet: Fleet, text: str, prefill: str, decode: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a prompt that was handed over, and those of the answer to it."""
+
+    async def run() -> dict[str, Any]:
+        async with client() as session:
+            ticket = await fleet.ticket(session, text, prefill, {})
+            body = {"prompt": text, "max_tokens": LENGTH, "return_token_ids": True, "kv_transfer_params": ticket}
+            return await fleet.post(session, decode, body)
+
+    choice = asyncio.run(run())["choices"][0]
+    return choice["prompt_token_ids"], choice["token_ids"]
+
+
+def most_behind(fleet: Fleet, engine: str, tokens: list[int], answer: list[int]) -> float:
+    """Return how far a token of an answer is behind the most probable one, at most, where an engine reads all of it at once."""
+
+    async def run() -> dict[str, Any]:
+        async with client() as session:
+            body = {"prompt": [*tokens, *answer], "max_tokens": 1, "prompt_logprobs": 1}
+            return await fleet.post(session, engine, body)
+
+    told = asyncio.run(run())["choices"][0]["prompt_logprobs"][len(tokens) :]
+    assert len(told) == len(answer) == LENGTH
+    rows = [{int(token): entry["logprob"] for token, entry in row.items()} for row in told]
+    return max(max(row.values()) - row[token] for row, token in zip(rows, answer, strict=True))

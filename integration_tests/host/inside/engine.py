@@ -25,6 +25,7 @@ from vllm.config import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -141,6 +142,8 @@ class Engine:
             ),
             kv_transfer_config=_transfer_config(folder.name, role, policy, dict(extra), beside),
         )
+        # The platform of a CPU switches it off in the configuration.
+        config.scheduler_config.async_scheduling = issubclass(scheduler_class, AsyncScheduler)
         self.config = config
         groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -19,6 +19,8 @@ import torch
 from engine import BLOCK, FULL, Engine
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_adapter import KVTransferConnector, wiring
@@ -34,6 +36,19 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+class Layer(AttentionLayerBase):
+    """A layer as the host keeps it by name, with the back end that the host gave it and, on CPU, the kernel that it chose."""
+
+    def __init__(self, backend: Any, isa: str = "") -> None:
+        self.backend, self.isa = backend, isa
+
+    def get_attn_backend(self) -> Any:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> None:
+        return None
+
+
 class FullEngine(Engine):
     """An engine with one worker."""
 
@@ -41,10 +56,10 @@ class FullEngine(Engine):
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
         patch.setattr(vllm_seam, "_ranks", lambda: (0, 0))
-        patch.setattr(vllm_seam, "_attention_backend", lambda _config: "FLASH_ATTN")
         if fabric is not None:
             patch.setattr(wiring, "open_nixl", fabric.port)
         super().__init__(folder, model_folder=folder.parent / "model", **options)
+        self.config.compilation_config.static_forward_context[LAYER] = Layer(FlashAttentionBackend)
         self.weights = 1
         self.memory = torch.zeros((self._blocks, FULL.num_kv_heads, BLOCK, 2 * FULL.head_size))
         with set_current_vllm_config(self.config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from engine import BLOCK, FULL, PREFILL, STATE, STOP_TOKEN, Engine, ids, prompt
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_adapter.host import sides
 
 Make = Callable[..., "AsyncEngine"]
 
@@ -24,6 +26,7 @@ class AsyncEngine(Engine):
         super().__init__(folder, scheduler_class=AsyncScheduler if lag else Scheduler, **options)
         self._lag, self._stops = lag, stops
         self._flight: deque[tuple[Any, Any]] = deque()
+        self._written: dict[int, set[int]] = {}
         self._draw = random.Random(seed)
         self._reads: dict[str, int] = {}
         self._leases: dict[str, int] = {}
@@ -45,7 +48,12 @@ class AsyncEngine(Engine):
 
     def _work(self, output: Any, sent: set[str], received: set[str], failed: set[str]) -> KVConnectorOutput:
         plan = self.plans[-1].plan
+        written = {block for step, _ in self._flight for block in self._written[id(step)]}
+        self._written = {id(step): self._written[id(step)] for step, _ in self._flight}
+        self._written[id(output)] = set(self._blocks_written(output))
         for order in plan.reads:
+            filled = {block for blocks in ids(order.local_blocks) for block in blocks}
+            assert not filled & written, f"a step under way writes into {filled & written}, which a read fills"
             if order.is_reported:
                 assert order.request_id not in self._reads, "a read was ordered while the same one runs"
                 self._reads[order.request_id] = self._draw.randrange(4)
@@ -55,6 +63,15 @@ class AsyncEngine(Engine):
             self._leases[request_id] = 0
         self.refused += plan.failures
         return super()._work(output, self._due(self._leases), self._due(self._reads), set(plan.failures))
+
+    def _blocks_written(self, output: Any) -> Iterator[int]:
+        """Return the blocks that hold the tokens of a step that was scheduled just now."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        for name, tokens in output.num_scheduled_tokens.items():
+            computed = self.scheduler.requests[name].num_computed_tokens
+            for group, blocks in zip(groups, self.blocks(name), strict=True):
+                places = {position // group.kv_cache_spec.block_size for position in range(computed - tokens, computed)}
+                yield from (blocks[place] for place in places if place < len(blocks))
 
     def _due(self, waiting: dict[str, int]) -> set[str]:
         due = set() if self.is_held else {request_id for request_id, steps in waiting.items() if steps == 0}
@@ -128,6 +145,43 @@ def test_a_ticket_for_the_next_turn_counts_no_token_of_a_step_in_flight(make: Ma
         decode.end()
         producer.end()
     assert len(lengths) > 3, "answers of one length show little"
+
+
+def read_back_after_an_abort(make: Make, aborts_after: int) -> list[str]:
+    """Let a producer read a turn back into blocks of a request that was aborted while a step computed for it."""
+    options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16, "prefix_caching": False, "stops": 0.0}
+    producer, decode = make("P", role="kv_producer", blocks=1 + 9, **options), make("D", role="kv_consumer", **options)
+    text = prompt(40)
+    decode.add("d", text, params=ticket_of(producer, "p", text), max_tokens=24)
+    decode.until(partial(has_ended, decode, "d"), 200)
+    producer.until(lambda: not producer.scheduler.has_requests())
+    back = decode.ticket("d")
+    answer = [token for output in decode.outputs["d"] for token in output.new_token_ids]
+    turn = [*text, *answer, *prompt(9, seed=5)]
+    producer.add("local", prompt(75, seed=9), max_tokens=60)
+    for _ in range(aborts_after):
+        producer.step()
+    producer.abort("local")
+    producer.add("again", turn, max_tokens=1, params=back)
+    producer.until(partial(has_ended, producer, "again"), 100)
+    reads = [order.request_id for order in producer.orders("reads")]
+    assert producer.outputs["again"][-1].kv_transfer_params["do_remote_prefill"] is True
+    producer.end()
+    decode.end()
+    return reads
+
+
+@pytest.mark.never_wrong("A9")
+@pytest.mark.parametrize("aborts_after", range(1, 6))
+def test_a_producer_reads_back_into_blocks_that_no_step_writes(make: Make, aborts_after: int) -> None:
+    """vLLM defers frees for engines that consume; one that only produces is given such blocks at once."""
+    assert read_back_after_an_abort(make, aborts_after) == ["again"]
+
+
+def test_reading_at_once_on_a_producer_is_found_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "read_hold_steps", lambda _config: 0)
+    with pytest.raises(AssertionError, match="a step under way writes"):
+        read_back_after_an_abort(lambda name, **options: AsyncEngine(tmp_path / name, **options), 3)
 
 
 @pytest.mark.parametrize("more", range(4))

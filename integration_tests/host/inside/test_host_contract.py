@@ -63,7 +63,7 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
     cache = LayerCache("layers.0", 0, 4096, (8, 2, 16, 8), (1024, 512, 32, 4), 4, "DRAM", 0, 1024)
     facts = EngineFacts(
         engine_id="e", host="h", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=2, head_size=4,
-        block_count=8, generation=7, layout="LBHNC", kernel_order="", attention_backend="CPU_ATTN", connector_version=14,
+        block_count=8, generation=7, layout="LBHNC", attention_backend="CPU_ATTN", connector_version=14,
         groups=(CacheGroup("attention", 16, 0, 0, ("layers.0",)),), group_ids=(0,), factors={"model": "m"},
     )  # fmt: skip
     fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(4096, 0, 2), geometry=b"{}", generation=7)
@@ -83,6 +83,17 @@ def test_the_plugin_registers_the_connector_once() -> None:
     register()
     found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
     assert found.__name__ == CONNECTOR_NAME
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "KVTransferConnector"])
+def test_the_hosts_factory_finds_us_under_each_name(name: str) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import vllm_adapter
+
+    config = KVTransferConfig(kv_connector=name, kv_connector_module_path="vllm_adapter", kv_role="kv_consumer")
+    assert KVConnectorFactory.get_connector_class(config) is vllm_adapter.KVTransferConnector
 
 
 def test_the_drop_in_class_carries_the_hosts_contract() -> None:

@@ -1,71 +1,168 @@
-"""The order that vLLM's CPU kernels really write pages in, against the geometry that we describe."""
+"""The order that vLLM's CPU kernels really write pages in, against the geometry that we derive from the host's own layers."""
 
 from __future__ import annotations
 
-from math import prod
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm._custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from full_engine import Layer
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from vllm_adapter.cache.attention import attention_fields
-from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, LayerCache
+from kv_topology import BlockList, GeometryMismatch, Planner
+from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host import cache_config
+from vllm_adapter.host.cache_config import cache_groups, layer_caches
 
-HEADS, BLOCKS = 2, 3
-
-
-def _facts(head_size: int) -> EngineFacts:
-    return EngineFacts(
-        engine_id="e", host="127.0.0.1", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=HEADS,
-        head_size=head_size, block_count=BLOCKS, generation=1, layout="LBHNC", kernel_order=KEYS_BY_CHANNEL,
-        attention_backend="CPU_ATTN", connector_version=14,
-        groups=(CacheGroup("attention", 16, 0, 0, ("layer",)),), group_ids=(0,),
-    )  # fmt: skip
+HEADS, BLOCKS = 2, 5
+STATE = MambaSpec(block_size=2048, shapes=((64, 3), (4, 16, 16)), dtypes=(torch.float32, torch.float32))
 
 
-def _places(field: Any) -> dict[tuple[int, ...], int]:
-    """Return the element offset in a page of every (token, head, channel) of a field."""
-    sizes = [axis[3] - axis[2] for axis in field["axes"]]
-    assert [axis[0] for axis in field["axes"]] == ["token", "head", "channel"]
-    places: dict[tuple[int, ...], int] = {}
-    for number in range(prod(sizes)):
-        rest, cell = number, []
-        for size in reversed(sizes):
-            rest, index = divmod(rest, size)
-            cell.append(index)
-        cell.reverse()
-        steps = (axis[4] * index for axis, index in zip(field["axes"], cell, strict=True))
-        places[tuple(cell)] = (field["offset_bytes"] + sum(steps)) // field["element_bytes"]
-    return places
+class Page:
+    """A hybrid's CPU cache whose attention pages the host's own kernel writes; a state layer comes first, as in Granite.
 
+    `layers` are as the host keeps them: the metadata builder has put its choice of a kernel on each attention layer.
+    """
 
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
-@pytest.mark.parametrize("head_size", [64, 80])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_vector_kernels_write_keys_by_channel(dtype: torch.dtype, head_size: int, tokens: int) -> None:
-    isa = _get_attn_isa(dtype, tokens, head_size)
-    if isa not in cache_config._VECTOR_KERNELS:
-        pytest.skip(f"this CPU's kernel for {dtype}, {tokens} tokens and heads of {head_size} is {isa}")
-    tensor = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_size, dtype=dtype)
-    keys, values = tensor.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
-    # Whole numbers up to 256 are exact in bfloat16: token + head and channel tell a cell apart in two passes.
-    for code in (lambda t, h, _c: t + 128 * h, lambda _t, _h, c: c):
-        key = torch.tensor(
-            [[[code(t, h, c) for c in range(head_size)] for h in range(HEADS)] for t in range(tokens)], dtype=dtype
-        )
-        slots = torch.arange(tokens, dtype=torch.int64) + tokens  # block 1
+    def __init__(self, tokens: int, head_size: int, dtype: torch.dtype, isa: str = "") -> None:
+        spec = FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=head_size, dtype=dtype)
+        groups = [KVCacheGroupSpec(["mixer"], STATE), KVCacheGroupSpec(["attention"], spec)]
+        self.config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.tensor = torch.full((BLOCKS, HEADS, tokens, 2 * head_size), float("nan"), dtype=dtype)
+        self.states = torch.zeros(BLOCKS * STATE.page_size_bytes, dtype=torch.uint8)
+        self.isa = isa or _get_attn_isa(dtype, tokens, head_size)
+        self.layers = {"mixer": Layer(Mamba2AttentionBackend), "attention": Layer(CPUAttentionBackend, self.isa)}
+
+    def write(self, blocks: list[int], contents: torch.Tensor) -> None:
+        """Let the kernel write keys and values, which are their keys' negatives, of (token, head, channel)."""
+        _, _, tokens, content = self.tensor.shape
+        keys, values = self.tensor.view(BLOCKS, HEADS, 2 * tokens, content // 2).chunk(2, dim=2)
+        places = [block * tokens + token for block, token in product(blocks, range(tokens))][: len(contents)]
         scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
-        ops.cpu_attn_reshape_and_cache(key, key.clone(), keys, values, slots, isa, **scales)
-        page = tensor[1].reshape(-1).float()
-        size = tensor.element_size()
-        cache = LayerCache(
-            layer="layer", group=0, address=0, shape=tuple(tensor.shape),
-            stride_bytes=tuple(step * size for step in tensor.stride()), element_bytes=size, memory_kind="DRAM",
-            device=0, page_bytes=tensor[1].numel() * size,
+        slots = torch.tensor(places, dtype=torch.int64)
+        ops.cpu_attn_reshape_and_cache(contents, -contents, keys, values, slots, self.isa, **scales)
+
+    def document(self) -> Any:
+        """Return what a peer is told of this memory."""
+        groups = cache_groups(self.config)
+        facts = EngineFacts(
+            engine_id="e", host="127.0.0.1", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=HEADS,
+            head_size=self.tensor.shape[3] // 2, block_count=BLOCKS, generation=1, layout="LBHNC",
+            attention_backend="MAMBA2_ATTN", connector_version=14, groups=groups, group_ids=(0, 1),
         )  # fmt: skip
-        for field in attention_fields(_facts(head_size), cache):
-            wrong = [cell for cell, place in _places(field).items() if page[place] != code(*cell)]
-            assert not wrong, f"{isa}: {field['name']} of {wrong[:3]} lie elsewhere"
+        caches = {"mixer": self.states, "attention": self.tensor}
+        return local_document(facts, layer_caches(caches, self.config, self.layers))
+
+
+def hand_over(producer: Page, consumer: Page, peer: list[int], mine: list[int], tokens: int) -> None:
+    """Move the bytes of a read's attention pages, row by row, as NIXL does."""
+    plan = Planner().plan(consumer.document(), {(0, 0): producer.document()}, peer_tp=1)
+    lists = [[BlockList([1]), BlockList(ids)] for ids in (mine, peer)]
+    indices = plan.indices((0, 0), *lists, tokens=tokens)
+    rows = (plan.local_rows((0, 0)), plan.peer_rows((0, 0)))
+    (to, size), (source, _) = (_places(table, found) for table, found in zip(rows, indices, strict=True))
+    memory = [_bytes(page.tensor) for page in (consumer, producer)]
+    starts = [page.tensor.data_ptr() for page in (consumer, producer)]
+    for here, there, length in zip(to, source, size, strict=True):
+        at, off = here - starts[0], there - starts[1]
+        if 0 <= at < len(memory[0]):
+            memory[0][at : at + length] = memory[1][off : off + length]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8).reshape(-1)
+
+
+def _places(rows: Any, indices: Any) -> tuple[list[int], list[int]]:
+    """Return addresses and lengths of numbered descriptors of strided rows (address, length, device, stride, count)."""
+    flat = [(row[0] + n * row[3], row[1]) for row in rows.tolist() for n in range(row[4])]
+    return [flat[i][0] for i in indices.tolist()], [flat[i][1] for i in indices.tolist()]
+
+
+def _contents(tokens: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(tokens)
+    return torch.randn(tokens, HEADS, head_size).to(dtype)
+
+
+PAIRS = [(160, 480, 100), (480, 160, 250), (32, 64, 60), (96, 96, 100), (64, 32, 128)]
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize(("theirs", "ours", "prompt"), PAIRS)
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_hybrids_pages_arrive_as_the_hosts_kernel_writes_them(
+    dtype: torch.dtype, head_size: int, theirs: int, ours: int, prompt: int
+) -> None:
+    """The truth is a page of the consumer's size that the host's own kernel wrote."""
+    assert_arrives(dtype, head_size, theirs, ours, prompt)
+
+
+def assert_arrives(dtype: torch.dtype, head_size: int, theirs: int, ours: int, prompt: int) -> None:
+    contents = _contents(prompt, head_size, dtype)
+    producer, consumer, truth = (Page(tokens, head_size, dtype) for tokens in (theirs, ours, ours))
+    producer.tensor.zero_()
+    peer, mine = ([4, 1, 3, 2][: -(-prompt // tokens)] for tokens in (theirs, ours))
+    producer.write(peer, contents)
+    truth.write(mine, contents)
+    hand_over(producer, consumer, peer, mine, prompt)
+    is_known = ~torch.isnan(truth.tensor)
+    assert int(is_known.sum()) == 2 * contents.numel()
+    assert torch.equal(consumer.tensor[is_known], truth.tensor[is_known])
+
+
+def test_the_order_of_the_first_layer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault asks the first layer of the model for the order of every page."""
+    describe = cache_config._order_facts
+
+    def of_the_first(spec: Any, _layer: str, layers: Any, dtype: str) -> Any:
+        return {**describe(spec, next(iter(layers)), layers, dtype), "is_opaque": False}
+
+    monkeypatch.setattr(cache_config, "_order_facts", of_the_first)
+    with pytest.raises(AssertionError):
+        assert_arrives(torch.float32, 64, 160, 480, 100)
+
+
+@pytest.mark.never_wrong("A12")
+def test_engines_with_two_kernels_refuse_each_other() -> None:
+    """A processor with the matrix kernel keeps bfloat16 pages of the same size otherwise than one without."""
+    amx, vec = (Page(64, 64, torch.bfloat16, isa) for isa in ("amx", "vec"))
+    for producer, consumer in ((amx, vec), (vec, amx)):
+        with pytest.raises(GeometryMismatch) as caught:
+            hand_over(producer, consumer, [1], [1], 40)
+        assert caught.value.code == "field-missing"
+
+
+@pytest.mark.never_wrong("A12")
+def test_a_page_whose_order_is_unknown_moves_between_equal_pages_alone() -> None:
+    """A back end of a plugin may keep anything in its pages."""
+
+    def page(tokens: int, name: str) -> Page:
+        made = Page(tokens, 64, torch.float32)
+        made.layers["attention"] = Layer(SimpleNamespace(get_name=lambda: name))
+        return made
+
+    producer, equal = page(64, "SOMEBODYS"), page(64, "SOMEBODYS")
+    torch.nn.init.uniform_(producer.tensor)
+    hand_over(producer, equal, [2, 3], [1, 4], 70)
+    assert torch.equal(equal.tensor[[1, 4]], producer.tensor[[2, 3]])
+    for other in (page(32, "SOMEBODYS"), page(64, "ANOTHERS")):
+        with pytest.raises(GeometryMismatch) as caught:
+            hand_over(producer, other, [2, 3], [1, 4], 64)
+        assert caught.value.code == "packing-differs"
+
+
+@pytest.mark.never_wrong("A12")
+def test_a_layer_that_the_host_does_not_tell_of_is_refused() -> None:
+    page = Page(64, 64, torch.float32)
+    del page.layers["attention"]
+    with pytest.raises(UnsupportedHost) as caught:
+        page.document()
+    assert caught.value.code == "unknown-cache-layer"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import vllm
@@ -42,12 +42,14 @@ def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> N
     from vllm_adapter.host.cache_config import _cache_group, layer_caches
 
     recorder, recorded = _module("record_layouts"), _module("recorded")
+    backend = FAMILIES[name]["backend"]
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), isa="vec")
     for tp, rank in recorder.record(name)["tp"].items():
         config, tensors = recorder.allocate(name, int(tp))
         start = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-        seen = layer_caches(tensors, config)
+        seen = layer_caches(tensors, config, dict.fromkeys(tensors, layer))
         assert [dataclasses.replace(cache, address=cache.address - start) for cache in seen] == recorded.rank_caches(
-            rank, 0
+            rank, 0, backend
         )
         groups = tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in config.kv_cache_groups)
         assert groups == recorded.engine_facts(name, int(tp), 0).groups

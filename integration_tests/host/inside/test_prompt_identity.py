@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,6 @@ from engine import BLOCK, PREFILL, hand_over, ids, prompt
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.host.refusals import Situation, check_start
 from vllm_adapter.host.requests import RequestIdentity
 from vllm_adapter.host.vllm import has_content_ids
 
@@ -141,19 +138,6 @@ def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: py
     assert has_content_ids(config(0, caches_prefixes=True))
     assert not has_content_ids(config(0, caches_prefixes=False))
     assert "mm_processor_cache_gb" in caplog.text
-
-
-@pytest.mark.never_wrong("A5")
-def test_readback_is_refused_without_the_role_of_both() -> None:
-    for role, is_refused in (("kv_both", False), ("kv_producer", True), ("kv_consumer", True)):
-        situation = Situation(kv_role=role)
-        check_start(situation)
-        if is_refused:
-            with pytest.raises(UnsupportedHost, match="kv_both") as caught:
-                check_start(replace(situation, is_bidirectional=True))
-            assert caught.value.code == "readback-needs-kv-both"
-        else:
-            check_start(replace(situation, is_bidirectional=True))
 
 
 @pytest.mark.never_wrong("B7")

@@ -45,13 +45,20 @@ def _below_a_producer(_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", outer)
 
 
+def _return_experts(config: Any) -> None:
+    place = getattr(config, "aux_output_config", config.model_config)
+    place.enable_return_routed_experts = True
+
+
 REFUSED: dict[str, Change] = {
     "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
     "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
     "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
     "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
-    "readback-needs-kv-both": lambda it, _: setattr(it.kv_transfer_config, "kv_role", "kv_producer"),
+    "elastic-expert-parallel": lambda it, _: setattr(it.parallel_config, "enable_elastic_ep", True),
+    "host-resident-cache": lambda it, _: setattr(it.attention_config, "hisparse_config", SimpleNamespace()),
+    "routed-experts-lost": lambda it, _: _return_experts(it),
     "readback-drafted-state": lambda it, _: setattr(it, "speculative_config", SimpleNamespace()),
     "outer-role-differs": _below_a_producer,
     "mirror-pipeline-speculative": _drafts_on_a_mirrored_stage,

@@ -274,7 +274,7 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port
     return EngineFacts(
         engine_id=name, host="127.0.0.1", port=port, tp=side.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=side.dcp,
         total_kv_heads=model.heads, head_size=model.head_size, block_count=blocks, generation=generation, layout=side.layout,
-        kernel_order="", attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
+        attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
         factors={"model": "m"}, interleave_tokens=side.turn_tokens,
         state_groups=model.state_groups if any(group.state == "MAMBA2" for group in model.groups) else 0,
     )  # fmt: skip

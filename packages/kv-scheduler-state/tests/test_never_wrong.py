@@ -446,3 +446,40 @@ def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> N
         assert state.external_tokens("d1", computed_tokens=0) == 0
         assert not state.take_stream_questions()
         assert not state.take_step_plan(now_s=0.0).reads
+
+
+def _held_read(hold_steps: int):
+    """Return machines that have just been given blocks for a readback of 99 tokens."""
+    state = scheduler(bidirectional=True, read_hold_steps=hold_steps, recompute_threshold_tokens=0)
+    state.arrive("d1", READ_BY["readback"], prompt_tokens=100, identity=Prompt(*range(100)), now_s=0.0)
+    tokens = state.external_tokens("d1", computed_tokens=0)
+    state.allocate("d1", block_ids=[[*range(1, 8)]], new_block_ids=[[*range(1, 8)]], external_tokens=tokens, now_s=0.0)
+    return state
+
+
+def _plans(state, count: int) -> list:
+    return [state.take_step_plan(now_s=0.0) for _ in range(count)]
+
+
+@pytest.mark.never_wrong("A9")
+@pytest.mark.parametrize("hold_steps", [0, 1, 3])
+def test_a_read_is_kept_back_until_the_steps_under_way_have_ended(hold_steps: int) -> None:
+    state = _held_read(hold_steps)
+    assert [len(plan.reads) for plan in _plans(state, hold_steps + 2)] == [*[0] * hold_steps, 1, 0]
+
+
+@pytest.mark.never_wrong("A9")
+def test_a_read_that_is_kept_back_can_be_cancelled_and_voided() -> None:
+    state = _held_read(2)
+    assert not _plans(state, 1)[0].reads
+    state.finish("d1", reason="abort", block_ids=[[*range(1, 8)]], computed_tokens=0, now_s=0.0)
+    (plan,) = _plans(state, 1)
+    assert [any(blocks.ids for blocks in order.local_blocks) for order in plan.reads] == [False], (
+        "only the peer is notified"
+    )
+    assert not plan.cancels
+    state = _held_read(2)
+    state.reset(now_s=0.0)
+    *early, due = _plans(state, 3)
+    assert [(plan.reads, plan.voids) for plan in early] == [((), ())] * 2
+    assert ([order.request_id for order in due.reads], due.voids) == (["d1"], ("d1",))

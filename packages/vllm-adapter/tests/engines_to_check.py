@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ def envelopes(
     heads: int = 4,
     factors: dict[str, object] | None = None,
     agents: Sequence[Any] = (NO_AGENT,),
+    kernel_order: str = "",
     **changes: Any,
 ) -> dict[Rank, bytes]:
     """Return what the ranks of an engine serve, as their connectors would make it; ranks beyond the agents have the last one."""
@@ -69,7 +71,12 @@ def envelopes(
             **changes,
         )
         caches = [
-            attention_cache(layer, address=0x10_0000 + number * 0x1000_0000, heads=max(1, heads // tp), tokens=tokens)
+            replace(
+                attention_cache(
+                    layer, address=0x10_0000 + number * 0x1000_0000, heads=max(1, heads // tp), tokens=tokens
+                ),
+                kernel_order=kernel_order,
+            )
             for number, layer in enumerate(group.layers)
         ]
         parts = WorkerParts(here, Settings())

@@ -26,7 +26,6 @@ def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **cha
         "block_count": blocks,
         "generation": 1,
         "layout": "LBHNC",
-        "kernel_order": "",
         "attention_backend": "FLASH_ATTN",
         "connector_version": 14,
         "groups": (CacheGroup("attention", TOKENS, 0, 0, ("layers.0", "layers.1")),),

@@ -64,7 +64,6 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
         head_size=family["head_size"],
         layout=family["layout"],
         attention_backend=family["backend"],
-        kernel_order=KEYS_BY_CHANNEL if family["backend"] == "CPU_ATTN" else "",
         groups=groups,
         group_ids=tuple(range(len(groups))),
         state_groups=_state_groups(name),
@@ -83,10 +82,11 @@ def _state_groups(name: str) -> int:
 
 def layer_caches(name: str, tp: int, address: int) -> list[LayerCache]:
     """Return the caches of a rank of a recorded family as the host seam describes them, allocated at `address`."""
-    return rank_caches(families()[name]["tp"][str(tp)], address)
+    family = families()[name]
+    return rank_caches(family["tp"][str(tp)], address, family["backend"])
 
 
-def rank_caches(rank: dict[str, Any], address: int) -> list[LayerCache]:
+def rank_caches(rank: dict[str, Any], address: int, backend: str) -> list[LayerCache]:
     """Return a recorded rank's caches as the host seam describes them, allocated at `address`."""
     group_of = {layer: number for number, group in enumerate(rank["groups"]) for layer in group["layers"]}
     return [
@@ -101,6 +101,9 @@ def rank_caches(rank: dict[str, Any], address: int) -> list[LayerCache]:
             device=0,
             page_bytes=tensor["spec"]["page_bytes"],
             **_spec_facts(tensor),
+            backend=backend,
+            kernel_order=KEYS_BY_CHANNEL if backend == "CPU_ATTN" else "",
+            is_opaque=bool(tensor["spec"].get("has_planes")),
         )
         for layer, tensor in rank["tensors"].items()
         if tensor["spec"] is not None
@@ -122,7 +125,7 @@ def _spec_facts(tensor: dict[str, Any]) -> dict[str, Any]:
         }
     if "MLA" in spec["class"]:
         return {"is_latent": True, "is_indexer": spec.get("cache_role") == "INDEXER"}
-    return {"has_planes": spec["has_planes"], "key_size": spec["head_size"], "value_size": spec["head_size_v"]}
+    return {"key_size": spec["head_size"], "value_size": spec["head_size_v"]}
 
 
 def engine(name: str, tp: int, address: int) -> dict[Rank, GeometryDocument]:

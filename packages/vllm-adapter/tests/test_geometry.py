@@ -48,8 +48,10 @@ def test_kernel_blocks_are_counted_from_the_tensor() -> None:
 
 
 def test_a_kernels_own_order_only_matches_itself() -> None:
-    ours = local_document(facts(kernel_order="vllm-cpu:neon:float32"), _caches())
-    theirs = local_document(facts(kernel_order="vllm-cpu:amx:bfloat16"), _caches())
+    ours, theirs = (
+        local_document(facts(), [dataclasses.replace(cache, kernel_order=order) for cache in _caches()])
+        for order in ("vllm-cpu:neon:float32", "vllm-cpu:vxe:float32")
+    )
     assert Planner().plan(ours, {(0, 0): ours}, peer_tp=1).producer_ranks == ((0, 0),)
     with pytest.raises(Exception, match="vllm-cpu") as caught:
         Planner().plan(ours, {(0, 0): theirs}, peer_tp=1)

@@ -15,16 +15,19 @@ from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.refusals import REFUSALS, WARNINGS, Situation, check_start
 
 REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
-    "consumer-pipeline-parallel": ({"pp": 2, "kv_role": "kv_consumer"}, {"pp": 4, "kv_role": "kv_both"}),
+    "consumer-pipeline-parallel": (
+        {"pp": 2, "kv_role": "kv_consumer"},
+        {"pp": 4, "kv_role": "kv_both"},
+        {"pp": 2, "kv_role": "kv_producer", "is_bidirectional": True},
+    ),
     "prefill-context-parallel": ({"pcp": 2}, {"pcp": 2, "kv_role": "kv_producer"}),
     "side-channel-wildcard": tuple({"host": host} for host in ("0.0.0.0", "::", "[::]", "*", "", "::0", "0000::")),
     "side-channel-port": ({"port": 65536}, {"port": 0}, {"port": -1}),
     "sleep-mode-unsupported": ({"has_sleep_mode": True}, {"has_sleep_mode": True, "version": (0, 30)}),
     "computed-kv-scales": ({"computes_scales": True},),
-    "readback-needs-kv-both": (
-        {"is_bidirectional": True, "kv_role": "kv_producer"},
-        {"is_bidirectional": True, "kv_role": "kv_consumer"},
-    ),
+    "elastic-expert-parallel": ({"is_elastic": True},),
+    "host-resident-cache": ({"has_host_blocks": True},),
+    "routed-experts-lost": ({"returns_experts": True},),
     "readback-drafted-state": ({"is_bidirectional": True, "has_state": True, "is_speculative": True},),
     "outer-role-differs": (
         {"outer_role": "kv_producer", "kv_role": "kv_both"},
@@ -47,6 +50,8 @@ FINE: tuple[dict[str, Any], ...] = (
     {"port": 65535},
     {"has_sleep_mode": True, "version": (0, 33)},
     {"is_bidirectional": True},
+    {"is_bidirectional": True, "kv_role": "kv_producer"},
+    {"is_bidirectional": True, "kv_role": "kv_consumer"},
     {"is_bidirectional": True, "has_state": True},
     {"is_bidirectional": True, "is_speculative": True},
     {"has_state": True, "is_speculative": True},
@@ -134,12 +139,11 @@ def test_any_combination_is_accepted_if_it_can_work_and_else_refused(it: Situati
     reads = it.kv_role in {"kv_consumer", "kv_both"}
     can_work = (
         it.pcp == 1
-        and (it.pp == 1 or not reads)
+        and (it.pp == 1 or not (reads or it.is_bidirectional))
         and it.host not in {"0.0.0.0", "::"}
         and 1 <= it.port <= 65535
         and not it.computes_scales
         and not (it.has_sleep_mode and it.version != (0, 33))
-        and not (it.is_bidirectional and it.kv_role != "kv_both")
         and not (reads and it.outer_role == "kv_producer")
     )
     try:

@@ -142,7 +142,7 @@ def config(index: int) -> Any:
 
 def facts_of(host: Any, made: Any) -> Any:
     """Return the facts of an engine, but for the parts of it that are not numbers here."""
-    for name in ("cache_groups", "transfer_group_ids", "kernel_order", "backoff_tokens", "vllm_factors"):
+    for name in ("cache_groups", "transfer_group_ids", "backoff_tokens", "vllm_factors"):
         setattr(host.vllm, name, MagicMock(return_value=()))
     made.kv_transfer_config.engine_id = "engine"
     return host.vllm.engine_facts(made, MagicMock(), is_worker=False)

@@ -108,12 +108,6 @@ BAD: list[tuple[object, str, str, str]] = [
     ({**GOOD, "engine_id": ""}, "out-of-range", "engine_id", "must not be empty"),
     (extra(num_thread=2), "unknown-key", "kv_connector_extra_config.num_thread", "did you mean 'num_threads'"),
     (extra(num_threads=65), "out-of-range", "kv_connector_extra_config.num_threads", "between 0 and 64, got 65"),
-    (
-        {**extra(bidirectional_kv_xfer=True), "kv_role": "kv_producer"},
-        "readback-needs-kv-both",
-        "kv_role",
-        "needs kv_role 'kv_both'",
-    ),
     (several(), "missing-key", "kv_connector_extra_config.connectors", "list of connectors"),
     (
         several(OFFLOADING, {**GOOD, "kv_role": "both"}),

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import facts
+from factories import attention_cache, facts
 from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, StepPlan
 from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
+from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
@@ -29,6 +30,15 @@ from vllm_adapter.worker.transfer.records import FinishedRead
 
 def _worker() -> WorkerSide:
     return WorkerSide(facts(), WorkerParts(facts(), Settings()))
+
+
+def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
+    one, other = (
+        attention_cache(layer, address=address) for layer, address in (("layers.0", 1 << 40), ("layers.1", 1 << 41))
+    )
+    with pytest.raises(AdapterError) as caught:
+        _worker().register([one, replace(other, memory_kind="VRAM")])
+    assert (caught.value.code, caught.value.context) == ("mixed-memory-kinds", {"kinds": ["DRAM", "VRAM"]})
 
 
 def _use(worker: WorkerSide, registration: Any) -> None:

@@ -51,6 +51,8 @@ class ObservabilityConfig:
     otlp_traces_endpoint: str | None
 
 class VllmConfig:
+    @property
+    def max_concurrent_batches(self) -> int: ...
     instance_id: str
     shutdown_timeout: int
     model_config: ModelConfig

@@ -143,8 +143,9 @@ class SchedulerConfig:
         unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
             accepted if it points there.
         peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
-        reads: Whether the engine reads from peers. False where it may fill freed blocks while a step still writes into them:
-            every ticket to read by is then refused.
+        reads: Whether the engine reads from peers; otherwise every ticket to read by is refused.
+        read_hold_steps: Plans for which a read is kept back: an engine that gives out blocks while a step may still write into
+            them has as many steps under way, besides the one that it plans. Nothing is streamed to it then.
         load_failure_policy: The engine's treatment of a request whose read failed.
         bidirectional: Whether a decode engine hands its blocks back for the next turn.
         recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
@@ -187,6 +188,7 @@ class SchedulerConfig:
     unsealed_networks: tuple[str, ...] = ()
     peer_ports: tuple[int, int] = (1024, 65535)
     reads: bool = True
+    read_hold_steps: int = 0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     bidirectional: bool = False
     recompute_threshold_tokens: int = 64
@@ -223,8 +225,8 @@ class SchedulerConfig:
             ),
             (not self.groups, "groups is empty; a model has at least one KV-cache group"),
             (
-                min(self.backoff_tokens, self.fence_slots, self.recompute_threshold_tokens) < 0,
-                "state_backoff_tokens, fence_slots and recompute_threshold_tokens must not be negative",
+                min(self.backoff_tokens, self.fence_slots, self.recompute_threshold_tokens, self.read_hold_steps) < 0,
+                "state_backoff_tokens, fence_slots, recompute_threshold_tokens and read_hold_steps must not be negative",
             ),
             (
                 not (0 < self.lease_s < math.inf and 0 < self.readback_lease_s < math.inf),
@@ -312,7 +314,7 @@ class SchedulerConfig:
     @property
     def reads_streams(self) -> bool:
         """Whether requests with an early ticket are read while their peer computes them."""
-        return int(self.cache_blocks * self.stream_reserve_fraction) > 0
+        return not self.read_hold_steps and int(self.cache_blocks * self.stream_reserve_fraction) > 0
 
     @property
     def heartbeat_period_s(self) -> float:

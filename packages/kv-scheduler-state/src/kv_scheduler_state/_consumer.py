@@ -184,7 +184,7 @@ class Consumers:
             record.hand_over.read()
         if "order-read" in row.effects:
             order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-            self._outbox.read(request_id, order)
+            self._outbox.read(request_id, order, fills_blocks=True)
         elif "order-stream" in row.effects:
             order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
             self.streams.order(request_id, order, start)
@@ -298,7 +298,7 @@ class Consumers:
             self._outbox.add(self._outbox.cancels, request_id)
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
-            self._outbox.reads[request_id] = order._replace(local_blocks=self._rules.nothing)
+            self._outbox.read(request_id, order._replace(local_blocks=self._rules.nothing))
 
     def _pass(self, request_id: str) -> None:
         if self._outbox.reads.pop(request_id, None) is None:

@@ -33,12 +33,18 @@ class _Part(Protocol):
 
 @final
 class Outbox:
-    """Collects a step's orders until `take` hands them out; an aborted request's orders may be withdrawn before."""
+    """Collects a step's orders until `take` hands them out; an aborted request's orders may be withdrawn before.
+
+    Args:
+        hold_steps: Plans for which a read that fills blocks is kept back, with its void.
+    """
 
     __slots__ = (
         "_has_rare",
+        "_hold_steps",
         "_parts",
         "_rare",
+        "_young",
         "cancels",
         "completes",
         "expects",
@@ -57,7 +63,10 @@ class Outbox:
         "voids",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, hold_steps: int = 0) -> None:
+        self._hold_steps = hold_steps
+        # Plans for which each waiting read is still kept back.
+        self._young: dict[str, int] = {}
         self.has_orders = False
         # Whether one of the parts that few plans have may hold an order; if not, none of those parts is looked at.
         self._has_rare = False
@@ -95,9 +104,13 @@ class Outbox:
         )
         self._rare: Final = self._parts[_COMMON:]
 
-    def read(self, request_id: str, order: ReadOrder) -> None:
+    def read(self, request_id: str, order: ReadOrder, *, fills_blocks: bool = False) -> None:
         """Order a read, or replace the one that waits."""
         self.reads[request_id] = order
+        if fills_blocks and self._hold_steps:
+            self._young[request_id] = self._hold_steps
+        else:
+            self._young.pop(request_id, None)
         self.has_orders = True
 
     def expect(self, request_id: str, fence: tuple[int, int] | None) -> None:
@@ -170,7 +183,9 @@ class Outbox:
         return any(self._parts) or self.streams.has_orders
 
     def take(self) -> StepPlan:
-        """Return all waiting orders and clear them; call it only when there are some."""
+        """Return all waiting orders that are due and clear them; call it only when there are some."""
+        if self._young:
+            return self._take_due()
         self.has_orders = False
         if self._has_rare:
             return self._take_all()
@@ -192,6 +207,20 @@ class Outbox:
             self.grants.clear()
         common = reads, expects, fences, grants
         return new_tuple(StepPlan, common + _NONE_RARE)
+
+    def _take_due(self) -> StepPlan:
+        """Return a plan without the reads that are kept back, and without their voids, which mean nothing before them."""
+        kept = {request_id: self.reads.pop(request_id) for request_id in self._young if request_id in self.reads}
+        voids = [request_id for request_id in self.voids if request_id in kept]
+        self.voids[:] = [request_id for request_id in self.voids if request_id not in kept]
+        left = {request_id: self._young[request_id] - 1 for request_id in kept}
+        self._young = {}
+        plan = self.take()
+        self._young = {request_id: plans for request_id, plans in left.items() if plans}
+        self.reads.update(kept)
+        self.voids.extend(voids)
+        self.has_orders, self._has_rare = bool(kept), self._has_rare or bool(voids)
+        return plan
 
     def _take_all(self) -> StepPlan:
         common = tuple(self.reads.values()), tuple(self.expects), tuple(self.fences.values()), tuple(self.grants)

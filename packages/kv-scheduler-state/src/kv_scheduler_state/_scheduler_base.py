@@ -59,7 +59,7 @@ class SchedulerBase:
         self._config = config
         self._clock = ObservedClock()
         self._rules = BlockRules(config.groups, config.null_block)
-        self._outbox = Outbox()
+        self._outbox = Outbox(config.read_hold_steps)
         producing = producer_table.joined(stream_producer_table)
         self._producers = Producers(config, producing, self._rules, self._outbox)
         self._consumers = Consumers(config, consumer_table.joined(stream_consumer_table), self._rules, self._outbox)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm_adapter.host.connector import KVTransferConnector as KVTransferConnector
     from vllm_adapter.host.connector import NixlConnector as NixlConnector
+    from vllm_adapter.host.connector import NixlPullConnector as NixlPullConnector
 
 __version__ = "0.2.0"
 
-__all__ = ["KVTransferConnector", "NixlConnector", "__version__"]
+__all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in {"NixlConnector", "KVTransferConnector"}:
+    if name in {"KVTransferConnector", "NixlConnector", "NixlPullConnector"}:
         from vllm_adapter.host import connector
 
         return getattr(connector, name)

@@ -77,6 +77,7 @@ class SchedulerParts:
     load_failure_policy: str = "fail"
     uses_host_buffer: bool = False
     reads: bool = True
+    read_hold_steps: int = 0
 
     def make_state(self) -> ports.SchedulerState:
         """Return the request machines of this engine."""
@@ -101,6 +102,7 @@ class SchedulerParts:
             peer_ports=settings.peer_port_range,
             unsealed_networks=settings.unsigned_hosts,
             reads=self.reads,
+            read_hold_steps=self.read_hold_steps,
             load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
             bidirectional=settings.bidirectional_kv_xfer,
             recompute_threshold_tokens=settings.kv_recompute_threshold,

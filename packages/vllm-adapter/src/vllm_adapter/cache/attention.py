@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_adapter.cache.facts import KEYS_BY_CHANNEL
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES
 from vllm_adapter.cache.fields import dense_bytes, make_field, unknown_shape, whole_page
 from vllm_adapter.ports.topology import AxisEntry
 
@@ -23,23 +23,25 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
     """
     if len(cache.shape) != 4:
         raise unknown_shape(cache, "attention caches have the axes block, head, token and content")
-    if facts.kernel_order == KEYS_BY_CHANNEL:
-        return _keys_by_channel(facts, cache)
-    if facts.kernel_order:
-        return _kernel_ordered(facts, cache)
-    if cache.has_planes:
-        # Keys and values have separate planes, perhaps in a kernel's order, so only equal engines can read each other's pages.
-        packing = (
-            f"planes:{facts.attention_backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
-        )
+    if cache.is_opaque:
+        # Only engines with equal pages and the same back end can read each other's.
+        packing = f"planes:{cache.backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
         return whole_page(
             facts, f"cells_{cache.head_slot}" if cache.head_slots else "cells", dense_bytes(cache), packing
         )
+    if cache.kernel_order == KEYS_BY_CHANNEL:
+        return _keys_by_channel(facts, cache)
+    if cache.kernel_order == PAIRS_IN_TILES:
+        return _pairs_in_tiles(facts, cache)
+    if cache.kernel_order:
+        return _kernel_ordered(facts, cache)
     return _packed(facts, cache)
 
 
 def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
     """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
+
+    Some back ends keep the scales of all tokens behind the vectors (DeepSeek V4's 8-bit pages): such a page is opaque.
 
     A page of the sparse indexer has that shape too, but vLLM's writers (`indexer_k_quant_and_cache`) put the values of all its
     tokens first and their scales after them, and tile the values on ROCm, so its tokens have no separate byte ranges.
@@ -54,12 +56,15 @@ def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> li
     else:
         raise unknown_shape(cache, "latent caches have the axes block, token and channel")
     if cache.is_indexer:
-        packing = f"indexer:{facts.attention_backend}:{page_tokens}:{vectors}x{channels}"
+        packing = f"indexer:{cache.backend}:{page_tokens}:{vectors}x{channels}"
         return whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
     if vectors != page_tokens:
         used = vectors * channels
         axes: list[AxisEntry] = [AxisEntry("interior", used, 0, used, channel_step)]
         return [make_field("latent", cache.element_bytes, 0, axes, f"compressed:{page_tokens}:{vectors}x{channels}")]
+    if cache.is_opaque:
+        packing = f"latent:{cache.backend}:{page_tokens}:{vectors}x{channels}"
+        return whole_page(facts, "latent", dense_bytes(cache), packing, is_replicated=True)
     axes = [
         AxisEntry("token", vectors, 0, vectors, vector_step),
         AxisEntry("channel", channels, 0, channels, channel_step),
@@ -131,13 +136,43 @@ def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
     return [key, part("value", tokens * channels * element_step, channels * element_step, element_step)]
 
 
+def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Per head the page's keys and then its values, as the matrix kernel ("amx") keeps them; its pages hold 32 * n tokens.
+
+    Keys: tiles of 16 tokens, in each for two channels after two the 16 tokens' pairs of values. Values: columns of 16 channels,
+    in each for two tokens after two the 16 channels' pairs. So tokens have bytes of their own in runs of 16 alone, which no unit
+    of two such pages cuts. Within a run the strides below do not name the real place of a token or channel.
+
+    Example: heads of 64 channels, a page of 160 tokens. Tokens 32 to 63 are elements 32 * 64 to 64 * 64 of the keys, and of each
+    of the 4 columns of 160 * 16 values the elements 32 * 16 to 64 * 16.
+    """
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    channels = content // 2
+    head = AxisEntry("head", total, start, stop, head_step, "tp")
+
+    def token(step: int) -> AxisEntry:
+        return AxisEntry("token", tokens, 0, tokens, step * element_step)
+
+    key = [token(channels), head, AxisEntry("channel", channels, 0, channels, element_step)]
+    columns = channels // 16
+    column = AxisEntry("column", columns, 0, columns, 16 * tokens * element_step)
+    value = [token(16), head, column, AxisEntry("channel", 16, 0, 16, element_step)]
+    # Names of their own: an engine with another order has no such fields, and is refused.
+    return [
+        make_field("tiled_key", cache.element_bytes, 0, key),
+        make_field("tiled_value", cache.element_bytes, tokens * channels * element_step, value),
+    ]
+
+
 def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
     _, _, tokens, content = cache.shape
     _, head_step, _, element_step = cache.stride_bytes
     start, stop, total = _head_interval(facts, cache)
     interior = tokens * content // 2
-    packing = f"{facts.kernel_order}:{tokens}"
+    packing = f"{cache.kernel_order}:{tokens}"
     return [
         make_field(
             name,

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["KEYS_BY_CHANNEL", "CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
+__all__ = ["KEYS_BY_CHANNEL", "PAIRS_IN_TILES", "CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
 
 KEYS_BY_CHANNEL = "keys-by-channel"
 """Order of a page that holds, head by head, the keys channel by channel and then the values token by token."""
+PAIRS_IN_TILES = "pairs-in-tiles"
+"""Order of a page that holds, head by head, the keys in tiles of 16 tokens, then the values in columns of 16 channels."""
 
 GroupKind = Literal["attention", "sliding-window", "latent", "state"]
 
@@ -61,7 +63,11 @@ class LayerCache:
         is_latent: Whether a token has one vector that all ranks hold.
         is_indexer: Whether pages belong to a sparse indexer: values of all tokens, then scales, perhaps tiled.
         is_replicated: Whether all ranks hold the same state.
-        has_planes: Whether the tensor's head slots are not simply one per KV head, e.g. one for all keys and one for all values.
+        backend: The host's name of this layer's own attention back end.
+        kernel_order: Order inside an attention page: empty for a key and then a value per head and token, `KEYS_BY_CHANNEL`,
+            `PAIRS_IN_TILES`, or the name of a kernel with an order of its own.
+        is_opaque: Whether only its back end knows the order inside a page: it keeps planes of keys and of values, or it is not
+            among those whose order is known.
         key_size: Elements of a head's key in this layer; 0 for the model's.
         value_size: Elements of a head's value; 0 for what the key leaves.
         head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
@@ -83,7 +89,9 @@ class LayerCache:
     is_latent: bool = False
     is_indexer: bool = False
     is_replicated: bool = False
-    has_planes: bool = False
+    backend: str = ""
+    kernel_order: str = ""
+    is_opaque: bool = False
     key_size: int = 0
     value_size: int = 0
     head_slots: int = 0
@@ -98,8 +106,8 @@ class EngineFacts:
         factors: Inputs of vLLM's compatibility hash, by vLLM's names.
         extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
         generation: Generation of this engine's memory registration, equal on all ranks; peers set us up again if it changes.
-        kernel_order: Order inside an attention page: empty for a key and then a value per head and token, `KEYS_BY_CHANNEL`,
-            or the name of a kernel with an order of its own.
+        attention_backend: The host's name of its first layer's back end, for its hash and for its own connector; pages are
+            described by their own layer's.
         groups: Transferable groups in the scheduler's order.
         group_ids: Their numbers among all of the scheduler's groups.
         backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None for what the groups demand.
@@ -122,7 +130,6 @@ class EngineFacts:
     block_count: int
     generation: int
     layout: str
-    kernel_order: str
     attention_backend: str
     connector_version: int
     groups: tuple[CacheGroup, ...]

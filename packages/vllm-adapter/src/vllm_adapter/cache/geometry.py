@@ -1,7 +1,7 @@
 """Conversion of the engine's tensors into this rank's geometry document (in kv-topology's format, version 1).
 
-Everything is derived from real shapes, strides and cache specs. Names of attention back ends decide only whether the inside of
-a page is plainly strided or in a kernel's own order.
+Everything is derived from real shapes, strides and cache specs. The name of a layer's own back end decides only whether the
+inside of its page is plainly strided, in a kernel's own order, or unknown.
 
 What the host allocates (its axes: B kernel block, H head, N token, C content; "LBHNC" names their order in memory):
 
@@ -12,8 +12,8 @@ What the host allocates (its axes: B kernel block, H head, N token, C content; "
 - its sparse indexer: the same shape, but the page holds the values of all tokens and then their scales, so it is opaque;
 - state layers: pages of bytes that hold the convolution's inputs and then the recurrent state.
 
-Pages that are not understood in detail (planes of keys and of values, unknown states) move whole between engines of equal size,
-and are refused when a plan for other sizes is made.
+Pages that are not understood in detail (planes of keys and of values, unknown states and back ends) move whole between engines of
+equal size, and are refused when a plan for other sizes is made.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Terms", "terms_of_answer", "terms_of_config"]
 
-_OURS = ("KVTransferConnector", "NixlConnector")
+_OURS = ("KVTransferConnector", "NixlConnector", "NixlPullConnector")
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
@@ -13,20 +14,53 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, LayerCache
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES, CacheGroup, LayerCache
+from vllm_adapter.errors import UnsupportedHost
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-__all__ = ["cache_groups", "kernel_order", "layer_caches", "state_groups", "transfer_group_ids"]
+__all__ = ["cache_groups", "layer_caches", "state_groups", "transfer_group_ids"]
 
+_CPU_BACKEND = "CPU_ATTN"
 _VECTOR_KERNELS = ("vec", "vec16")
+_KNOWN_BACKENDS = frozenset(
+    {
+        *(
+            "B12X",
+            "FLASHINFER",
+            "FLASH_ATTN",
+            "FLASH_ATTN_DIFFKV",
+            "FLEX_ATTENTION",
+            "HPC_ATTN",
+            "ROCM_AITER_UNIFIED_ATTN",
+        ),
+        *("ROCM_SEGMENTED_ATTN", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TURBOQUANT"),
+        *("AITER_TRITON_MLA", "AMX_MLA", "CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
+        *("FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA"),
+        *("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4", "ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE"),
+        *("TOKENSPEED_MLA", "TRITON_MLA", "XPU_MLA_SPARSE"),
+    }
+)
+"""Back ends that keep each token of each head where its tensor's strides say (without planes), as a key and then a value, or as
+one latent vector. Source: their writers in vLLM 0.30 to 0.33."""
 
 
-def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[LayerCache]:
-    """Describe the tensors that the engine allocated, layer by layer; skip layers that only share another layer's cache."""
+def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: Mapping[str, Any]) -> list[LayerCache]:
+    """Describe the tensors that the engine allocated, layer by layer; skip layers that only share another layer's cache.
+
+    Args:
+        caches: Tensor of each layer.
+        cache: The host's description of them.
+        layers: The host's layers by name (its static forward context), each of which knows its own back end.
+
+    Raises:
+        UnsupportedHost: `unknown-cache-layer`: a layer has a cache and is not among the host's layers.
+    """
     specs, group_of = _layer_specs(cache)
     found: list[LayerCache] = []
     for layer, tensor in caches.items():
@@ -46,9 +80,40 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig) -> list[
                 device=max(tensor.get_device(), 0),
                 page_bytes=spec.page_size_bytes,
                 **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
+                **_order_facts(spec, layer, layers, str(tensor.dtype)),
             )
         )
     return found
+
+
+def _order_facts(spec: KVCacheSpec, name: str, layers: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return what is known of the order inside a page: from the layer itself, since the layers of a model may differ.
+
+    Sources: the orders of CPU kernels on x86 were derived from pages that they wrote (a host test repeats this); for other
+    processors they are only named. A layer's `isa` is the kernel that the host chose for it, before it registers caches.
+    """
+    layer = layers.get(name)
+    if layer is None:
+        raise UnsupportedHost(
+            f"layer {name} has a KV cache and is not among the {len(layers)} layers that vLLM lists, so the order inside its "
+            "pages is unknown; use vLLM's own NixlConnector for this model",
+            code="unknown-cache-layer",
+            context={"layer": name},
+        )
+    backend = str(layer.get_attn_backend().get_name())
+    if backend == _CPU_BACKEND:
+        isa = str(getattr(layer, "isa", ""))
+        is_x86 = platform.machine() == "x86_64"
+        if isa in _VECTOR_KERNELS and is_x86:
+            return {"backend": backend, "kernel_order": KEYS_BY_CHANNEL}
+        if isa == "amx" and is_x86:
+            return {"backend": backend, "kernel_order": PAIRS_IN_TILES}
+        return {"backend": backend, "kernel_order": f"vllm-cpu:{isa}:{dtype}", "is_opaque": not isa}
+    has_planes = getattr(spec, "num_head_slots", None) is not None
+    is_opaque = has_planes or backend not in _KNOWN_BACKENDS
+    if backend.endswith("_INDEXER") and current_platform.is_rocm():
+        backend += "@rocm"  # which tiles the values, under the same name
+    return {"backend": backend, "is_opaque": is_opaque}
 
 
 def _is_ring(spec: object) -> bool:
@@ -80,7 +145,6 @@ def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
         role: Any = getattr(spec, "cache_role", "")
         return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
     return {
-        "has_planes": getattr(spec, "num_head_slots", None) is not None,
         "key_size": getattr(spec, "head_size", 0),
         "value_size": getattr(spec, "head_size_v", None) or 0,
     }
@@ -134,26 +198,6 @@ def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str
             specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
             group_of[layer] = index
     return specs, group_of
-
-
-def kernel_order(config: VllmConfig, cache: KVCacheConfig, backend: str) -> str:
-    """Name the order inside a page where it is not a key and then a value per token, as in vLLM's CPU kernels.
-
-    Source: the vector kernels' order was derived from pages that they wrote (a host test repeats this). The matrix kernel ("amx")
-    interleaves tokens and channels; its order is only named.
-    """
-    if backend != "CPU_ATTN":
-        return ""
-    from vllm.v1.attention.backends.cpu_attn import (
-        _get_attn_isa,  # pyright: ignore[reportPrivateUsage]  (the host has no public name for the order)
-    )
-
-    model = config.model_config
-    sizes = [g.kv_cache_spec.block_size for g in _transfer_groups(cache) if not isinstance(g.kv_cache_spec, MambaSpec)]
-    isa = _get_attn_isa(model.dtype, min(sizes, default=0), model.get_head_size())
-    if isa in _VECTOR_KERNELS and platform.machine() == "x86_64":
-        return KEYS_BY_CHANNEL
-    return f"vllm-cpu:{isa}:{model.dtype}"
 
 
 def state_groups(config: VllmConfig) -> int:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
 
-__all__ = ["KVTransferConnector", "NixlConnector"]
+__all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
 
@@ -77,6 +77,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
         self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
+        self._layers = vllm_config.compilation_config.static_forward_context
         self._has_mirror = wants_host_buffer(vllm_config)
         if self._has_mirror:
             check_mirror(settings)
@@ -248,7 +249,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
-        caches = layer_caches(kv_caches, self._cache_config)
+        caches = layer_caches(kv_caches, self._cache_config, self._layers)
         pages = TorchPages(kv_caches.values())
         marks = device_marks(kv_caches.values())
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
@@ -325,8 +326,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-NixlConnector = KVTransferConnector
-"""The same connector under the name that vLLM's own checks look for in a configuration.
+NixlConnector = NixlPullConnector = KVTransferConnector
+"""The same connector under the two names of vLLM's own, the first of which all its checks look for in a configuration.
 
 The class itself keeps its own name, and vLLM's factory knows it by that name: beside other connectors, vLLM looks up the class
 of statistics that crossed processes by class name, and under `NixlConnector` it would find vLLM's own.

@@ -51,6 +51,9 @@ class Situation:
         has_v2_runner: Whether its model runner has version 2.
         has_state: Whether some layers keep a recurrent state.
         ucx_tls: `UCX_TLS` of the environment; empty for UCX's own choice.
+        is_elastic: Whether data-parallel ranks may join and leave a running engine.
+        has_host_blocks: Whether the host keeps a part of the cache in its own memory and swaps pages in (HiSparse).
+        returns_experts: Whether answers tell which experts computed each token.
     """
 
     version: tuple[int, int] = (0, 32)
@@ -69,6 +72,9 @@ class Situation:
     has_v2_runner: bool = False
     ucx_tls: str = ""
     has_state: bool = False
+    is_elastic: bool = False
+    has_host_blocks: bool = False
+    returns_experts: bool = False
 
 
 @final
@@ -84,9 +90,9 @@ class Row:
 REFUSALS: tuple[Row, ...] = (
     Row(
         "consumer-pipeline-parallel",
-        lambda it: it.pp > 1 and it.kv_role != "kv_producer",
-        "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer', "
-        "or pipeline_parallel_size to 1 on engines that decode",
+        lambda it: it.pp > 1 and (it.kv_role != "kv_producer" or it.is_bidirectional),
+        "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer' "
+        "without bidirectional_kv_xfer, or pipeline_parallel_size to 1",
     ),
     Row(
         "prefill-context-parallel",
@@ -118,10 +124,22 @@ REFUSALS: tuple[Row, ...] = (
         "reads wrong KV: use a checkpoint with scales, or none",
     ),
     Row(
-        "readback-needs-kv-both",
-        lambda it: it.is_bidirectional and it.kv_role != "kv_both",
-        "bidirectional_kv_xfer needs kv_role 'kv_both', this engine has '{it.kv_role}': only then does vLLM keep a step that "
-        "still runs from writing into blocks that a readback fills; set kv_role to 'kv_both'",
+        "elastic-expert-parallel",
+        lambda it: it.is_elastic,
+        "enable_elastic_ep lets ranks join and leave this engine, and tickets name ranks and ports that are gone then: switch it "
+        "off, and change the number of engines instead",
+    ),
+    Row(
+        "host-resident-cache",
+        lambda it: it.has_host_blocks,
+        "HiSparse keeps a part of this engine's cache in host memory, and this connector registers one kind of memory: leave "
+        "HiSparse out, or use vLLM's own NixlConnector",
+    ),
+    Row(
+        "routed-experts-lost",
+        lambda it: it.returns_experts,
+        "enable_return_routed_experts tells of tokens that this engine computes, so it would leave out those of a prompt that "
+        "another engine computed: switch it off beside a KV connector",
     ),
     Row(
         "readback-drafted-state",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.host.situation import labels_of, start_line
-from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy, may_read
+from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy, may_read, read_hold_steps
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -46,9 +46,10 @@ def make_scheduler_side(
     watch.install()
     warn_of_short_drain(config, settings.kv_lease_duration)
     _logger.info(start_line(labels_of(config, settings), facts))
+    reads = may_read(config) or settings.bidirectional_kv_xfer
     return SchedulerSide(
         facts,
-        SchedulerParts(facts, settings, policy, has_mirror, may_read(config)),
+        SchedulerParts(facts, settings, policy, has_mirror, reads, read_hold_steps(config)),
         lease_ended=spans.lease_ended if spans is not None else None,
         is_ending=watch.is_requested,
     )

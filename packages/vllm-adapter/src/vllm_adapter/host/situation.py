@@ -65,7 +65,23 @@ def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) 
         has_v2_runner=has_v2_runner(config),
         ucx_tls=os.environ.get("UCX_TLS", ""),
         has_state=any(group.kind == "state" for group in cache_groups(caches)),
+        is_elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+        has_host_blocks=_has_host_blocks(config, caches),
+        returns_experts=_returns_experts(config),
     )
+
+
+def _has_host_blocks(config: VllmConfig, caches: KVCacheConfig) -> bool:
+    """Return whether HiSparse is on: by the host's configuration of attention, or by its blocks, which are known later."""
+    blocks: Any = getattr(caches, "hisparse_host_num_blocks", None)
+    attention: Any = getattr(config, "attention_config", None)
+    return blocks is not None or getattr(attention, "hisparse_config", None) is not None
+
+
+def _returns_experts(config: VllmConfig) -> bool:
+    """Return whether answers tell of experts; vLLM itself looks at this by the names of its own connectors (from 0.32 on)."""
+    places: tuple[Any, ...] = (config.model_config, getattr(config, "aux_output_config", None))
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def _outer_role(config: VllmConfig) -> str:

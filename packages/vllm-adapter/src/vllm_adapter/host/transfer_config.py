@@ -33,7 +33,7 @@ HOST_KEYS: Mapping[str, type] = {
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _POLICIES = ("recompute", "fail")
 _MODULES = ("vllm_adapter", "vllm_adapter.host.connector")
-_OWN_NAME, _HOSTS_NAME, _SEVERAL = "KVTransferConnector", "NixlConnector", "MultiConnector"
+_OWN_NAME, _HOSTS_NAMES, _SEVERAL = "KVTransferConnector", ("NixlConnector", "NixlPullConnector"), "MultiConnector"
 
 
 @final
@@ -129,13 +129,13 @@ class _Check:
 
     def _check_connector(self, config: Mapping[str, object]) -> None:
         name, module = config.get("kv_connector"), config.get("kv_connector_module_path")
-        known = (_OWN_NAME, _HOSTS_NAME, _SEVERAL)
+        known = (_OWN_NAME, *_HOSTS_NAMES, _SEVERAL)
         if name is not None and name not in known:
             hint = _near(name, known)
             self._add("unknown-connector", "kv_connector", f"this package has no connector {name!r}{hint}")
         if module is None:
-            if name == _HOSTS_NAME:
-                message = f"without it '{_HOSTS_NAME}' is vLLM's own connector: set it to '{_MODULES[0]}'"
+            if name in _HOSTS_NAMES:
+                message = f"without it '{name}' is vLLM's own connector: set it to '{_MODULES[0]}'"
                 self._add("hosts-own-connector", "kv_connector_module_path", message)
         elif module not in _MODULES:
             message = f"the connector is in module '{_MODULES[0]}', not in {module!r}"
@@ -162,10 +162,6 @@ class _Check:
             self._notes += streaming_warnings(settings, cast("str | None", config.get("kv_role")))
         if config.get("kv_buffer_device") == "cpu" and not settings.fence_slots:
             self._notes.append("an engine whose device is not a CPU refuses kv_buffer_device 'cpu' without fence_slots")
-        role = config.get("kv_role")
-        if settings.bidirectional_kv_xfer and role in ROLES and role != "kv_both":
-            message = f"bidirectional_kv_xfer needs kv_role 'kv_both', not '{role}'"
-            self._add("readback-needs-kv-both", "kv_role", message)
 
     def _check_children(self, config: Mapping[str, object]) -> None:
         """Check our children of vLLM's MultiConnector; other connectors are not known here."""
@@ -210,7 +206,7 @@ def _table(value: object) -> Mapping[str, object]:
 def _is_others(child: Mapping[str, object]) -> bool:
     """Return whether a child is clearly another package's connector, e.g. OffloadingConnector, and not ours misspelt."""
     name = child.get("kv_connector")
-    is_near = isinstance(name, str) and bool(_near(name, (_OWN_NAME, _HOSTS_NAME), 0.8))
+    is_near = isinstance(name, str) and bool(_near(name, (_OWN_NAME, *_HOSTS_NAMES), 0.8))
     return isinstance(name, str) and not is_near and child.get("kv_connector_module_path") not in _MODULES
 
 

@@ -38,7 +38,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
+from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import computation_factors, vllm_factors
 from vllm_adapter.host.side_channel_port import listening_port
@@ -76,6 +76,7 @@ __all__ = [
     "is_tracing",
     "load_failure_policy",
     "may_read",
+    "read_hold_steps",
     "side_channel_port",
     "wants_host_buffer",
 ]
@@ -163,13 +164,19 @@ def load_failure_policy(config: VllmConfig) -> str:
 
 
 def may_read(config: VllmConfig) -> bool:
-    """Return whether this engine may read from peers, by its role.
-
-    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
-    Otherwise a read could fill a block that a running step still writes into.
-    """
+    """Return whether this engine reads from peers, by its role."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.is_kv_consumer
+
+
+def read_hold_steps(config: VllmConfig) -> int:
+    """Return for how many further steps a read waits after its blocks were given, so that no step still writes into them.
+
+    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
+    Otherwise it may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in
+    its queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
+    """
+    return 0 if may_read(config) else config.max_concurrent_batches - 1
 
 
 def has_content_ids(config: VllmConfig) -> bool:
@@ -250,7 +257,6 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
         block_count=cache.num_blocks,
         generation=_generation(transfer.engine_id, _shared_instance_id(config) if is_worker else config.instance_id),
         layout=str(getattr(cache, "kv_cache_layout", None) or "LBHNC"),
-        kernel_order=kernel_order(config, cache, backend),
         attention_backend=backend,
         connector_version=connector_version,
         groups=groups,
@@ -372,6 +378,7 @@ def _no_events(config: VllmConfig) -> str:
 
 
 def _attention_backend(config: VllmConfig) -> str:
+    """Return the name that vLLM's hash has for all layers: that of its first one, which may be a state layer's."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     return str(get_current_attn_backends(config)[0].get_name())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, StepPlan, StreamWorker, TransferResult, TransferThread
+    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.rank_streams import ReadsOfStep
     from vllm_adapter.worker.transfer.records import FinishedRead
@@ -188,10 +188,13 @@ def open_registration(
         events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
         generation: Number of this registration.
         can_convert: Whether received pages can be permuted.
+
+    Raises:
+        AdapterError: `mixed-memory-kinds`, or as `local_document`.
     """
     facts, settings = parts.facts, parts.settings
     document = local_document(facts, caches)
-    kind = caches[0].memory_kind
+    kind = _memory_kind(caches)
     planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
 
     # The thread calls these three functions only after it was started, when both coordinators exist.
@@ -237,6 +240,18 @@ def open_registration(
         f"fence of {agent.fence[2]} words",
     )
     return Registration(agent, handshakes, reads, leases, recorder, envelope, stream_worker)
+
+
+def _memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
+    kinds = sorted({cache.memory_kind for cache in caches})
+    if len(kinds) > 1:
+        raise AdapterError(
+            f"the caches of this engine's layers are in memory of {len(kinds)} kinds ({', '.join(kinds)}), and a peer reads one: "
+            "keep all of them on the device, or use vLLM's own NixlConnector",
+            code="mixed-memory-kinds",
+            context={"kinds": kinds},
+        )
+    return caches[0].memory_kind
 
 
 def stream_shape(facts: EngineFacts) -> StreamShape:
