@@ -125,6 +125,10 @@ BY_CODE: dict[str, tuple[str, str]] = {
         "vllm:kv_transfer_num_torn_streams",
         "Streams that broke off, on one rank, by reason; their prompts were asked for again.",
     ),
+    "cancelled_read_codes": (
+        "vllm:kv_transfer_num_cancelled_reads",
+        "Reads that this engine gave up by itself, by reason; they did not fail.",
+    ),
     "read_failure_codes": ("vllm:kv_transfer_num_failed_reads", "Requests whose KV was not taken over, by reason."),
     "ticket_refusal_codes": ("vllm:kv_transfer_num_refused_tickets", "Tickets that were refused, by reason."),
     "unstreamed_codes": (

@@ -56,6 +56,7 @@ _OTHER_KEYS = (
 )
 CODE_KEYS = (
     "read_failure_codes",
+    "cancelled_read_codes",
     "ticket_refusal_codes",
     "torn_stream_codes",
     "unstreamed_codes",

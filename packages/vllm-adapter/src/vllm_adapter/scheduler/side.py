@@ -85,7 +85,7 @@ class SchedulerSide:
         self._chunks = ComputedChunks(chunks, self._state, self._guards, has_mirror=parts.uses_host_buffer)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
-        self._awaited = AwaitedReports(CauseLog(now_s))
+        self._awaited = AwaitedReports(self._stats, CauseLog(now_s))
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
@@ -350,7 +350,7 @@ class SchedulerSide:
             self._trail.reported(ended, "reported")
             self._shortage.loaded(self._followed.intersection(ended).difference(broken))
         self._links.sent(sent_ids)
-        self._awaited.log_failures(broken, self._followed)
+        self._awaited.failed(broken, self._followed)
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
