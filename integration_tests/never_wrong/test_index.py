@@ -163,10 +163,15 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (TOPOLOGY, "test_a_document_is_answered_within_a_second_and_100_megabytes"),
         (TOPOLOGY, "test_absurd_sizes_of_a_ticket_are_refused_in_time"),
     )),
-    "a full cache takes leases back": ("B10", (
-        (ADAPTER, "test_a_lack_of_blocks_takes_the_oldest_lease_back_and_waits_for_it"),
+    "a full cache takes no lease from its reader": ("B10", (
         (ADAPTER, "test_bytes_in_flight_have_a_cap_unless_it_is_taken_away"),
-        (INSIDE, "test_a_full_cache_takes_leases_back_before_it_preempts"),
+        (INSIDE, "test_a_full_cache_makes_requests_wait_and_takes_no_lease"),
+        (ENGINES, "test_a_full_prefill_cache_and_a_busy_decode_engine_cost_no_request"),
+    )),
+    "engines that wait for each other's blocks": ("B13", (
+        (STATE, "test_the_newest_read_that_waits_for_blocks_gives_way_to_a_peer"),
+        (ADAPTER, "test_an_engine_whose_blocks_are_leased_gives_up_its_newest_read"),
+        (INSIDE, "test_two_engines_that_wait_for_each_others_blocks_go_on_without_an_error"),
     )),
     "the previous release": ("B11", (
         (NEVER_WRONG, "test_a_hand_over_between_releases"),

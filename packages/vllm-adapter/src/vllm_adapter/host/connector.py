@@ -192,10 +192,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         is_empty = not scheduler_output.num_scheduled_tokens
         return StepMetadata(side.build_step(preempted, scheduled, is_empty=is_empty))
 
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks will soon be freed; the scheduler then waits for them instead of preempting a request."""
-        return self._scheduler_side.has_pending_block_frees()
-
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks are kept for a peer (one cache group)."""
         return self.request_finished_all_groups(request, (block_ids,))

@@ -294,7 +294,7 @@ class SchedulerSide:
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         is_lacking = self._state.streams_lack_blocks
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
-            self.has_pending_block_frees()
+            self._give_way(now_s)
         return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s)
 
     @property
@@ -308,11 +308,12 @@ class SchedulerSide:
             return 0.0
         return _REST_S if self._awaited.is_awaiting_whole or self._streaming.is_asking else _REST_OF_STREAMS_S
 
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with self._guards.of_engine("request for blocks", "no lease is asked back in this step"):
-            return self._state.relieve(now_s=self._now_s())
-        return False
+    def _give_way(self, now_s: float) -> None:
+        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
+        with self._guards.of_engine("giving up a read", "requests that wait for blocks go on waiting"):
+            request_id = self._state.give_way(now_s=now_s)
+            if request_id:
+                self._tickets.gave_way(request_id, self._state.lease_count, self._draining.leased_blocks)
 
     def update_output(
         self,
