@@ -130,7 +130,12 @@ _HAND_OVERS: Final = (
             _quantile("vllm:time_to_first_token_seconds", 0.99),
         ),
     ),
-    Panel("Failed reads, by code", "The code says why.", "cps", (_grown(OWN + "num_failed_reads_total", "code"),)),
+    Panel(
+        "Failed and cancelled reads, by code",
+        "request-ended and blocks-leased: cancelled by this engine; any other code says why a read failed.",
+        "cps",
+        (_grown(OWN + "num_failed_reads_total", "code"), _grown(OWN + "num_cancelled_reads_total", "code")),
+    ),
     Panel(
         "Failed transfers, as vLLM's own connector counts",
         "Reads, handshakes and notifications together.",
@@ -181,6 +186,7 @@ _LEASES: Final = (
         (
             _named(_grown(OWN + "num_lease_renewals_total"), "renewed"),
             _named(_grown(HOSTS + "num_kv_expired_reqs_total"), "expired"),
+            _named(_grown(OWN + "num_revoked_leases_total"), "revoked"),
             _named(_grown(HOSTS + "num_notifications_after_expiry_total"), "completed after expiry"),
             _named(_grown(OWN + "num_fence_rejections_total"), "rejected"),
         ),
