@@ -92,7 +92,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = make_scheduler_side(vllm_config, facts, settings, has_mirror=self._has_mirror)
             labels = labels_of(vllm_config, settings)
             side = self._scheduler
-            self._status = open_status("scheduler", side.status, side.hand_overs, labels, settings)
+            self._status = open_status(
+                "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
+            )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

@@ -280,6 +280,9 @@ class SchedulerSide:
                 with self._guards("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._chunks.tell(scheduled)
+        if self._draining.is_revoking:
+            with self._guards.of_engine("revocation of all leases", "they end when they are read or expire"):
+                self._draining.revoke(now_s)
         self._streaming.receive(now_s)
         plan = self._state.take_step_plan(now_s=now_s)
         # An answer may reach its asker before the workers have stored the words that it names: older words tell of nothing.
@@ -401,6 +404,10 @@ class SchedulerSide:
         ranks, now_s = self._served.rank_count, self._now_s()
         status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
         return {**status, "seals": self._seals.fingerprints}
+
+    def revoke_leases(self) -> Mapping[str, object]:
+        """Revoke all leases with the next step; return how many there are and what they keep, as plain values; any thread."""
+        return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._draining.ask_to_revoke()}
 
     def hand_overs(self) -> Mapping[str, object]:
         """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""
