@@ -104,7 +104,6 @@ BUGS: dict[str, Bug] = {
     "fence-stale-generation": _swap(WordCheck, "judge", defects.stale_generation),
     "fence-generations-repeat": _nothing(FencePool, "_draw", value=7),
     "revocation-not-ordered": _plan_without(LeaseTable, "revokes"),
-    "revocation-before-grant": _swap(LeaseTable, "apply", defects.revokes_first),
     "engine-in-trouble-kept": _nothing(PeerDirectory, "drop"),
     "fence-skipped": _with(TransferThread, "post_read", fence=None),
     "fence-ended-bit-ignored": _swap(WordCheck, "judge", defects.ended_bit_ignored),

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from kv_scheduler_state import SchedulerState
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._stream_producer import StreamProducers
 from vllm_adapter.worker.chunk_marks import ChunkMarks
@@ -92,6 +93,11 @@ def _slot_early(stack: ExitStack) -> None:
     stack.enter_context(patch.object(StreamProducers, "end", ended))
 
 
+def _no_way(stack: ExitStack) -> None:
+    """Two engines whose blocks are leased to each other both wait."""
+    stack.enter_context(patch.object(SchedulerState, "give_way", lambda _self, *, now_s: ""))  # noqa: ARG005
+
+
 STREAM_BUGS = {
     "stream-progress-before-event": _before_event,
     "stream-generation-kept": _generation_kept,
@@ -99,5 +105,6 @@ STREAM_BUGS = {
     "stream-no-final-fence": _no_fence,
     "stream-void-after-forward": _late_void,
     "stream-slot-early": _slot_early,
+    "reads-never-give-way": _no_way,
 }
 """Bugs that seeds of streams find."""

@@ -22,8 +22,6 @@ __all__ = ["EngineChecks", "leftovers"]
 _MOST_PEERS = 24
 _SCRATCH_WORDS = 512
 _MANY_SLOTS = 64
-_RELIEF_S = 2.0
-"""Longest time from a lease's revocation until its blocks are free: a step, a tick of the leases, two reports."""
 _REFUSALS = frozenset(("hash-mismatch", "factors-differ", "recently-failed"))
 """Codes of reads that end because two engines do not go together."""
 
@@ -35,7 +33,6 @@ class EngineChecks:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._world = engine.fleet.world
-        self._promised_s: float | None = None
         self._in_the_way: tuple[str, int] | None = None
         self._unfenced: set[str] = set()
         self.fairness = Fairness(engine)
@@ -212,21 +209,6 @@ class EngineChecks:
             )
         self._in_the_way = request.request_id, steps
 
-    def relief_promised(self) -> None:
-        """Blocks that a revoked lease is to free come back soon, not when the lease would have ended by itself.
-
-        Example: promised at 3.0 s and again in every step, nothing freed by 5.1 s, no stop of the process between: broken.
-        """
-        now_s, process = self._world.time_s, self._engine.process
-        if self._promised_s is None or self._promised_s < process.resumed_s:
-            self._promised_s = now_s
-        elif now_s - self._promised_s > _RELIEF_S:
-            self._world.violated(
-                "relief-broken",
-                f"{self._engine.name}: blocks of a revoked lease were promised {now_s - self._promised_s:.1f} s ago, and none "
-                "is free",
-            )
-
     def _state(self, request: Request, number: int, tokens: int, event: str) -> None:
         """The state is that after exactly these tokens."""
         block = request.blocks[number][0]
@@ -241,7 +223,6 @@ class EngineChecks:
         """Nothing on the wire may still write into blocks that are freed."""
         if not blocks:
             return
-        self._promised_s = None
         for transfer in self._engine.fleet.fabric.transfers:
             if transfer.owner.process is not self._engine.process or not transfer.is_on_the_wire:
                 continue

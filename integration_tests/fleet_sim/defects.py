@@ -15,13 +15,11 @@ from kv_nixl_agent._mailbox import Mailbox
 from kv_nixl_agent._peers import PeerTable
 from kv_nixl_agent._schedule import Schedule
 from kv_nixl_agent._word_check import WordCheck
-from kv_scheduler_state import LeaseTable
 from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._fences import ENDED_BIT, FencePool
 from kv_scheduler_state._heartbeats import Heartbeats
 from kv_scheduler_state._outbox import Outbox
-from kv_scheduler_state._plan import StepPlan
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._seal import TicketSeal
 from kv_topology import TransferPlan
@@ -53,7 +51,6 @@ __all__ = [
     "no_first_words",
     "one_reader_beats",
     "only_good",
-    "revokes_first",
     "same_scratch",
     "seed_beyond_doubles",
     "sent_twice",
@@ -317,16 +314,6 @@ def stale_generation(old: Any) -> Any:
         return found, objection if found & ENDED_BIT else ""
 
     return judge
-
-
-def revokes_first(old: Any) -> Any:
-    """Revocations are applied before the grants of the same step."""
-
-    def apply(self: LeaseTable, plan: Any, **named: Any) -> Any:
-        first = old(self, StepPlan(revokes=plan.revokes), **named)
-        return first + old(self, plan._replace(revokes=()), **named)
-
-    return apply
 
 
 def shared_cap(old: Any) -> Any:  # noqa: ARG001

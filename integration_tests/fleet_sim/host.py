@@ -3,7 +3,7 @@
 A step: waiting requests get blocks, running ones get tokens, the scheduler side makes the orders, every worker applies them. At
 its end the tokens are in the pages, the workers report, and the scheduler side is told; with a lag the next step is ordered
 before that. Requests that read from a peer are parked meanwhile. Out of blocks, the youngest running request is
-preempted, unless leases are about to end.
+preempted.
 """
 
 from __future__ import annotations
@@ -212,9 +212,6 @@ class Host:
             return
         had = [len(group) for group in request.blocks]
         while not self.holdings.take(request, stop):
-            if self.engine.side.has_pending_block_frees():
-                self.engine.checks.relief_promised()
-                return
             victim = self._victim(request, work)
             self._preempt(victim, work)
             if victim is request:
@@ -268,7 +265,7 @@ class Host:
         first = min(len(request.ids), local + self.plan.chunk_tokens)
         reserved = self.holdings.promised(self.requests.values()) if external else 0
         if not self.holdings.take(request, max(local + external, request.computed, first), hits, reserved):
-            # No word to the connector: vLLM asks for blocks of leases for running requests alone.
+            # No word to the connector, as with vLLM.
             self.engine.checks.round_ended(request)
             return False
         self._adopt(request, local, external)

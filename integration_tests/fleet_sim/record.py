@@ -84,7 +84,6 @@ HINTS: dict[str, Callable[[EpisodePlan], bool]] = {
     "fence-stale-generation": _is_short_of_slots_under_reads,
     "fence-generations-repeat": _is_short_of_slots_under_reads,
     "revocation-not-ordered": _is_short_of_slots_under_reads,
-    "revocation-before-grant": _is_short_of_slots_under_reads,
     "engine-in-trouble-kept": _disconnects,
     "queue-cap-shared": lambda plan: len(plan.faults) == 1 and plan.fleet.max_inflight_bytes > 0,
     "queue-last-first": lambda plan: (

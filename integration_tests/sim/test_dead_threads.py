@@ -31,7 +31,7 @@ def kill(engine: Engine, rank: int = 0) -> None:
 
 
 def codes(engine: Engine) -> set[str]:
-    return {code for worker in engine.workers for code in (worker.take_stats() or {}).get("read_failure_codes", ())}
+    return set((engine.side.take_stats() or {}).get("read_failure_codes", ()))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import COMPUTED, FAILED, REFUSED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+from fleets import COMPUTED, FAILED, FAILED_READS, REFUSED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
 from kv_handshake import HandshakeError
 from kv_handshake.inspect import probe
@@ -28,7 +28,6 @@ from kv_scheduler_state.testing import forged_tickets
 
 FORGERIES = 300
 REPLAYS = 8
-FAILED_READS = "vllm:kv_transfer_num_failed_reads_total"
 AT_ONCE = 8
 OLD, NEW = "0123456789abcdef-old-secret", "0123456789abcdef-new-secret"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from fleets import COMPUTED, FAILED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+from fleets import CANCELLED, COMPUTED, EXPIRED, FAILED, REVOKED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
 
 CONVERSIONS = "vllm:kv_transfer_conversion_seconds_count"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -21,6 +21,13 @@ ARGUMENTS = {
     "chunked": ["--block-size", "64", "--max-num-batched-tokens", "96", "--max-num-seqs", "4"],
     # 11 usable blocks of 128 tokens: three requests of these tests fit, until they grow.
     "tight": ["--block-size", "128", "--num-gpu-blocks-override", "12", "--max-model-len", "640"],
+    # 15 usable blocks: five prompts of the test fit, each of three blocks.
+    "full": ["--block-size", "128", "--num-gpu-blocks-override", "16", "--max-model-len", "640"],
+    "busy": ["--block-size", "128", "--max-num-seqs", "1"],
+}
+CONFIGS = {
+    "full": ours("kv_producer"),
+    "busy": ours("kv_consumer", kv_load_failure_policy="fail"),
 }
 
 
@@ -48,7 +55,7 @@ def exported() -> Iterator[tuple[str, list[bytes]]]:
 def fleet(exported: tuple[str, list[bytes]]) -> Iterator[Fleet]:
     arguments = {name: [*more, "--otlp-traces-endpoint", exported[0]] for name, more in ARGUMENTS.items()}
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
-    configs = {name: ours() for name in ARGUMENTS}
+    configs = {name: CONFIGS.get(name) or ours() for name in ARGUMENTS}
     with started_fleet("dense", configs, arguments=arguments, environment=environment) as running:
         yield running
 
@@ -108,4 +115,32 @@ def test_a_producer_without_room_makes_prompts_wait_until_earlier_ones_are_read(
     texts = [prompt(300 + n, 60) for n in range(8)]
     assert fleet.answers(texts, prefill="tight", decode="chunked") == fleet.answers(texts, decode="chunked")
     assert fleet.count("chunked", FAILED) == 0
+    fleet.assert_all_blocks_free()
+
+
+@pytest.mark.never_wrong("B10")
+def test_a_full_prefill_cache_and_a_busy_decode_engine_cost_no_request(fleet: Fleet) -> None:
+    """Decode answers one request after another for seconds; prefill waits for it, and no lease is taken from its reader."""
+    texts = [prompt(400 + n, 60) for n in range(8)]
+    computed = fleet.count("busy", COMPUTED, source="local_compute")
+    waited_s: list[float] = []
+
+    async def run() -> list[str]:
+        began_s = time.monotonic()
+        async with client() as session:
+
+            async def one(text: str) -> str:
+                ticket = await fleet.ticket(session, text, "full", {})
+                waited_s.append(time.monotonic() - began_s)
+                body = {"prompt": text, "max_tokens": 200, "kv_transfer_params": ticket}
+                return str((await fleet.post(session, "busy", body))["choices"][0]["text"])
+
+            return list(await asyncio.gather(*map(one, texts)))
+
+    assert asyncio.run(run()) == fleet.answers(texts, decode="chunked", max_tokens=200)
+    assert fleet.count("busy", TRANSFERS) == len(texts)
+    assert fleet.count("busy", COMPUTED, source="local_compute") == computed
+    assert max(waited_s) > min(waited_s) + 1, "a prompt waits for more than a second until earlier ones are read"
+    for engine, name in (("busy", FAILED), ("full", EXPIRED), ("full", REVOKED), ("busy", CANCELLED)):
+        assert fleet.count(engine, name) == 0, name
     fleet.assert_all_blocks_free()

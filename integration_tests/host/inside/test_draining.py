@@ -1,4 +1,4 @@
-"""vLLM's own drain: its loop goes on while a finished prompt keeps blocks, and ends with the last lease."""
+"""vLLM's own drain and pause: its loop goes on while a finished prompt keeps blocks, and ends with the last lease."""
 
 from __future__ import annotations
 
@@ -57,6 +57,24 @@ def test_the_loop_goes_on_until_the_last_lease_has_ended(make_engine, engine_cor
     engine.step(sent=["p"])
     engine.step()
     assert not goes_on(loop)
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_waits_for_an_unread_lease_until_an_operator_revokes_it(make, mode: str) -> None:
+    engine = make("P")
+    assert engine.prefill("p", prompt(40)) is not None
+    loop = drain_loop(engine, timeout_s=60)
+    loop._idle_state_callbacks = []
+    loop._pause_complete = lambda: EngineCoreProc._pause_complete(loop)
+    assert EngineCoreProc.pause_scheduler(loop, mode=mode) is not None, "vLLM answers when it is idle"
+    for _ in range(5):
+        engine.step()
+        assert loop.has_work()
+    assert engine.connector._scheduler_side.revoke_leases()["leases"] == 1
+    engine.until(sent="p", within_s=5)
+    engine.step()
+    assert not loop.has_work()
     engine.assert_nothing_left()
 
 

@@ -87,18 +87,29 @@ def test_a_request_behind_an_offer_without_blocks_has_its_turn(
     assert ran >= steps - rounds
 
 
-def test_a_waiting_request_gets_the_blocks_of_a_lease_where_nothing_runs(make: Callable[..., Any]) -> None:
-    """vLLM asks for those of leases for running requests alone."""
-    engine = make("E", blocks=14)
-    assert engine.prefill("lease", prompt(5 * BLOCK, seed=2)) is not None
-    engine.add("own", prompt(10 * BLOCK, seed=3), max_tokens=1)
+@pytest.mark.never_wrong("B13")
+def test_two_engines_that_wait_for_each_others_blocks_go_on_without_an_error(make: Callable[..., Any]) -> None:
+    """Each has leased 10 of 13 blocks to two requests of the other, which need 5 blocks each and renew those leases."""
+    engines = {name: make(name, blocks=14, policy="fail") for name in "AB"}
+    prompts = {
+        f"{name}{number}": prompt(5 * BLOCK, seed=3 + number + 5 * (name == "A")) for name in "AB" for number in (1, 2)
+    }
+    tickets = {key: engines[key[0]].prefill(f"p{key}", tokens) for key, tokens in prompts.items()}
+    for key, tokens in prompts.items():
+        engines["B" if key[0] == "A" else "A"].add(f"d{key}", tokens, params=tickets[key])
     began_s = time.monotonic()
-    while "own" not in engine.outputs:
-        assert time.monotonic() - began_s < 10, "its lease lasts for 30 s"
-        engine.step()
+    while any(engine.scheduler.requests for engine in engines.values()):
+        assert time.monotonic() - began_s < 10, "a lease lasts for 30 s, and each heartbeat renews it"
+        for engine in engines.values():
+            engine.step()
         time.sleep(0.002)
-    assert engine.sent == ["lease"]
-    assert time.monotonic() - began_s > 0.9, "a read may end meanwhile"
+    for name, engine in engines.items():
+        peer = "B" if name == "A" else "A"
+        assert {key: len(engine.outputs[f"d{peer}{key}"]) for key in (1, 2)} == {1: 4, 2: 4}, "tokens of each answer"
+        assert engine.received == {f"d{peer}1": True}, "the older read was made"
+        assert engine.orders("revokes") == []
+        engine.assert_nothing_left()
+    assert time.monotonic() - began_s > 0.9, "blocks may become free meanwhile"
 
 
 def test_the_word_of_a_preempted_prompt_moves_before_the_step_writes_into_its_blocks(make: Callable[..., Any]) -> None:

@@ -174,19 +174,22 @@ def test_an_aborted_child_passes_its_read_on(make_engine) -> None:
 
 
 @pytest.mark.never_wrong("B10")
-def test_a_full_cache_takes_leases_back_before_it_preempts(make_engine) -> None:
-    engine = make_engine("P", blocks=1 + 8)
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_a_full_cache_makes_requests_wait_and_takes_no_lease(make_engine, role: str) -> None:
+    """As with vLLM's own connector: the engine preempts its own request, which goes on when the readers have come."""
+    engine = make_engine("P", blocks=1 + 8, role=role)
     for number in range(2):
         hand_over(engine, f"p{number}", prompt(2 * BLOCK, seed=number))
     request = engine.add("local", prompt(3 * BLOCK + 15, seed=7), max_tokens=30)
+    engine.add("next", prompt(6 * BLOCK, seed=8), max_tokens=1)
     for _ in range(40):
-        engine.step(sent=engine.plans[-1].plan.revokes)
-        if not engine.scheduler.requests:
-            break
-    assert engine.orders("revokes") == ["p0"]
-    assert request.num_preemptions == 0
+        engine.step()
+    assert request.num_preemptions == 1
+    assert engine.state.lease_count == 2
+    engine.step(sent=["p0", "p1"])
+    engine.run()
+    assert engine.orders("revokes") == []
     assert len(engine.outputs["local"]) == 30
-    engine.step(sent=["p1"])
     engine.assert_nothing_left()
 
 

@@ -153,6 +153,7 @@ class Engine:
         self.sent: set[str] = set()
         self.received: dict[str, str] = {}
         self._failed: set[str] = set()
+        self._codes: set[str] = set()
 
     # ------------------------------------------------------------------------------------------- the host's hooks
 
@@ -195,6 +196,7 @@ class Engine:
         for worker in self.workers:
             report = worker.take_report()
             self._failed |= report.failed
+            self._codes.update(failure.code for failure in report.reasons.values())
             for kind, ids, done in (("sent", report.sent, sent), ("received", report.received, received)):
                 for request_id in ids:
                     self.ends[kind, request_id] += 1
@@ -203,17 +205,9 @@ class Engine:
                         done.append(request_id)
         self.scheduler.update_output(sent=sent, received=received, failed=[r for r in received if r in self._failed])
         self.sent.update(sent)
-        codes = self.failure_codes()
+        codes = ",".join(sorted(self._codes))
         for request_id in received:
             self.received[request_id] = (codes or "uncoded") if request_id in self._failed else ""
-
-    def failure_codes(self) -> str:
-        """Return the codes of the reads that failed since the last call."""
-        found: set[str] = set()
-        for worker in self.workers:
-            found.update((worker.take_stats() or {}).get("read_failure_codes", ()))
-        self._codes = getattr(self, "_codes", set()) | found
-        return ",".join(sorted(self._codes))
 
     # ------------------------------------------------------------------------------------------------ memory
 

@@ -153,3 +153,37 @@ def test_no_quota_is_the_default() -> None:
 def test_a_quota_of_nothing_is_refused(quota: str) -> None:
     with pytest.raises(InvalidConfig, match="max_leases"):
         scheduler(**{quota: 0})
+
+
+def test_every_lease_is_revoked_at_an_operators_word() -> None:
+    state = scheduler()
+    for number in (1, 2):
+        end(state, f"p{number}", [[number]])
+    state.revoke_all(now_s=1.0)
+    state.revoke_all(now_s=1.0)
+    assert state.take_step_plan(now_s=1.0).revokes == ("p1", "p2")
+    assert state.lease_count == 2, "until the workers have ended them"
+    assert end(state, "p3", [[3]]).keep_blocks
+
+
+@pytest.mark.never_wrong("B13")
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_the_newest_read_that_waits_for_blocks_gives_way_to_a_peer(has_lease: bool) -> None:
+    """Its peer is notified, and gets its blocks back; the prompt is computed here."""
+    state = scheduler()
+    for name in ("d1", "d2", "reading"):
+        with_ticket(state, name, remote_request_id=f"far-{name}")
+    state.external_tokens("reading", computed_tokens=0)
+    blocks = [[4, 5, 6]]
+    state.allocate("reading", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+    if has_lease:
+        end(state, "p1", [[1, 2]])
+    state.take_step_plan(now_s=0.0)
+    given = [state.give_way(now_s=1.0) for _ in range(3)]
+    assert given == (["d2", "d1", ""] if has_lease else ["", "", ""])
+    plan = state.take_step_plan(now_s=1.0)
+    assert not plan.revokes
+    assert not plan.cancels
+    assert [order.request_id for order in plan.reads if not order.is_reported] == [name for name in given if name]
+    assert state.external_tokens("d2", computed_tokens=0) == (0 if has_lease else 48)
+    assert state.check_invariants() == ()

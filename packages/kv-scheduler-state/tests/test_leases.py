@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_scheduler_state import LeaseTable, StepPlan
+from kv_scheduler_state import GrantOrder, LeaseTable, StepPlan
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent
 
@@ -154,6 +154,8 @@ def test_a_lease_that_is_taken_back_ends_at_once_and_one_that_has_ended_is_no_mi
     assert (end.request_id, end.reason, end.is_revoked, end.is_reported, end.fence) == (
         "p2", "expired", True, True, None
     )  # fmt: skip
+    assert not table.apply(StepPlan(grants=(GrantOrder("p4", 30.0, None),), revokes=("p4",)), now_s=4.0)
+    assert [(end.request_id, end.is_revoked) for end in table.take_ended(now_s=4.0)] == [("p4", True)], "not too early"
 
 
 def test_the_table_explains_itself():

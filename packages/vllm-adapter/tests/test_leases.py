@@ -127,9 +127,14 @@ def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> N
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     bench.expect()
     bench.grant()
+    bench.beat(4.0)
+    bench.now_s += 3.2
     bench.leases.apply(StepPlan(revokes=("r",)))
     bench.leases.tick()
     assert bench.sent == ["r"]
+    assert bench.counts == {"num_lease_renewals": 1, "num_revoked_leases": 1}, "it did not expire"
+    (line,) = bench.log
+    assert "request r: this engine revoked its lease before it was read (last heartbeat 3.2 s ago)" in line
 
 
 def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:

@@ -316,6 +316,21 @@ def test_an_abort_in_flight_cancels_and_ends_when_the_pages_are_quiet(bench: Ben
     assert bench.agent.cancelled == ["r1/0.0"]
     bench.finish(outcome="cancelled", code="cancelled")
     assert bench.codes() == {"r1": "cancelled"}
+    assert bench.counts["num_failed_transfers"] == 0
+
+
+@pytest.mark.parametrize("code", ["cancelled", "peer-disconnected"])
+def test_a_transfer_that_fails_after_its_read_was_cancelled_is_no_failed_transfer(bench: Bench, code: str) -> None:
+    bench.reads.read(order())
+    bench.handshakes.answer(Outcome())
+    bench.reads.cancel("r1")
+    bench.finish(outcome="failed", code=code)
+    assert bench.counts["num_failed_transfers"] == 0
+    bench.reads.read(order(request_id="r2"))
+    if bench.handshakes.asked[1:]:
+        bench.handshakes.answer(Outcome())
+    bench.finish("r2/0.0", outcome="failed", code="timed-out")
+    assert bench.counts["num_failed_transfers"] == 1, "that of a request that still wants it is one"
 
 
 def test_a_refused_post_fails_the_request(bench: Bench) -> None:

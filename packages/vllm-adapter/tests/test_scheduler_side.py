@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.values import Arrival
-from vllm_adapter.steps import RankRegistration
+from vllm_adapter.steps import RankRegistration, ReadFailure
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))
 
@@ -175,24 +176,31 @@ def test_an_aborted_sibling_passes_its_read_on() -> None:
     assert [order.request_id for order in consumer.step().reads] == ["d1"]
 
 
-@pytest.mark.never_wrong("B10")
-def test_a_lack_of_blocks_takes_the_oldest_lease_back_and_waits_for_it() -> None:
-    producer = Engine("P")
-    assert not producer.side.has_pending_block_frees()
-    for name in ("p0", "p1"):
-        producer.now_s += 1
-        assert producer.prefill(name, TEXT) is not None
-    producer.step()
-    assert producer.side.has_pending_block_frees()
-    assert producer.side.has_pending_block_frees()  # the same one is still on its way
-    assert producer.step().revokes == ("p0",)
-    producer.report(sent=("p0",))
-    assert producer.side.has_pending_block_frees()
-    assert producer.step().revokes == ("p1",)
-    producer.now_s += 60
-    assert not producer.side.has_pending_block_frees()  # the workers do not answer: preempt after all
-    producer.report(sent=("p1",))
-    assert not producer.side.has_pending_block_frees()
+@pytest.mark.parametrize("codes", [("cancelled", "cancelled"), ("peer-disconnected", "cancelled"), ("stream-stopped",)])
+def test_a_read_whose_request_has_ended_was_cancelled_and_did_not_fail(
+    codes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client left, or the host aborted the request; what its ranks report then does not matter."""
+    consumer = Engine("D")
+    for request_id in ("left", "waits"):
+        consumer.admit(request_id, Engine("P").prefill(f"p-{request_id}", TEXT), TEXT)
+        consumer.side.external_tokens(request_id, 0)
+        consumer.allocate(request_id, [1, 2, 3], external=40)
+    consumer.step()
+    consumer.end("left", TEXT, [1, 2, 3], reason="abort")
+    assert consumer.step().cancels == ("left",)
+    reasons = {(0, rank): ReadFailure(code, "request p of engine P: ...") for rank, code in enumerate(codes)}
+    with caplog.at_level(logging.INFO):
+        for request_id in ("left", "waits"):
+            consumer.side.update_output(
+                sent=(), received=(request_id,), failed=(request_id,), reasons={request_id: reasons}
+            )
+    stats = consumer.side.take_stats() or {}
+    assert stats["cancelled_read_codes"] == ["request-ended"]
+    assert stats["read_failure_codes"] == sorted(set(codes)), "those of the request that still wants it"
+    told = [(each.levelname, each.getMessage()) for each in caplog.records if "its read" in each.getMessage()]
+    assert told == [("INFO", "request left: its read was cancelled, as the request had ended")]
+    assert ["request waits" in each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [True]
 
 
 @pytest.mark.never_wrong("C1")

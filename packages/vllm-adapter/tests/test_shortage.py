@@ -1,4 +1,4 @@
-"""Blocks of leases for requests that wait while nothing runs: the host itself asks for those of running requests alone."""
+"""Requests that wait for blocks which are leased to peers, while nothing runs: in a circle of two engines a read gives way."""
 
 from __future__ import annotations
 
@@ -66,56 +66,93 @@ KINDS = (own, prompt, reader, loaded, behind_one_that_waits)
 
 
 def leased() -> Engine:
-    """Return an engine with a lease that a peer keeps."""
+    """Return an engine with a lease that a peer keeps, and two reads that wait for blocks."""
     engine = Engine("E")
     assert engine.prefill("lease", TEXT) is not None
+    for name in ("early", "late"):
+        engine.admit(name, Engine("far").prefill(f"far-{name}", TEXT), TEXT)
     engine.step()
     return engine
 
 
-def revoked(engine: Engine, questions: Round, *, for_s: float = 1.5, is_empty: bool = True) -> tuple[str, ...]:
-    """Return what is asked back in steps of 0.1 s."""
-    found: tuple[str, ...] = ()
+def given_up(engine: Engine, questions: Round, *, for_s: float = 1.5, is_empty: bool = True) -> tuple[str, ...]:
+    """Return the peers' requests whose reads are given up in steps of 0.1 s."""
+    found: list[str] = []
     for _ in range(round(for_s * 10)):
         engine.now_s += 0.1
         questions()
-        found += tuple(engine.side.build_step((), (), is_empty=is_empty).plan.revokes)
-    return found
+        plan = engine.side.build_step((), (), is_empty=is_empty).plan
+        assert not plan.revokes, "no lease is revoked for want of blocks"
+        found += [order.peer_request_id for order in plan.reads if not order.is_reported]
+    return tuple(found)
 
 
+@pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_without_blocks_asks_the_oldest_lease_back(kind: Callable[[Engine], Round]) -> None:
-    engine = leased()
-    assert revoked(engine, kind(engine)) == ("lease",)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_asked_back_while_something_runs_or_before_a_second_is_over(
-    kind: Callable[[Engine], Round],
+def test_an_engine_whose_blocks_are_leased_gives_up_its_newest_read(
+    kind: Callable[[Engine], Round], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = leased()
     questions = kind(engine)
-    assert revoked(engine, questions, is_empty=False, for_s=3.0) == ()
+    engine.admit("newest", Engine("far").prefill("far-newest", TEXT), TEXT)
+    assert given_up(engine, questions) == ("far-newest",)
+    assert engine.side.external_tokens("newest", 0) == (0, False), "its prompt is computed here"
+    assert (engine.side.take_stats() or {})["cancelled_read_codes"] == ["blocks-leased"]
+    (line,) = [each for each in caplog.messages if "blocks-leased" in each]
+    assert "request newest: " in line
+    assert "1 leases keep 3 of them" in line
+
+
+@pytest.mark.never_wrong("B13")
+def test_one_read_gives_way_per_second_until_none_waits() -> None:
+    engine = leased()
+    questions = own(engine)
+    assert given_up(engine, questions, for_s=1.5) == ("far-late",)
+    assert given_up(engine, questions, for_s=1.0) == ("far-early",)
+    assert given_up(engine, questions, for_s=5.0) == ()
+
+
+@pytest.mark.never_wrong("B13")
+def test_a_producer_just_waits_for_its_readers() -> None:
+    """It has no reads, so nobody waits for it in a circle: its readers come, or the lease expires."""
+    engine = Engine("P")
+    assert engine.prefill("lease", TEXT) is not None
+    engine.step()
+    assert given_up(engine, prompt(engine), for_s=5.0) == ()
+
+
+def test_an_engine_without_leases_gives_nothing_up() -> None:
+    """Whatever holds its blocks ends by itself."""
+    engine = leased()
+    engine.report(sent=("lease",))
+    assert given_up(engine, own(engine), for_s=5.0) == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kind: Callable[[Engine], Round]) -> None:
+    engine = leased()
+    questions = kind(engine)
+    assert given_up(engine, questions, is_empty=False, for_s=3.0) == ()
     for _ in range(3):
-        assert revoked(engine, questions, for_s=0.8) == ()
-        assert revoked(engine, questions, for_s=0.1, is_empty=False) == ()
+        assert given_up(engine, questions, for_s=0.8) == ()
+        assert given_up(engine, questions, for_s=0.1, is_empty=False) == ()
 
 
-def test_nothing_is_asked_back_for_requests_that_have_blocks_or_wait_for_peers() -> None:
+def test_nothing_is_given_up_for_requests_that_have_blocks_or_wait_for_peers() -> None:
     engine = leased()
     ticket = Engine("far").prefill("far", TEXT)
     for name in ("d1", "d2", "d3"):
         engine.admit(name, ticket, TEXT)
     ask(engine, "d1")
     engine.allocate("d1", [4, 5, 6], external=40)
-    assert revoked(engine, lambda: engine.side.external_tokens("d2", 0) and None, for_s=3.0) == ()
+    assert given_up(engine, lambda: engine.side.external_tokens("d2", 0) and None, for_s=3.0) == ()
     engine.report(received=("d1",))
     engine.allocate("d1", [4, 5, 6])
-    assert revoked(engine, lambda: None, for_s=3.0) == ()
+    assert given_up(engine, lambda: None, for_s=3.0) == ()
 
 
 @pytest.mark.parametrize("ending", ["abort before the report", "failed", "abort after it"])
-def test_a_read_that_nobody_waits_for_asks_nothing_back(ending: str) -> None:
+def test_a_read_that_nobody_waits_for_makes_none_give_way(ending: str) -> None:
     engine = leased()
     reader(engine)()
     engine.allocate("d", [4, 5, 6], external=40)
@@ -125,7 +162,7 @@ def test_a_read_that_nobody_waits_for_asks_nothing_back(ending: str) -> None:
     engine.report(received=("d",), failed=("d",) if ending == "failed" else ())
     if ending == "abort after it":
         engine.end("d", TEXT, [4, 5, 6], reason="abort")
-    assert revoked(engine, lambda: None, for_s=3.0) == ()
+    assert given_up(engine, lambda: None, for_s=3.0) == ()
 
 
 @pytest.fixture
@@ -135,8 +172,9 @@ def pair() -> Iterator[StreamPair]:
     pair.close()
 
 
+@pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("free_blocks", [5, 6])
-def test_an_offer_without_blocks_asks_the_oldest_lease_back(pair: StreamPair, free_blocks: int) -> None:
+def test_an_offer_without_blocks_gives_way(pair: StreamPair, free_blocks: int) -> None:
     """Five of six blocks are free; or all are, and the host keeps some of them for others."""
     engine = pair.decode
     assert engine.prefill("lease", TEXT) is not None
@@ -148,8 +186,8 @@ def test_an_offer_without_blocks_asks_the_oldest_lease_back(pair: StreamPair, fr
     pair.chunk(is_fresh=True)
     told: list[int | None] = []
     pair.until(lambda: pair.decode.state.state_counts().get("consumer-offered"))
-    steps = revoked(engine, lambda: told.append(pair.matched()), is_empty=False, for_s=3.0)
-    assert steps == (), "what runs ends by itself"
-    assert revoked(engine, lambda: told.append(pair.matched())) == ("lease",)
+    assert given_up(engine, lambda: told.append(pair.matched()), is_empty=False, for_s=3.0) == ()
+    assert given_up(engine, lambda: told.append(pair.matched())) == ("p",)
     assert len(STREAMED) == 6 * BLOCK
+    assert told[-1] == 0, "its prompt is computed here"
     assert told.count(6 * BLOCK) <= (0 if free_blocks < 6 else len(told) / 3), "those behind it have their turn"

@@ -45,8 +45,8 @@ def opened() -> Iterator[list[StatusSocket]]:
         each.close()
 
 
-def serve(opened: list[StatusSocket], answer: Any, part: str = "scheduler") -> StatusSocket:
-    served = StatusSocket(part, answer if callable(answer) else lambda: answer)
+def serve(opened: list[StatusSocket], answer: Any, part: str = "scheduler", **more: Any) -> StatusSocket:
+    served = StatusSocket(part, answer if callable(answer) else lambda: answer, **more)
     assert served.open()
     opened.append(served)
     return served
@@ -388,3 +388,40 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, opened: list[Status
     os.close(theirs)
     os.close(ours)
     assert seen.count(b"\x1b[2J") >= 2
+
+
+# --------------------------------------------------------------------------------------------------- vllm-adapter revoke
+
+
+def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    revoked: list[str] = []
+
+    def engine(name: str, pid: int) -> None:
+        def revoke() -> dict[str, object]:
+            revoked.append(name)
+            return {"engine_id": name, "part": "scheduler", "leases": 2, "leased_blocks": 3, "leased_bytes": 2048}
+
+        serve(opened, {**WORKER, "engine_id": name}, "0.0")
+        serve(opened, {**SCHEDULER, "engine_id": name, "pid": pid}, revoke=revoke)
+
+    engine("prefill-0", 11)
+    engine("prefill-1", 21)
+    assert main(["revoke", "prefill-0"]) == 0
+    said = "engine prefill-0: 2 leases revoked, 3 blocks (2048 bytes on each rank) come back\n"
+    assert capsys.readouterr().out == said
+    assert main(["revoke", "21", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["leased_blocks"] == 3
+    assert revoked == ["prefill-0", "prefill-1"]
+    assert main(["revoke", "prefill"]) == 3, "which of the two is not clear"
+    assert "vllm-adapter status lists the engines" in capsys.readouterr().err
+    assert revoked == ["prefill-0", "prefill-1"]
+
+
+def test_an_engine_of_an_older_version_revokes_nothing_and_says_so(
+    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(opened, SCHEDULER)
+    assert main(["revoke", "prefill-0"]) == 1
+    assert "revoked nothing: an engine of an older version does not know 'revoke'" in capsys.readouterr().err

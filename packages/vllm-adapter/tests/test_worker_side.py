@@ -19,8 +19,6 @@ from kv_scheduler_state import FenceOrder, StepPlan
 from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -56,12 +54,12 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
     worker._finished.extend([_end("peer-silent"), _end(request_id="r2", peer_request_id="p-r2")])
     with caplog.at_level(logging.ERROR):
         results = worker.take_report()
-        awaited, ids = AwaitedReports(CauseLog(lambda: 0.0)), ("r1", "r2")
+        side = SchedulerEngine().side
+        awaited, ids = side._awaited, ("r1", "r2")
         awaited.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)))
         for tp_rank in range(8):
             awaited.explained({name: {(0, tp_rank): reason} for name, reason in results.reasons.items()})
-        side = SchedulerEngine().side
-        side._awaited = awaited
+        side._followed.add("r1")
         side.update_output(sent=(), received=ids, failed=("r1",))
     assert results.received == {"r1", "r2"}
     assert results.failed == {"r1"}
@@ -84,7 +82,6 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     stats = worker.take_stats()
     assert stats is not None
     assert stats["num_failed_notifications"] == [1]
-    assert not stats["read_failure_codes"]
     end = _end("connection-refused", is_reported=False)
     worker._finished.append(replace(end, end=replace(end.end, was_met=False)))
     worker.take_report()

@@ -13,7 +13,7 @@ would fail if the lease were refused at the end.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Outstanding"]
 
-_RELIEF_S: Final = 5.0
-"""Longest wait for the blocks of a revoked lease before the engine preempts after all."""
-
 
 @final
 class Outstanding:
-    """The outstanding leases, oldest grant first.
+    """The outstanding leases.
 
     Args:
         config: The engine, with its quotas.
@@ -38,7 +35,7 @@ class Outstanding:
         has_quota: Whether `has_room` can ever refuse.
     """
 
-    __slots__ = ("_blocks", "_leased", "_max_blocks", "_max_leases", "_null", "_promised", "_revoked", "has_quota")
+    __slots__ = ("_blocks", "_leased", "_max_blocks", "_max_leases", "_null", "_promised", "has_quota")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_leases = math.inf if config.max_leases is None else config.max_leases
@@ -46,15 +43,13 @@ class Outstanding:
         self.has_quota = config.max_leases is not None or config.max_leased_blocks is not None
         # A group that keeps the whole prompt has no null blocks to look for.
         self._null = None if all(group.kind == "full" for group in config.groups) else config.null_block
-        # Leases that the scheduler has not revoked, and those that it has, with the time.
-        self._leased: dict[str, ProducerRecord] = {}
-        self._revoked: dict[str, float] = {}
+        self._leased: set[str] = set()
         self._blocks = [0] * len(config.groups)
         # Blocks of prompts whose lease is promised, by request; empty without quotas.
         self._promised: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._leased) + len(self._revoked)
+        return len(self._leased)
 
     def has_room(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether the quotas admit one more lease, of these blocks."""
@@ -86,7 +81,7 @@ class Outstanding:
 
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
-        self._leased[request_id] = record
+        self._leased.add(request_id)
         if self._promised:
             self._promised.pop(request_id, None)
         null, blocks = self._null, self._blocks
@@ -101,29 +96,14 @@ class Outstanding:
         for group, count in enumerate(counts):
             blocks[group] += count
 
-    def revoke(self, request_id: str, now_s: float) -> None:
-        """Note a revoked lease, which the workers have yet to end."""
-        self._leased.pop(request_id, None)
-        self._revoked[request_id] = now_s
-
     def end(self, request_id: str, record: ProducerRecord) -> None:
         """Note the end of a lease on every worker."""
-        self._leased.pop(request_id, None)
+        self._leased.discard(request_id)
         if self._promised:
             self._promised.pop(request_id, None)
-        if self._revoked:
-            self._revoked.pop(request_id, None)
         blocks, counts = self._blocks, record.leased_blocks
         if len(counts) == 1:
             blocks[0] -= counts[0]
             return
         for group, count in enumerate(counts):
             blocks[group] -= count
-
-    def is_relief_due(self, now_s: float) -> bool:
-        """Whether a lease was revoked so recently that its blocks are about to be freed."""
-        return bool(self._revoked) and now_s - next(iter(self._revoked.values())) < _RELIEF_S
-
-    def oldest(self) -> tuple[str, ProducerRecord] | None:
-        """Return the lease to revoke first; None if none is outstanding, or if blocks of another lease are still awaited."""
-        return None if self._revoked else next(iter(self._leased.items()), None)

@@ -368,21 +368,9 @@ class Producers:
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Order the early end of a lease."""
         record.advance(row, now_s)
-        self.leases.revoke(request_id, now_s)
         self.streams.revoked(request_id)
         if "order-revoke" in row.effects:
             self.outbox.add(self.outbox.revokes, request_id)
-
-    def relieve(self, now_s: float) -> bool:
-        """Revoke the oldest lease unless blocks are already about to be freed; return True while they are."""
-        if self.leases.is_relief_due(now_s):
-            return True
-        oldest = self.leases.oldest()
-        if oldest is None:
-            return False
-        request_id, record = oldest
-        self.revoke(request_id, record, self.table.find(request_id, record.state, "revoke"), now_s)
-        return True
 
     def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""

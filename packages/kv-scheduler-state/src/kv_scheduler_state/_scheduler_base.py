@@ -122,13 +122,26 @@ class SchedulerBase:
         """Stop handing over: prompts end with the code `draining`. Outstanding leases and reads from peers continue."""
         self._producers.is_draining = True
 
-    def relieve(self, *, now_s: float) -> bool:
-        """Revoke the oldest lease under memory pressure, one at a time; return True while blocks are about to be freed.
+    def give_way(self, *, now_s: float) -> str:
+        """Give up the newest read that waits for blocks if peers keep this engine's; return its request, or an empty text.
+
+        Call this where nothing has run for a while because requests lack blocks. Two engines that read from each other may
+        both have leased all their blocks, each to requests that wait for blocks at the other; the heartbeats of those requests
+        would renew the leases without end. The request that gives way is computed here, and its peer gets its blocks back: no
+        lease that a reader counts on is revoked for it. An engine without leases and without streams that broke off is in no
+        such circle: whatever holds its blocks ends by itself.
 
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        return self._producers.relieve(self._clock.observe(now_s))
+        at_s = self._clock.observe(now_s)
+        if self._producers.leases or self._consumers.streams.has_broken_off:
+            for request_id, request in reversed(self._requests.items()):
+                consumer = request.consumer
+                if consumer is not None and consumer.state in {"queued", "offered"}:
+                    self._consumers.give_up(request_id, consumer, at_s)
+                    return request_id
+        return ""
 
     def revoke(self, request_id: str, *, now_s: float) -> None:
         """End a lease early; the blocks are free once the workers report the request as sent.
@@ -142,6 +155,18 @@ class SchedulerBase:
             raise UnknownRequest(request_id, "revoke")
         row = self._producers.table.find(request_id, producer.state, "revoke")
         self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
+
+    def revoke_all(self, *, now_s: float) -> None:
+        """Revoke every lease. Costs a scan.
+
+        Raises:
+            InvalidEvent: `invalid-event`.
+        """
+        at_s = self._clock.observe(now_s)
+        for request_id, request in self._requests.items():
+            producer = request.producer
+            if producer is not None and (row := self._producers.on_revoke.get(producer.state)) is not None:
+                self._producers.revoke(request_id, producer, row, at_s)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation of the engine's memory registration in tickets from now on; None names none.

@@ -95,7 +95,7 @@ class SchedulerStreams(SchedulerBase):
 
     @property
     def streams_lack_blocks(self) -> bool:
-        """Whether an offer waited for blocks in the latest step; call `relieve` if no step can give it any."""
+        """Whether an offer waited for blocks in the latest step; call `give_way` if no step can give it any."""
         return self._consumers.streams.lacks_blocks
 
     def take_stream_outcomes(self) -> Sequence[StreamOutcome]:

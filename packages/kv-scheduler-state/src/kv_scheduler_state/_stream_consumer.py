@@ -78,6 +78,11 @@ class StreamConsumers:
         # Whether an offer waited for blocks in the latest step.
         self.lacks_blocks = False
 
+    @property
+    def has_broken_off(self) -> bool:
+        """Whether a request keeps blocks for a prompt that its peer has preempted and not started again."""
+        return any(stream.record.state == "awaiting" for stream in self._streams.values())
+
     def begin(self, stream: ConsumedStream) -> None:
         """Register a stream and ask its first question."""
         self._streams[stream.request_id] = stream

@@ -40,7 +40,7 @@ PRODUCER_TABLE: Final = Table(
         _T("prefilled", "drop", GONE, ("withdraw",), "Aborted or failed: the workers forget it."),
         _T("preempted", "allocate", "prefilling", ("restart",), "It starts again, under the same id and a new fence."),
         _T("preempted", "drop", GONE, ("withdraw",), "Aborted while waiting to start again."),
-        _T("leased", "revoke", "revoked", ("order-revoke",), "Memory is short: the workers end the lease early."),
+        _T("leased", "revoke", "revoked", ("order-revoke",), "Taken back by the scheduler: the workers end it early."),
         _T("leased", "sent", GONE, ("return-slot",), "Every worker's lease ended; the engine frees the blocks."),
         _T("revoked", "sent", GONE, ("return-slot",), "Every worker's lease ended; the engine frees the blocks."),
     ),

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 STREAM_STOPPED: Final = "stream-stopped"
-"""Code of a stream that was given up on this engine's own order; once its request has ended it is no failure."""
+"""Code of a stream that was given up on this engine's own order."""
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""

@@ -188,7 +188,7 @@ class FleetProducer:
 
     def _revoke(self) -> None:
         if self.shared.below(2):
-            self.state.relieve(now_s=self.shared.now_s)
+            self.state.revoke_all(now_s=self.shared.now_s)
         elif self.shared.below(4) == 0:
             self.state.reset(now_s=self.shared.now_s)
             for prompt in self.prompts.values():

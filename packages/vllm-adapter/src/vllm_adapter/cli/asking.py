@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Answer", "ask_all", "of_engine"]
+__all__ = ["Answer", "ask_all", "ask_one", "of_engine"]
 
 Answer = dict[str, Any]
 """A process's answer; `error` and `socket` alone if it gave none that can be read."""
@@ -41,6 +41,11 @@ def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: by
         asked = pool.map(_ask, files, repeat(timeout_s), repeat(request))
         answers = [answer for answer in asked if answer is not None]
     return sorted(answers, key=_order)
+
+
+def ask_one(file: Path, request: bytes, *, timeout_s: float) -> Answer | None:
+    """Ask the process with this socket; None if it is gone."""
+    return _ask(file, timeout_s, request)
 
 
 def _sockets(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from vllm_adapter import __version__
 from vllm_adapter.cli.check import add_check
 from vllm_adapter.cli.config import add_config
+from vllm_adapter.cli.revoke import add_revoke
 from vllm_adapter.cli.status import add_status
 from vllm_adapter.cli.trace import add_trace
 
@@ -68,7 +69,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
-for _add in (add_check, add_config, add_status, add_trace):
+for _add in (add_check, add_config, add_revoke, add_status, add_trace):
     _add(app)
 
 

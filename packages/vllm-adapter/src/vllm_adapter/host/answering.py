@@ -26,6 +26,8 @@ def open_status(
     hand_overs: Callable[[], Mapping[str, object]],
     labels: Mapping[str, str] | None = None,
     settings: Settings | None = None,
+    *,
+    revoke: Callable[[], Mapping[str, object]] | None = None,
 ) -> StatusSocket:
     """Open this process's socket, if that is possible here.
 
@@ -35,6 +37,7 @@ def open_status(
         hand_overs: Returns its latest hand-overs, on the socket's thread.
         labels: The connector's description of itself, made at start.
         settings: The configuration; the figures that peers depend on are included in the answer.
+        revoke: Takes all leases back, on the socket's thread; None for a process that grants none.
     """
     began_s = time.monotonic()
     fixed: dict[str, object] = {
@@ -58,6 +61,6 @@ def open_status(
     def trace() -> Mapping[str, object]:
         return {"schema": SCHEMA, "pid": os.getpid(), **hand_overs()}
 
-    status = StatusSocket(part, answer, hand_overs=trace)
+    status = StatusSocket(part, answer, hand_overs=trace, revoke=revoke)
     status.open()
     return status

@@ -93,7 +93,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = make_scheduler_side(vllm_config, facts, settings, has_mirror=self._has_mirror)
             labels = labels_of(vllm_config, settings)
             side = self._scheduler
-            self._status = open_status("scheduler", side.status, side.hand_overs, labels, settings)
+            self._status = open_status(
+                "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
+            )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -195,10 +197,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.span_tokens, side.computes)
         is_empty = not scheduler_output.num_scheduled_tokens
         return StepMetadata(side.build_step(preempted, scheduled, is_empty=is_empty))
-
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks will soon be freed; the scheduler then waits for them instead of preempting a request."""
-        return self._scheduler_side.has_pending_block_frees()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks are kept for a peer (one cache group)."""

@@ -79,6 +79,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "num_failed_notifications": ("vllm:nixl_num_failed_notifications", "Notifications that could not be sent."),
     "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Requests whose lease ended unread."),
+    "num_revoked_leases": (
+        "vllm:kv_transfer_num_revoked_leases",
+        "Leases that this engine ended before they were read: a cache reset, sleep, or the command to revoke them.",
+    ),
     "num_notifications_after_expiry": (
         "vllm:nixl_num_notifications_after_expiry",
         "Completions that came after their lease had ended.",
@@ -121,6 +125,10 @@ SUMS: dict[str, tuple[str, ...]] = {"num_failed_transfers": FAILURE_KEYS}
 """Counters that sum several keys, as vLLM's own connector counts them."""
 
 BY_CODE: dict[str, tuple[str, str]] = {
+    "cancelled_read_codes": (
+        "vllm:kv_transfer_num_cancelled_reads",
+        "Reads that this engine gave up by itself, by reason; they did not fail.",
+    ),
     "torn_stream_codes": (
         "vllm:kv_transfer_num_torn_streams",
         "Streams that broke off, on one rank, by reason; their prompts were asked for again.",

@@ -31,6 +31,7 @@ FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_
 failed a moment ago; vLLM's connector makes one each time, and counts it."""
 _OTHER_KEYS = (
     "num_kv_expired_reqs",
+    "num_revoked_leases",
     "num_notifications_after_expiry",
     "queue_duration",
     "fence_duration",
@@ -55,6 +56,7 @@ _OTHER_KEYS = (
     "stream_early_bytes",
 )
 CODE_KEYS = (
+    "cancelled_read_codes",
     "read_failure_codes",
     "ticket_refusal_codes",
     "torn_stream_codes",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["REQUEST", "TRACE_REQUEST", "StatusSocket", "remove_stale"]
+__all__ = ["REQUEST", "REVOKE_REQUEST", "TRACE_REQUEST", "StatusSocket", "remove_stale"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
@@ -33,6 +33,8 @@ REQUEST = b"status\n"
 """Request line of a client that asks for the status."""
 TRACE_REQUEST = b"trace\n"
 """Request line for the latest hand-overs, with the process's monotonic clock at both ends of its answer."""
+REVOKE_REQUEST = b"revoke\n"
+"""Request line of an operator who takes all unread leases back; a scheduler's process answers with what they keep."""
 _MOST_REQUEST_BYTES = 64
 _BACKLOG = 4
 _CLIENT_S = 1.0
@@ -47,6 +49,7 @@ class StatusSocket:
         part: The process's part of its engine, for the file name: `scheduler`, or a rank as `0.1`.
         describe: Returns plain values; called on the socket's thread, at any time.
         hand_overs: Returns the latest hand-overs; called in the same way.
+        revoke: Takes all leases back; called in the same way.
         folder: Folder of the socket; None for the user's own.
     """
 
@@ -56,11 +59,13 @@ class StatusSocket:
         describe: Callable[[], Mapping[str, object]],
         *,
         hand_overs: Callable[[], Mapping[str, object]] | None = None,
+        revoke: Callable[[], Mapping[str, object]] | None = None,
         folder: Path | None = None,
     ) -> None:
         self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
         self._describe = describe
         self._hand_overs = hand_overs
+        self._revoke = revoke
         self._folder = folder or status_folder()
         self._listening: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-status", daemon=True)
@@ -137,6 +142,8 @@ class StatusSocket:
         heard_s = time.monotonic()
         if request == REQUEST:
             connection.sendall(_text(self._describe))
+        elif request == REVOKE_REQUEST and self._revoke is not None:
+            connection.sendall(_text(self._revoke))
         elif request == TRACE_REQUEST and self._hand_overs is not None:
             text = _text(self._hand_overs)
             clock = {"heard_s": heard_s, "answered_s": time.monotonic()}

@@ -150,8 +150,12 @@ class SchedulerState(StreamState, Protocol):
         ...
 
     def take_step_plan(self, *, now_s: float) -> StepPlan: ...
-    def relieve(self, *, now_s: float) -> bool:
-        """Order the oldest lease back under memory pressure; True while blocks are about to be freed."""
+    def give_way(self, *, now_s: float) -> str:
+        """Give up the newest read that waits for blocks if peers keep this engine's; return its request, empty for none."""
+        ...
+
+    def revoke_all(self, *, now_s: float) -> None:
+        """Order the end of every lease."""
         ...
 
     def reset(self, *, now_s: float) -> None:

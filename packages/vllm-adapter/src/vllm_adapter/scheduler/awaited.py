@@ -1,8 +1,8 @@
 """Worker reports that this connector waits for.
 
 Beside other connectors (vLLM's MultiConnector) each connector receives the reports of all of them; ids that are not awaited
-here belong to another connector. The scheduler logs a failed read, the ranks do not: one line with the reason of each rank,
-unless lines of its codes are rate-limited.
+here belong to another connector. The scheduler counts and logs a failed read, the ranks do not, because the scheduler knows
+whether the request still wanted it: one line with the reason of each rank, unless lines of its codes are rate-limited.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.steps import STREAM_STOPPED
-
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
     from vllm_adapter.observe.cause_log import CauseLog
+    from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import StepPlan
     from vllm_adapter.steps import Rank, ReadFailure
 
@@ -26,7 +25,8 @@ __all__ = ["AwaitedReports"]
 class AwaitedReports:
     """Requests whose end the workers will report. Scheduler's thread only."""
 
-    def __init__(self, log: CauseLog) -> None:
+    def __init__(self, recorder: Recorder, log: CauseLog) -> None:
+        self._recorder = recorder
         self._log = log
         self._reads: set[str] = set()
         # The subset of `_reads` that streams a prompt which its peer is still computing.
@@ -76,10 +76,11 @@ class AwaitedReports:
         self._streamed.intersection_update(self._reads)
         return mine, sorted(set(mine).intersection(failed))
 
-    def log_failures(self, request_ids: Iterable[str], live: Container[str]) -> None:
-        """Log one line for each failed read for which a rank gave a reason; reads with the same codes share a rate limit.
+    def failed(self, request_ids: Iterable[str], live: Container[str]) -> None:
+        """Count and log each failed read for which a rank gave a reason; reads with the same codes share a rate limit.
 
-        A stream that was stopped because its request had ended, for example because the client left, is not a failure.
+        A read whose request had ended was cancelled by this engine: its client left, or the host aborted it. That is no failure,
+        whatever the ranks' reasons are: a peer may also be lost while the cancelled read leaves the wire.
 
         Args:
             request_ids: Requests whose read has failed.
@@ -87,14 +88,23 @@ class AwaitedReports:
         """
         for request_id in request_ids:
             failures = self._reasons.pop(request_id, {})
-            codes = {failure.code for failure in failures.values()}
-            if failures and (request_id in live or codes != {STREAM_STOPPED}):
-                self._log.error(
-                    " ".join(sorted(codes)),
-                    "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
-                    request_id,
-                    _reason(failures),
+            if not failures:
+                continue
+            if request_id not in live:
+                self._recorder.observe("cancelled_read_codes", "request-ended")
+                self._log.info(
+                    "request-ended", "request %s: its read was cancelled, as the request had ended", request_id
                 )
+                continue
+            codes = sorted({failure.code for failure in failures.values()})
+            for code in codes:
+                self._recorder.observe("read_failure_codes", code)
+            self._log.error(
+                " ".join(codes),
+                "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
+                request_id,
+                _reason(failures),
+            )
 
 
 def _reason(failures: Mapping[Rank, ReadFailure]) -> str:

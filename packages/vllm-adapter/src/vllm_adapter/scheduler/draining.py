@@ -1,4 +1,4 @@
-"""Shutdown phase of an engine: it grants no new tickets, while hand-overs whose tickets are out continue."""
+"""Leases at the end of an engine's work: kept at a shutdown, which grants no new ones, and revoked at an operator's command."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class Draining:
         facts: This engine.
         state: Its request machines.
         is_ending: Tells whether the host has been told to shut down.
+
+    Attributes:
+        is_revoking: Whether the next step is to revoke all leases; set on another thread.
     """
 
     def __init__(self, facts: EngineFacts, state: SchedulerState, is_ending: Callable[[], bool]) -> None:
@@ -34,6 +37,7 @@ class Draining:
         self._state = state
         self._is_ending = is_ending
         self._has_ended = False
+        self.is_revoking = False
 
     @property
     def leased_blocks(self) -> int:
@@ -61,6 +65,26 @@ class Draining:
             self.leased_blocks,
             self.leased_bytes,
         )
+
+    def ask_to_revoke(self) -> dict[str, object]:
+        """Let the next step revoke all leases; return how many there are and what they keep. Any thread.
+
+        The host steps as long as there is a lease.
+        """
+        count = self._state.lease_count
+        self.is_revoking = count > 0
+        return {"leases": count, "leased_blocks": self.leased_blocks, "leased_bytes": self.leased_bytes}
+
+    def revoke(self, now_s: float) -> None:
+        """Order the end of all leases, as an operator has asked."""
+        self.is_revoking = False
+        _logger.info(
+            "engine %s revokes %d leases, which keep %d blocks, as an operator has asked",
+            self._engine_id,
+            self._state.lease_count,
+            self.leased_blocks,
+        )
+        self._state.revoke_all(now_s=now_s)
 
     def end(self) -> None:
         """Warn about tickets that can no longer be read; idempotent."""

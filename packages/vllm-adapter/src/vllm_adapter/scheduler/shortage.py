@@ -1,8 +1,10 @@
 """Detection of requests that could start but find no free blocks while the engine computes nothing.
 
-The host asks for leased blocks back when a *running* request needs some. A waiting request without blocks only ends its round.
-If nothing runs, and the leases belong to a peer that in turn waits for blocks of this engine, both engines would wait for
-ever, each renewing the leases that keep the other from reading.
+Leases keep blocks until their readers come, and normally a request just waits for that, as it does with vLLM's own connector.
+But an engine that also reads may be in a circle: its blocks are leased to a peer whose requests wait for blocks there, which are
+leased to requests that wait here. Each side renews the leases that keep the other from reading, so neither ends by itself. Such
+an engine gives up its newest waiting read (`SchedulerState.give_way`): the prompt is computed here, and the peer gets its blocks
+back.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Shortage"]
 
 _PATIENCE_S: Final = 1.0
-"""Wait before a shortage counts: blocks that free themselves, as at the end of a read, are free by then."""
+"""Wait before a shortage counts, and between two reads that are given up: blocks that free themselves, as at the end of a read,
+are free by then."""
 
 
 @final
@@ -25,7 +28,8 @@ class Shortage:
     A request becomes ready when the host has been given the number of tokens to read for it, zero included, or when its read has
     ended. It stops being ready when the host allocates its blocks. Without a read, the host computes it in the same step.
 
-    Example: from 2.0 s on, in empty steps, the host is given 48 tokens and allocates nothing: `lasts` is True at 3.0 s.
+    Example: from 2.0 s on, in empty steps, the host is given 48 tokens and allocates nothing: `lasts` is True at 3.0 s and, if
+    nothing changes, about a second later again.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class Shortage:
         self._loaded.discard(request_id)
 
     def lasts(self, now_s: float, *, is_empty: bool, streams_lack_blocks: bool) -> bool:
-        """Return whether to ask for leased blocks back; call once at the end of each step."""
+        """Return whether to give up a read; call once at the end of each step. The wait then begins anew."""
         is_short = is_empty and (self._is_told or bool(self._loaded) or streams_lack_blocks)
         self._is_told = False
         if not is_short:
@@ -59,4 +63,7 @@ class Shortage:
             return False
         if self._since_s is None:
             self._since_s = now_s
-        return now_s - self._since_s >= _PATIENCE_S
+        if now_s - self._since_s < _PATIENCE_S:
+            return False
+        self._since_s = None
+        return True

@@ -85,7 +85,7 @@ class SchedulerSide:
         self._chunks = ComputedChunks(chunks, self._state, self._guards, has_mirror=parts.uses_host_buffer)
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
-        self._awaited = AwaitedReports(CauseLog(now_s))
+        self._awaited = AwaitedReports(self._stats, CauseLog(now_s))
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._draining = Draining(facts, self._state, is_ending)
         self._gauges = Gauges(self._state, self._draining)
@@ -280,6 +280,9 @@ class SchedulerSide:
                 with self._guards("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._chunks.tell(scheduled)
+        if self._draining.is_revoking:
+            with self._guards.of_engine("revocation of all leases", "they end when they are read or expire"):
+                self._draining.revoke(now_s)
         self._streaming.receive(now_s)
         plan = self._state.take_step_plan(now_s=now_s)
         # An answer may reach its asker before the workers have stored the words that it names: older words tell of nothing.
@@ -294,7 +297,7 @@ class SchedulerSide:
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         is_lacking = self._state.streams_lack_blocks
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
-            self.has_pending_block_frees()
+            self._give_way(now_s)
         return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s)
 
     @property
@@ -308,11 +311,12 @@ class SchedulerSide:
             return 0.0
         return _REST_S if self._awaited.is_awaiting_whole or self._streaming.is_asking else _REST_OF_STREAMS_S
 
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks are about to be freed by a lease that ends; order the oldest back if none is."""
-        with self._guards.of_engine("request for blocks", "no lease is asked back in this step"):
-            return self._state.relieve(now_s=self._now_s())
-        return False
+    def _give_way(self, now_s: float) -> None:
+        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
+        with self._guards.of_engine("giving up a read", "requests that wait for blocks go on waiting"):
+            request_id = self._state.give_way(now_s=now_s)
+            if request_id:
+                self._tickets.gave_way(request_id, self._state.lease_count, self._draining.leased_blocks)
 
     def update_output(
         self,
@@ -350,7 +354,7 @@ class SchedulerSide:
             self._trail.reported(ended, "reported")
             self._shortage.loaded(self._followed.intersection(ended).difference(broken))
         self._links.sent(sent_ids)
-        self._awaited.log_failures(broken, self._followed)
+        self._awaited.failed(broken, self._followed)
 
     def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Serve the registration that the workers have now."""
@@ -400,6 +404,10 @@ class SchedulerSide:
         ranks, now_s = self._served.rank_count, self._now_s()
         status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
         return {**status, "seals": self._seals.fingerprints}
+
+    def revoke_leases(self) -> Mapping[str, object]:
+        """Revoke all leases with the next step; return how many there are and what they keep, as plain values; any thread."""
+        return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._draining.ask_to_revoke()}
 
     def hand_overs(self) -> Mapping[str, object]:
         """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""

@@ -1,4 +1,4 @@
-"""Counters and log lines for tickets that this engine refuses or withholds."""
+"""Counters and log lines for tickets that this engine refuses, withholds or gives up."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ class TicketLog:
             self.refused(arrival.request_id, "ticket-session", text)
             return None
         return arrival.params
+
+    def gave_way(self, request_id: str, lease_count: int, block_count: int) -> None:
+        """Count and log a read that was given up because no request here could start for want of blocks."""
+        self._recorder.observe("cancelled_read_codes", "blocks-leased")
+        self._log.warning(
+            "blocks-leased",
+            "request %s: its read is given up and its prompt computed here (blocks-leased): for a second nothing could run for "
+            "want of blocks, and %d leases keep %d of them for peers, which may wait for blocks that they keep for this engine; "
+            "its peer gets its blocks back. Give both engines more cache if this goes on",
+            request_id,
+            lease_count,
+            block_count,
+        )
 
     def withheld(self, request_id: str, code: str) -> None:
         """Count and log a finished request whose response has no ticket."""

@@ -378,7 +378,7 @@ class WorkerSide:
             received=refused | _reported_ids(ends),
             failed=refused | _reported_ids(bad),
             registration=self._take_registration(),
-            reasons=self._failed_reads.count([*bad, *(streams.failed if streams else ())]),
+            reasons=self._failed_reads.take([*bad, *(streams.failed if streams else ())]),
         )
         return report if streams is None else streams.added_to(report)
 

@@ -1,4 +1,4 @@
-"""Failed reads of a rank: counted here, and reported to the scheduler, which logs each once for all ranks."""
+"""Failed reads of a rank: reported to the scheduler, which counts and logs each once for all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FailedReads"]
 
 @final
 class FailedReads:
-    """Counts failed reads. Engine thread only.
+    """Collects the reasons of failed reads, and counts failed notifications. Engine thread only.
 
     Args:
         recorder: Records the counts.
@@ -29,8 +29,8 @@ class FailedReads:
         self._recorder = recorder
         self._log = log
 
-    def count(self, ends: Iterable[ReadEnd]) -> dict[str, ReadFailure]:
-        """Count failed reads and return their reasons by request; the scheduler logs each request once for all ranks.
+    def take(self, ends: Iterable[ReadEnd]) -> dict[str, ReadFailure]:
+        """Return the reasons of failed reads by request.
 
         A failure to notify a producer that its blocks are not needed is logged here, unless lines of the code are rate-limited.
         """
@@ -40,7 +40,6 @@ class FailedReads:
             producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
             reason = f"{end.message} ({end.code})"
             if order.is_reported:
-                self._recorder.observe("read_failure_codes", end.code)
                 reasons[order.request_id] = ReadFailure(end.code, f"{producer}: {reason}")
             else:
                 self._recorder.count("num_failed_notifications", times=int(end.was_met))

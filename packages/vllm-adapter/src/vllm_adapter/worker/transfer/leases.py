@@ -178,11 +178,18 @@ class LeaseKeeper:
     def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:
             return  # the scheduler keeps no blocks for this request
-        if end.reason == "expired":
-            silence_s = None if renewed_s is None else self._parts.now_s() - renewed_s
+        silence_s = None if renewed_s is None else self._parts.now_s() - renewed_s
+        last = "no heartbeat ever came" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
+        if end.is_revoked:
+            self._parts.recorder.count("num_revoked_leases")
+            self._parts.recorder.warn(
+                "lease-revoked",
+                f"request {end.request_id}: this engine revoked its lease before it was read ({last}); its blocks are given "
+                "back, and a reader that still comes finds its fence void",
+            )
+        elif end.reason == "expired":
             if silence_s is not None:
                 self._observe_lag(silence_s)
-            last = "no heartbeat ever came" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
             self._parts.recorder.count("num_kv_expired_reqs")
             self._parts.recorder.warn(
                 "lease-ended",

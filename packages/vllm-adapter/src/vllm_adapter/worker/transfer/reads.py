@@ -153,7 +153,7 @@ class ReadCoordinator:
         """
         for transfer_id, read in list(self._transfers.items()):
             if read.order.request_id == request_id:
-                read.is_passed_on, read.may_retry = is_passed_on, False
+                read.is_passed_on, read.is_cancelled, read.may_retry = is_passed_on, True, False
                 self._parts.agent.cancel(transfer_id)
         for read in self._peers.waiting(request_id):
             # The read keeps waiting, but only to tell its producer that the blocks are not needed.
@@ -285,7 +285,7 @@ class ReadCoordinator:
             self._close_transfer(read, transfer_id)
 
     def _note_failure(self, read: Read, code: str, message: str, *, may_retry: bool = False) -> None:
-        if read.fail(code, message, may_retry=may_retry):
+        if read.fail(code, message, may_retry=may_retry) and not read.is_cancelled:
             self._parts.recorder.count("num_failed_transfers")
 
     # ---------------------------------------------------------------------------------------------- ends

@@ -62,6 +62,7 @@ class Read:
         may_retry: Whether a second attempt may repair all failures so far.
         is_ended: Whether its end has been reported.
         was_met: Whether no handshake for it has failed.
+        is_cancelled: Whether its request has ended: what becomes of its transfers from then on is no failure.
         is_passed_on: Whether another request reads the same hand-over, so that the producer must not be notified of this end.
     """
 
@@ -80,6 +81,7 @@ class Read:
     may_retry: bool = True
     is_ended: bool = False
     was_met: bool = True
+    is_cancelled: bool = False
     is_passed_on: bool = False
 
     def transfer_id(self, rank: Rank) -> str:
