@@ -173,6 +173,7 @@ class Engine:
         params: dict[str, Any] | None = None,
         is_refused: bool = False,
         is_session: bool = False,
+        **sampled: Any,
     ) -> Request:
         """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once.
 
@@ -182,6 +183,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_token_ids=[STOP_TOKEN],
             extra_args={"kv_transfer_params": params} if params is not None else None,
+            **sampled,
         )
         sampling.update_from_generation_config({}, eos_token_id=50)
         request = Request(

@@ -166,6 +166,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
+        # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
+        if request.get_skip_reading_prefix_cache():
+            return 0, False
         return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
