@@ -322,7 +322,12 @@ def _fence(stream: ProducedStream) -> tuple[int, int]:
 def _granting(kind: str, stream: ProducedStream, ticket: dict[str, object]) -> dict[str, object]:
     """Return an offer or a final answer; a prompt without a fence has slot and generation 0."""
     slot, generation = stream.record.fence or (0, 0)
-    answer: dict[str, object] = {"kind": kind, "request_id": stream.request_id, "slot": slot, "generation": generation}
+    answer: dict[str, object] = {
+        "kind": kind,
+        "request_id": ticket["remote_request_id"],
+        "slot": slot,
+        "generation": generation,
+    }
     if kind == "offer":
         answer["tag"] = stream_tag(generation)
     answer["ticket"] = ticket
