@@ -23,6 +23,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -173,6 +174,7 @@ class Engine:
         params: dict[str, Any] | None = None,
         is_refused: bool = False,
         is_session: bool = False,
+        media: Iterable[MultiModalFeatureSpec] = (),
         **sampled: Any,
     ) -> Request:
         """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once.
@@ -192,6 +194,7 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            mm_features=list(media),
             abort_immediately=is_refused,
             resumable=is_session,
         )

@@ -338,6 +338,9 @@ class Producers:
             params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+            media = identity.media(tokens)
+            if media is not None and media[0]:
+                params["kv_media"] = list(media)
         if self.seal is not None:
             params["kv_seal"] = self.seal.of_params(params, self._address)
         return params

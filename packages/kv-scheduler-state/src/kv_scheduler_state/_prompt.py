@@ -39,6 +39,13 @@ class PromptIdentity(Protocol):
         """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
         ...
 
+    def media(self, tokens: int) -> tuple[int, str] | None:
+        """Return how many images, videos and sounds begin among the first `tokens` tokens, and the digest without them.
+
+        None if there are none. Items that this engine could not compute the prompt with do not count.
+        """
+        ...
+
 
 def prompt_digest(
     token_ids: Iterable[int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._machine import GONE
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._producer_record import ProducerRecord
 
-__all__ = ["Request", "forget_if_ended", "preempt", "void_all"]
+__all__ = ["MEDIA_MISSING", "Request", "forget_if_ended", "preempt", "void_all"]
+
+MEDIA_MISSING: Final = "ticket-media-missing"
 
 
 @final
@@ -28,7 +30,13 @@ class Request:
         self.consumer: ConsumerRecord | None = None
         self.producer: ProducerRecord | None = None
         self.is_finished = False
+        # Code of the reason why its ticket was refused; empty otherwise.
         self.rejected_code = ""
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether the engine must not compute the prompt itself, as it lacks a part of it."""
+        return self.rejected_code == MEDIA_MISSING
 
 
 def forget_if_ended(requests: dict[str, Request], request_id: str, request: Request) -> None:

@@ -24,6 +24,7 @@ from vllm_adapter.host.vllm import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    end_with_error,
     engine_facts,
     extra_config,
     has_content_ids,
@@ -169,7 +170,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
         if request.get_skip_reading_prefix_cache():
             return 0, False
-        return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
+        tokens, is_async = self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
+        if self._scheduler_side.must_fail(request.request_id):
+            end_with_error(request)
+            return None, False
+        return tokens, is_async
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return all transferable groups: a hand-over carries the request's own blocks."""

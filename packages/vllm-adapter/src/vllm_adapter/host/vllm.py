@@ -35,6 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.errors import UnsupportedHost
@@ -68,6 +70,7 @@ __all__ = [
     "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
+    "end_with_error",
     "engine_facts",
     "extra_config",
     "has_content_ids",
@@ -286,6 +289,19 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
 def end_reason(request: Request) -> EndReason:
     """Translate the status of a finished request; nothing is handed over for an unknown status."""
     return _END_REASONS.get(request.status.name, "error")
+
+
+def end_with_error(request: Request) -> None:
+    """Let the scheduler end a waiting request with an error in its next step, whatever `kv_load_failure_policy` says.
+
+    A connector has no call for that. vLLM ends a request whose grammar did not compile, so the request gets such a grammar: its
+    turn in the queue then ends it before anything is computed. Source: `Scheduler._handle_blocked_waiting_request` of 0.32, the
+    same in 0.30 and 0.31.
+    """
+    no_params: Any = None  # nothing reads them once the grammar has failed
+    error = RuntimeError("the prompt cannot be computed here")
+    request.structured_output_request = StructuredOutputRequest(no_params, _grammar=error)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def drop_prompt_tail(request: Request, tokens: int) -> bool:
