@@ -75,7 +75,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for warning in () if is_worker else streaming_warnings(settings, situation.kv_role):
             _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
-        facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
+        facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
         self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
         self._has_mirror = wants_host_buffer(vllm_config)

@@ -39,6 +39,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.config import Settings
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, kernel_order, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
@@ -105,6 +106,7 @@ _END_REASONS: dict[str, EndReason] = {
 }
 """Ends of requests by vLLM's names; older hosts lack those of newer ones."""
 
+_DEFAULTS = Settings()
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
 """Possible devices of the memory that peers read, by the engine's device. Source: vLLM's own connector."""
@@ -225,8 +227,10 @@ def side_channel_port(config: VllmConfig) -> int:
     return listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, config.parallel_config.data_parallel_index)
 
 
-def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
-    """Return the facts about an engine that the adapter needs, from vLLM's configuration.
+def engine_facts(
+    config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool, settings: Settings = _DEFAULTS
+) -> EngineFacts:
+    """Return the facts about an engine that the adapter needs, from vLLM's configuration and the connector's own.
 
     Raises:
         UnsupportedHost: `no-engine-id`, `unsupported-vllm` or `side-channel-port`.
@@ -239,10 +243,13 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
     connector_version = CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
     backend = _attention_backend(config) if is_worker else ""
     tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
+    listens_on = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, side_channel_port(config)
+    host, port = settings.advertised(*listens_on, parallel.data_parallel_index)
     return EngineFacts(
         engine_id=transfer.engine_id,
-        host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-        port=side_channel_port(config),
+        host=host,
+        port=port,
+        listens_on=listens_on,
         tp=parallel.tensor_parallel_size,
         tp_rank=tp_rank,
         pp=parallel.pipeline_parallel_size,
