@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state._decisions import BYSTANDER, Admission
 from kv_scheduler_state._early_admission import EarlyAdmissions
 from kv_scheduler_state._early_ticket import EARLY_KEY
 from kv_scheduler_state._errors import TicketError, quote
-from kv_scheduler_state._request import MEDIA_MISSING, Request
+from kv_scheduler_state._prompt import missing_media
 from kv_scheduler_state._ticket_reader import TicketReader
 
 if TYPE_CHECKING:
     from kv_scheduler_state._consumer import Consumers
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._prompt import PromptIdentity
+    from kv_scheduler_state._request import Request
     from kv_scheduler_state._seal import TicketSeal
     from kv_scheduler_state._ticket import HandoffTicket, TicketKind
     from kv_scheduler_state._ticket_reader import Fields
@@ -91,10 +92,10 @@ class Admissions:
         if kind == "readback":
             try:
                 ticket = self._verified(request_id, request, fields, kind, identity)
-            except TicketError as refusal:
-                error = _missing_media(fields, identity) or refusal
-                request.rejected_code = error.code
-                return Admission("producer", error.code, str(error), truncate_tokens)
+            except TicketError as error:
+                refusal = _missing_media(fields, identity) or error
+                request.rejected_code = refusal.code
+                return Admission("producer", refusal.code, str(refusal), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
 
@@ -192,27 +193,14 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
 
 
 def _missing_media(params: object, identity: PromptIdentity | None) -> TicketError | None:
-    """Return the error that ends a request whose prompt this engine cannot compute; None for all others.
-
-    A refused ticket may be for the same tokens with more images than this request has: in some fleets only the engine that
-    prefills gets the images. The text would then be computed without having seen them.
-    """
-    named: object = cast("Fields", params).get("kv_media") if isinstance(params, dict) else None
-    tokens: object = cast("Fields", params).get("remote_num_tokens") if named else None
-    if identity is None or not isinstance(named, list) or len(cast("list[object]", named)) != 2:
+    """Return the error for a refused ticket whose prompt cannot be computed here either, whatever else is wrong with it."""
+    fields = cast("Fields", params) if isinstance(params, dict) else {}
+    tokens: object = fields.get("remote_num_tokens")
+    if identity is None or not fields.get("kv_media") or not isinstance(tokens, int | float):
         return None
-    if not isinstance(tokens, int | float) or not 0 <= tokens <= _MOST_TOKENS:
+    if not 0 <= tokens <= _MOST_TOKENS:
         return None
-    count, digest = cast("list[Any]", named)
-    own, own_digest = identity.media(int(tokens)) or (0, identity.digest(int(tokens)))
-    if type(digest) is not str or digest != own_digest or not isinstance(count, int | float) or not own < count:
-        return None
-    return TicketError(
-        MEDIA_MISSING,
-        f"the prompt has {quote(count)} images, videos or sounds, and {own} of them came with this request; send the image or "
-        "its uuid to decode, too",
-        field="kv_media",
-    )
+    return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, identity.digest(int(tokens))))
 
 
 def _early_fields(params: object) -> Fields | None:

@@ -218,6 +218,9 @@ class Producers:
             "kv_prompt": streams.digest_of(request_id),
             "kv_lease_s": lease_s,
         }
+        media = streams.media_of(request_id)
+        if media is not None:
+            offer["kv_media"] = list(media)
         return self._sealed(offer)
 
     def _final(

@@ -25,10 +25,10 @@ def wire_id(request_id: str) -> str:
 
     Clients choose request ids, so they may be long, not printable or in any script.
     """
-    if request_id.isascii() and len(request_id) <= _MOST_CHARS and request_id.isprintable():
-        # An id that looks like a digest is replaced, too, so that it is never taken for that of another request.
-        if not request_id.startswith(_SHORT):
-            return request_id
+    is_plain = request_id.isascii() and len(request_id) <= _MOST_CHARS and request_id.isprintable()
+    # An id that looks like a digest is replaced, too, so that it is never taken for that of another request.
+    if is_plain and not request_id.startswith(_SHORT):
+        return request_id
     return _SHORT + sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

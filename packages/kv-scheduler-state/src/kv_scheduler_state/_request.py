@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._producer import Producers
     from kv_scheduler_state._producer_record import ProducerRecord
 
-__all__ = ["MEDIA_MISSING", "Request", "forget_if_ended", "preempt", "void_all"]
-
-MEDIA_MISSING: Final = "ticket-media-missing"
+__all__ = ["Request", "forget_if_ended", "preempt", "void_all"]
 
 
 @final

@@ -75,7 +75,7 @@ class KVTransferBackend(NixlConnectorBackend):
         return self._tickets.reads_streams and self._has_address
 
     def replica_metadata(self) -> dict[str, object]:
-        """Tell the orchestrator where peers reach this replica's side channel; nothing if this replica would refuse early tickets.
+        """Tell the orchestrator where peers reach this replica's side channel; nothing if it would refuse early tickets.
 
         Raises:
             UnsupportedHost: `side-channel-port`: the environment's is no number.

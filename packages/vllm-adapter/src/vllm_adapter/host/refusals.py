@@ -103,7 +103,8 @@ REFUSALS: tuple[Row, ...] = (
     Row(
         "side-channel-port",
         lambda it: not 0 < it.port <= _MOST_PORTS,
-        "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT or advertised_port, plus the data-parallel index): it must be 1 to 65535",
+        "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT or advertised_port, plus the data-parallel index): it "
+        "must be 1 to 65535",
     ),
     Row(
         "sleep-mode-unsupported",

@@ -17,7 +17,6 @@ from vllm_adapter.wiring import prompt_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -61,7 +60,7 @@ class RequestIdentity:
             tokens, []
         )
 
-    def _items(self, tokens: int) -> list[MultiModalFeatureSpec]:
+    def _items(self, tokens: int) -> list[Any]:
         return [item for item in self._request.mm_features if item.mm_position.offset < tokens]
 
     def _digest(self, tokens: int, media: Sequence[tuple[str, int, int]]) -> str:
