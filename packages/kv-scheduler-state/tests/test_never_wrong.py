@@ -18,8 +18,6 @@ NULLS = {"null_block": 0}
 
 
 class Prompt:
-    """Identity of a prompt of token ids."""
-
     refusal = ""
 
     def __init__(self, *tokens: int) -> None:

@@ -106,9 +106,9 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     secrets = None if proof == "no secrets" else write_secret(tmp_path / "p", "a" * 16)
     options: dict[str, Any] = {"unsealed_networks": ("10.0.0.0/24",)} if secrets else {}
     source, writer, reader = (sealing_side(secrets, bidirectional=kind == "readback", **options) for _ in range(3))
-    params: Any = PREFILL
+    ticket: Any = PREFILL
     for side in (source, writer) if kind == "readback" else (writer,):
-        params = ticket = finished_ticket(side, "w", params, Prompt("x" * 32))
+        ticket = finished_ticket(side, "w", ticket, Prompt("x" * 32))
     if proof == "changed":
         ticket["kv_lease_s"] += 1.0
     if proof == "unsealed":
@@ -121,7 +121,8 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     reader.allocated("r", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
     reader.finished(Ending("r", "abort", 32), [[1, 2]])
     assert reader.build_step((), ()).plan.reads == ()
-    assert reader._state.check_invariants() == ()
+    state: Any = reader._state
+    assert state.check_invariants() == ()
 
 
 def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: Path) -> None:

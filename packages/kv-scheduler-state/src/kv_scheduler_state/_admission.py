@@ -194,7 +194,7 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
 
 def _missing_media(params: object, identity: PromptIdentity | None) -> TicketError | None:
     """Return the error for a refused ticket whose prompt cannot be computed here either, whatever else is wrong with it."""
-    fields = cast("Fields", params) if isinstance(params, dict) else {}
+    fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
     tokens: object = fields.get("remote_num_tokens")
     if identity is None or not fields.get("kv_media") or not isinstance(tokens, int | float):
         return None

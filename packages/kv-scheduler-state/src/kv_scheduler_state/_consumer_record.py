@@ -95,7 +95,7 @@ class ConsumedStream:
         self.early = early
         self.digest = digest
         # Its images, videos and sounds that this engine has, and the digest without them, see `missing_media`.
-        self.media = 0, digest
+        self.media: tuple[int, str] = (0, digest)
         self.prompt_tokens = prompt_tokens
         # Tokens under the digest, which the peer offers; all of them are read, or none.
         self.offered_tokens = offered_tokens

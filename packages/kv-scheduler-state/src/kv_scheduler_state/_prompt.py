@@ -57,9 +57,8 @@ def missing_media(named: object, own: tuple[int, str | None]) -> TicketError | N
     In some fleets only the engine that prefills gets the images. A text computed here would not have seen them.
 
     Args:
-        named: What a peer says of the prompt that it computed: the number of its images, videos and sounds, and its digest
-            without them. Anything else says nothing.
-        own: The same of the request that this engine has.
+        named: Number of images, videos and sounds in the prompt that a peer computed, and its digest without them; not checked.
+        own: The same of this engine's own request.
     """
     if not isinstance(named, list | tuple) or len(cast("list[object]", named)) != 2:
         return None

@@ -214,8 +214,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0,
             le=65535,
-            description="Port in this engine's tickets, likewise, for data-parallel index 0: each engine adds its index, as to "
-            "the port on which it listens. 0 for that port.",
+            description="Port in this engine's tickets, likewise; the data-parallel index is added. 0: that on which it listens.",
         ),
     ] = 0
     ticket_secret_files: Annotated[
@@ -296,10 +295,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
         """Return the address in the tickets of an engine that listens on this host and port."""
-        return (
-            self.advertised_host or host,
-            self.advertised_port + data_parallel_index if self.advertised_port else port,
-        )
+        advertised_port = self.advertised_port + data_parallel_index
+        return self.advertised_host or host, advertised_port if self.advertised_port else port
 
     @property
     def heartbeat_s(self) -> float:

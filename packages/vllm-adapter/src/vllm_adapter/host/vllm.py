@@ -306,7 +306,7 @@ def end_with_error(request: Request) -> None:
     same in 0.30 and 0.31.
     """
     no_params: Any = None  # nothing reads them once the grammar has failed
-    error = RuntimeError("the prompt cannot be computed here")
+    error = RuntimeError("ticket-media-missing: send the image or its uuid to decode, too")
     request.structured_output_request = StructuredOutputRequest(no_params, _grammar=error)
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
